@@ -104,14 +104,8 @@ class DraftParts(Protocol):
     """Projections of the head's only layer, number 0, grouped as in `LoraStep`."""
 
     def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
-        """Reads an adapter's changes to the draft head, scaled, in float32.
-
-        Args:
-            folder: Folder of the draft adapter; may be missing.
-
-        Returns:
-            Changes by `Projection.kind`; empty if the draft adapter cannot be used, which is
-            logged.
+        """Reads an adapter's changes to the draft head, scaled, in float32, by `Projection.kind`.
+        `folder` may be missing. Empty if the draft adapter cannot be used, which is logged.
         """
         ...
 
@@ -165,16 +159,13 @@ class _RowComponents:
 
 
 class LoraPool:
-    """Rows and tables of adapters, which the LoRA manager fills.
-
-    `read` and `write` are called by one thread each. `write` touches only memory that no step uses.
-    On a GPU it works on a stream of its own, so neither it nor the steps wait for the other. Rank 0
-    writes the rows of all ranks.
+    """Rows and tables of adapters, which the LoRA manager fills. `read` and `write` are called by
+    one thread each. `write` touches only memory that no step uses. On a GPU it works on a separate
+    stream, so neither it nor the steps wait for the other. Rank 0 writes the rows of all ranks.
 
     Args:
         projections: Projections that adapters may change, with the sizes that one rank has.
-        drafts: Those of `projections` that belong to the draft head; None: draft adapters are
-            ignored.
+        drafts: The `projections` of the draft head; None: draft adapters are ignored.
         ranks: None: the model is not divided.
 
     Raises:
@@ -213,7 +204,7 @@ class LoraPool:
         self._groups: dict[str, Any] = {}
         """Tuples of LoraWeights by field of `LoraStep`."""
         self._draft_groups: dict[str, Any] = {}
-        """The same for the draft head."""
+        """Tuples of LoraWeights of the draft head, by field of `LoraStep`."""
         for part in projections:
             groups = self._draft_groups if part.is_draft else self._groups
             groups[part.group] = (*groups.get(part.group, ()), self._weights[part.name])

@@ -17,7 +17,7 @@ from weft.kernels.latent_attention import LatentSpec
 
 
 def find_device(config: EngineConfig) -> torch.device:
-    """The configured device. Raises ConfigError if it does not exist."""
+    """Raises ConfigError if the configured device does not exist."""
     try:
         device = torch.device(config.device)
     except RuntimeError as error:

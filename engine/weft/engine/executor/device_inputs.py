@@ -111,11 +111,13 @@ class DeviceInputs:
         return self._table
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
-        """Copies arrays to memory of their own on the device, without waiting."""
+        """Copies arrays to separate memory on the device, without waiting."""
         return self._copies.send(arrays)
 
     def send_pages(self) -> None:
-        """Sends changes of the host's page table outside a step. Steps send them by themselves."""
+        """Sends changes of the host's page table outside a step. Each step sends such changes
+        itself.
+        """
         self._send_windows()
         changes = self._host_table.take_changes()
         if len(changes.indices):
@@ -467,10 +469,7 @@ def group_step(
 
 class _DecodeMemory:
     """Fixed memory on the device that captured decode steps read, and the rows that they compute
-    from it.
-
-    Args:
-        one_row_each: [max_rows + 1] int32: 0, 1, 2 and so on.
+    from it. `one_row_each` is [max_rows + 1] int32: 0, 1, 2 and so on.
     """
 
     def __init__(self, max_rows: int, one_row_each: torch.Tensor) -> None:

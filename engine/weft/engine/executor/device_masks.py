@@ -52,7 +52,7 @@ class DeviceMasks:
         return self._words
 
     def changed(self, slots: Sequence[int]) -> None:
-        """Notes that the masks of these slots were written in `memory`. `send` then sends them."""
+        """The masks of these slots were written in `memory`; `send` then sends them."""
         self._changed.update(slots)
 
     def send(self) -> None:

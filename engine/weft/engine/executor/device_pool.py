@@ -92,8 +92,7 @@ class CopyRows:
 
 
 class DevicePool:
-    """`PagePool` for one thread, on a stream of its own. Copies are complete when their call
-    returns.
+    """`PagePool` for one thread, on a separate stream. Copies are complete when their call returns.
 
     It waits for no step. Pages that are copied out were computed by steps that have ended. Pages
     that are copied in belong to their load alone: a page that a step still uses is not free, and

@@ -80,7 +80,9 @@ class CapturedDraws(NamedTuple):
         return tokens
 
     def wait_for_rows(self) -> Int64Array:
-        """[2, L]: waits for the rows' tokens and ancestor masks; the same rule as for `wait`."""
+        """[2, L]: waits for the rows' tokens and ancestor masks. Call it before the next draws
+        begin, which overwrite them.
+        """
         self.mark.wait()
         rows: Int64Array = self.host[1:]
         return rows
@@ -171,14 +173,14 @@ class DeviceSampler:
     def mask_rows(
         self, slots: Int64Array, masks: Sequence[npt.NDArray[np.uint32] | None]
     ) -> Int64Array:
-        """Gives rows masks of their own, for steps with several rows of one slot.
+        """Gives rows separate masks, for steps with several rows of one slot.
 
         Args:
             slots: [M]: slots of the rows. Their parameters must not change until the step draws.
             masks: Masks by row, as in `set_mask`, but without an `end`.
 
         Returns:
-            [M]: slots that draw like the given ones except for the mask, valid until the next call.
+            [M]: slots that draw like `slots` except for the mask, valid until the next call.
         """
         beside = self._first_beside + np.arange(len(slots))
         params = self._host_params[slots]
@@ -219,8 +221,8 @@ class DeviceSampler:
             slots: [L]. A slot may occur twice if it was not added, or if its tokens do not depend
                 on the ones before.
             positions: [L]: absolute positions of the tokens to be drawn.
-            num_tops: By row: number of most likely tokens wanted beside the log-probability of the
-                drawn one.
+            num_tops: By row: number of most likely tokens wanted in addition to the log-probability
+                of the drawn one.
             on_device: Positions, and perhaps slots, that are on the device already and replace
                 these.
             drafted: Rows of a step with drafts, if some slot counts its tokens; else None.

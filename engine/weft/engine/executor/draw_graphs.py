@@ -95,7 +95,7 @@ class DrawGraphs:
         self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
         """[most]: the slot with which each row of a step with drafts draws."""
         self._sent_as = np.zeros(0, np.int64)
-        """The first entries of `_drawn_as` as they were sent last; the others are `_OWN`."""
+        """The first entries of `_drawn_as` as they were sent last; all later entries are `_OWN`."""
         self._copies = DeviceCopies(device)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
@@ -212,9 +212,11 @@ class DrawGraphs:
 
 
 def _sizes(bucket: GraphBucket) -> list[int]:
-    """Numbers of rows that sampling after such steps is captured for, ascending. Beside prompts
-    there may be few requests or many, all with drafts or all without. The first step after drafts
-    ended has no drafts either, but takes the smallest graph for steps that have them.
+    """Numbers of rows that sampling after such steps is captured for, ascending.
+
+    A step with prompts may have few requests or many, all with drafts or all without. The first
+    step after drafts ended has no drafts either, but takes the smallest graph for steps that have
+    them.
     """
     if bucket.kind == "ragged":
         most = bucket.columns.max_logits

@@ -279,7 +279,7 @@ class GraphBuckets:
 
     def _takes_earlier_heads(self, arrays: StepArrays) -> bool:
         """Whether attention to latents computes heads of positions before the step. Their number is
-        unknown to a graph, so such a step has none.
+        unknown to a graph, so such a step runs without one.
         """
         if self._config.latent is None or not self._prompts:
             return False

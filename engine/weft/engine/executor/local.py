@@ -70,7 +70,7 @@ class RankPool(NamedTuple):
     own: torch.Tensor
     """This rank's heads, a view of `whole`."""
     pages: DevicePages | None = None
-    """Pages over all ranks, mapped by rank 0, where each rank allocates a pool of its own."""
+    """Pages over all ranks, mapped by rank 0, where each rank allocates a separate pool."""
 
 
 class LocalExecutor:

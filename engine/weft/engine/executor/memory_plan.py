@@ -25,7 +25,9 @@ MARGIN_SHARE = 0.02
 MIN_MARGIN_BYTES = 256 << 20
 """Least margin for fragmentation and library allocations beyond what was measured."""
 _CONTEXT_BYTES = 768 << 20
-"""Bytes of a GPU that a process takes beside its tensors: context, loaded kernels, libraries."""
+"""Bytes of a GPU that a process takes in addition to its tensors: context, loaded kernels,
+libraries.
+"""
 _PROBE_PAGES = 2
 MOST_WINDOWS = 0.75
 """Largest share of pages that a window group gets, relative to an equal division of pages among all
@@ -100,7 +102,7 @@ def divide_pages(
 
     Args:
         num_pages: Pages that fit if every group has as many, the null page included.
-        is_fixed: The first group has `num_pages`, whatever the others need.
+        is_fixed: The first group has `num_pages`, whatever window groups need.
 
     Returns:
         The pages of each group. Only the first may have more than `num_pages`.

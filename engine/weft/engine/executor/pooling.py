@@ -18,10 +18,7 @@ ROWS_AT_ONCE = 64
 
 class Pooler:
     """Sums the hidden states of unfinished prompts by slot, and turns finished prompts into
-    vectors.
-
-    Args:
-        is_fixed: Whether vectors are computed one by one, so that none depends on the others.
+    vectors. With `is_fixed`, vectors are computed one by one, so that no vector depends on another.
     """
 
     def __init__(

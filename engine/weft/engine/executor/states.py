@@ -187,7 +187,7 @@ class StateMemory:
 
 class DeviceStates:
     """The work of GPU steps on blocks and rings. Requests of few rows use positions that the device
-    knows; the others begin where the host says.
+    knows; requests of more rows begin where the host says.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The loop of an engine: takes messages, plans a step, starts it, commits the step before."""
+"""The loop of an engine: takes messages, plans a step, starts it, commits the previous step."""

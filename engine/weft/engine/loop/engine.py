@@ -1,7 +1,7 @@
 """The engine: takes requests, returns tokens and filled pages, one step at a time.
 
-`Engine.turn(inbox)` takes what came in, plans a step, runs the model, samples, commits, and returns
-what has to go out. It never waits for other processes.
+`Engine.turn(inbox)` takes the messages that came in, plans a step, runs the model, samples,
+commits, and returns the messages that go out. It never waits for other processes.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Engine:
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
-        """What the last `Pipeline.turn` returned."""
+        """The result of the last `StepPipeline.turn`."""
         interval_s = config.stream_interval_s
         if interval_s is None and self._executor.is_asynchronous:
             interval_s = 0.0
@@ -590,7 +590,7 @@ class Engine:
             self.tiers.begin_loads()
 
     def _read_early(self, plan: Plan) -> None:
-        """Has pages for other workers read as soon as the step that was just begun ends."""
+        """Lets pages for other workers be read as soon as the step that was just begun ends."""
         fills = [item for item in plan.chunks if item.request.is_fill]
         if fills:
             mark = self._executor.mark()

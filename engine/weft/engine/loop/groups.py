@@ -46,7 +46,7 @@ class RequestGroups:
         return key in self._groups
 
     def add(self, first: Request) -> None:
-        """Adds a request by its first sample; the others are forked from it later."""
+        """Adds a request by its first sample; its other samples are forked from it later."""
         self._groups[first.key] = [first]
         if first.unforked_samples:
             self._forking.add(first.key)
@@ -67,7 +67,7 @@ class RequestGroups:
                         self._scheduler.release(request)
 
     def hand_back(self, *, is_running_too: bool) -> None:
-        """Hands requests back to their gateways, which resume them elsewhere."""
+        """Hands requests back to their gateways, which resume them on other workers."""
         queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
         for key, group in list(self._groups.items()):
             if is_running_too or all(request.state in queued for request in group):
@@ -129,7 +129,6 @@ class RequestGroups:
             self._scheduler.finish(request, error)
 
     def on_finished(self, request: Request) -> None:
-        """Notes that a sample has ended; with the last one, the request has ended."""
         group = self._groups.get(request.key)
         if request.error is not None:
             self.fail(request.key, request.error)
@@ -153,15 +152,9 @@ class RequestGroups:
 
 
 def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> Request | None:
-    """Reports the samples of a resumed request whose last tokens had already ended them.
-
-    Args:
-        first: A resumed request as `Intake.from_submit` made it.
-        intake: Makes its siblings.
-
-    Returns:
-        The first sample that still has to run, from which the rest will be forked. None: all had
-            ended.
+    """Reports the samples of a resumed request whose last tokens had already ended them. Returns
+    the first sample that still has to run, from which the rest will be forked; None: all had ended.
+    `intake` makes the siblings of `first`.
     """
     unforked, first.unforked_samples = first.unforked_samples, {}
     siblings = [intake.sibling(first, sample, ids, now) for sample, ids in unforked.items()]

@@ -216,8 +216,8 @@ class Intake:
         raise InvalidRequest(message, stage="validate", param="progress")
 
     def sibling(self, first: Request, sample: int, generated: list[int], now: float) -> Request:
-        """Builds another sample of the same prompt; `generated` are the tokens that it has from
-        elsewhere.
+        """Builds another sample of the same prompt; `generated` are the tokens that another worker
+        generated for it.
         """
         return Request(
             key=first.key,
@@ -250,7 +250,7 @@ class Intake:
     def from_handle(
         self, handle: KvHandle, request_id: str, traceparent: str, now: float
     ) -> Request:
-        """Builds the compute job of a fill. It has no deadline of its own: its lease ends it."""
+        """Builds the compute job of a fill. It has no deadline, since its lease ends it."""
         return Request(
             key=RequestKey(-1, request_id, 0),
             sample=0,

@@ -84,15 +84,12 @@ class LLM:
     def load_adapter(
         self, directory: Path | str, *, is_pinned: bool = False, is_lenient: bool = False
     ) -> bytes:
-        """Loads a PEFT directory, which must stay unchanged; needs `enable_lora`.
+        """Loads a PEFT directory, which must stay unchanged; needs `enable_lora`. Returns the
+        adapter's digest, which names it in `generate`.
 
         Args:
-            directory: Has adapter_config.json and adapter_model.safetensors.
             is_pinned: Whether the adapter stays on the device.
-            is_lenient: Whether parts that cannot be applied are left out.
-
-        Returns:
-            The adapter's digest, which names it in `generate`.
+            is_lenient: Whether parts that cannot be applied are ignored.
 
         Raises:
             AdapterError: The adapter cannot be used.
@@ -147,12 +144,13 @@ class LLM:
             top_logprobs: None: no log-probabilities.
             adapters: Digest of each prompt's adapter. An empty digest, or an empty list, is the
                 base model.
-            max_at_once: Most prompts under way; the others begin as these end. None: all at once.
+            max_at_once: Most prompts under way; further prompts begin as these end. None: all at
+                once.
             prompt_logprobs: Alternatives for each token of the prompts; None: none are computed.
 
         Raises:
             ValueError: `max_at_once` is less than one.
-            WeftError: A prompt was refused. All others are cancelled.
+            WeftError: A prompt was refused. All other prompts are cancelled.
         """
         groups = self.generate_all(
             prompts, sampling, stop, top_logprobs, adapters, max_at_once, prompt_logprobs
@@ -201,16 +199,14 @@ class LLM:
     def pool(
         self, prompts: Sequence[Sequence[int]], pool: PoolingParams, adapters: Sequence[bytes] = ()
     ) -> list[Float32Array]:
-        """Makes vectors of prompts of token ids.
+        """Makes vectors of prompts of token ids: [n, width] of each prompt, one vector or one for
+        each of its tokens.
 
         Args:
             adapters: Digest of each prompt's adapter; empty: the base model.
 
-        Returns:
-            [n, width] of each prompt: one vector, or one for each of its tokens.
-
         Raises:
-            WeftError: A prompt was refused. All others are cancelled.
+            WeftError: A prompt was refused. All other prompts are cancelled.
         """
         submits = [
             Submit(

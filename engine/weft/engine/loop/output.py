@@ -41,10 +41,7 @@ class OutputProcessor:
         self, runs: Sequence[Run], on_accepted: Callable[[Request], None]
     ) -> tuple[list[End], int]:
         """Appends and sends the tokens of requests with drafts, any of which may end the request.
-
-        Args:
-            runs: Tokens of these requests.
-            on_accepted: Called with each request that had a draft accepted.
+        Calls `on_accepted` with each request that had a draft accepted.
 
         Returns:
             Samples that end, and the number of surplus tokens: those of requests that had ended

@@ -194,14 +194,13 @@ class StepPipeline:
             self._host.yield_cores()
 
     def turn(self, plan: Plan) -> bool:
-        """Starts a step, if there is anything to do, and commits the previous one if it has ended.
-
-        Args:
-            plan: Empty unless `may_begin`.
+        """Starts a step, if `plan` has any work, and commits the previous one if it has ended.
+        `plan` is empty unless `may_begin`.
 
         Returns:
             Whether the turn got past the step under way: committed it, or began one with none under
-            way. If not, that step and one begun behind it may still be under way (`num_steps`).
+                way. If not, that step and a step that follows it may still be under way
+                (`num_steps`).
         """
         if len(plan):
             # With no step under way, tokens that masks depend on are known before the forward pass.

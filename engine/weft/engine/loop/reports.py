@@ -33,10 +33,7 @@ def retry_after_s(engine: Engine) -> float:
 
 def load_report(engine: Engine) -> LoadReport:
     """An engine's load, for routing and metrics. Takes the changes of adapters since the last
-    report.
-
-    Args:
-        engine: The engine, not while it plans a step.
+    report. The engine must not be planning a step.
     """
     counts, scheduler, stats = engine.memory.counts(), engine.scheduler, engine.stats
     adapters, gone_adapters = engine.adapters.take_changes()

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, Any]:
-    """Snapshot of an engine's scheduler, memory and fills, as JSON values.
+    """Snapshot of an engine's scheduler, memory and fills, as JSON values. The engine must be
+    between two turns.
 
     Args:
-        engine: The engine, between two turns.
-        now: On its clock.
+        now: On the engine's clock.
         max_entries: Most entries of each list.
     """
     memory, staging, states = engine.memory, engine.staging_counts(), engine.parts.states
@@ -45,7 +45,7 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
 
 
 def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Describes the unfinished requests, waiting ones in their order of admission."""
+    """Waiting requests come in their order of admission."""
     queues: tuple[Iterable[Request], ...] = (
         *(scheduler.running, scheduler.prefilling, scheduler.filling),
         *(scheduler.waiting, scheduler.held, scheduler.waitlist),
@@ -75,7 +75,6 @@ def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[
 
 
 def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Describes open leases that this engine asked for."""
     return [
         {
             "lease_id": fill.lease_id.hex(),
@@ -98,7 +97,6 @@ def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[di
 
 
 def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[dict[str, Any]]:
-    """Describes adapters that this engine was ordered to load."""
     return [
         {**asdict(adapter), "digest": adapter.digest.hex()}
         for adapter in islice(adapters, max_entries)
@@ -106,7 +104,6 @@ def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[
 
 
 def lease_entries(leases: Iterable[Lease], now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Describes leases that this engine fills."""
     return [
         {
             "lease_id": lease.handle.lease_id.hex(),

@@ -74,7 +74,6 @@ class EngineStats:
         """Records one step, from which `costs` learns too.
 
         Args:
-            costs: Cost model that learns from the step.
             num_surplus_tokens: Tokens sampled for requests that had ended.
             runs: Runs of requests with drafts.
         """

@@ -22,11 +22,12 @@ class StreamPace:
     """Lets next tokens gather for a time, so that they go out in fewer messages.
 
     Processes that pass messages on take processor time from an engine that computes on the same
-    cores. First tokens, ends and the like never wait, and take along what has gathered.
+    cores. First tokens, ends and the like never wait, and the gathered tokens go out with them.
 
     Args:
         interval_s: Shortest time between two messages of which the second has nothing but next
-            tokens. None: chosen so that passing tokens on takes little time beside computing them.
+            tokens. None: chosen so that passing tokens on takes little time compared with computing
+            them.
         computed_s: Processor time of the engine so far, in seconds.
     """
 
@@ -38,11 +39,7 @@ class StreamPace:
         self._went_at = self._had_computed_s = 0.0
 
     def should_flush(self, batches: Sequence[GatewayBatch], num_samples: int) -> bool:
-        """Whether the gathered batches go out now.
-
-        Args:
-            batches: What has gathered, oldest first.
-        """
+        """Whether `batches`, the gathered ones, oldest first, go out now."""
         if not batches or self._interval_s == 0.0:
             return True
         now, computed_s = self._clock(), self._computed_s()

@@ -134,7 +134,7 @@ class WindowPacker:
 
 
 class StoredWindows:
-    """Implements `StoredBlocks`: each page of the window group is a block of its own.
+    """Implements `StoredBlocks`: each page of the window group is a separate block.
 
     Args:
         layout: Of the first group and the window group.

@@ -37,10 +37,10 @@ class DevicePeers:
     """Implements `weft.kernels.peers.GpuPeers` through memory that all ranks map.
 
     Args:
-        device: GPU of this rank. Ranks that share one, as in tests, use it in turns.
+        device: GPU of this rank. Ranks that share one, as in tests, take turns on it.
         ranks: The process group by which torch knows the ranks, from `join`.
         width: Entries of a row of the residual stream.
-        agree: Waits until all ranks have come to a phase, and raises the error of another rank.
+        agree: Waits until all ranks have reached a phase, and raises the error of another rank.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -156,7 +156,7 @@ class DevicePeers:
         return sum_rows(self._memory, partial, stream, stream, norm, tap)
 
     def meet(self) -> None:
-        """Waits, on the device, until all ranks' devices have come to this call."""
+        """Waits, on the device, until the devices of all ranks have reached this call."""
         sum_rows(self._memory, self._nothing, self._nothing, self._nothing)
 
     def share_of_logits(self, rows: int) -> slice | None:

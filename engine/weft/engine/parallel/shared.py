@@ -1,6 +1,6 @@
-"""A group of ranks on one host that meet in shared memory.
+"""A group of ranks on one host that communicate through shared memory.
 
-The segment holds counters, a ring of frames from rank 0 to all others, and slots for sums:
+The segment holds counters, a ring of frames from rank 0 to all other ranks, and slots for sums:
 
     counter        counts                                       written by
     arrived[r]     sums to which rank r has brought its part     rank r

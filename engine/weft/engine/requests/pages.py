@@ -13,8 +13,8 @@ A request may be dropped while a step that has begun still reads and writes its 
 to `memory` when the newest step begun at that time ends; until then no other request and no filler
 may get them.
 
-All this is about the first page group. A request's pages in window groups follow it: the pages that
-its rows read after a match, and one more with each page of the first group
+The above describes the first page group. A request's pages in window groups follow it: the pages
+that its rows read after a match, and one more with each page of the first group
 (`weft.engine.requests.window_pages`).
 
 Recurrent layers can continue only where there is a block of states
@@ -62,7 +62,9 @@ class RequestPages:
             *windows,
             *(() if states is None else (states,)),
         )
-        """Memory that requests hold in addition to pages of the first group."""
+        """The holders of window pages and of blocks, which requests have in addition to pages of
+        the first group.
+        """
         self._cache = cache
         self._page_size = page_size
         self._copies: list[PageCopy] = []
@@ -178,14 +180,16 @@ class RequestPages:
         request.held.num_published = num_pages
 
     def note_hit(self, request: Request) -> None:
-        """Counts the match that `take` gave as a hit, when the request is admitted."""
+        """Counts the match of `take` as a hit, when the request is admitted."""
         if self._cache is not None and request.held.leaf is not None:
             self._cache.touch(request.held.leaf, request.priority)
         if self.states is not None:
             self.states.note_hit(request)
 
     def note_follower(self, leader: Request, follower: Request) -> None:
-        """Has the leader keep a block of states where the prompts of leader and follower part."""
+        """Makes the leader keep a block of states at the border where the prompts of leader and
+        follower part.
+        """
         if self.states is not None:
             both = zip(leader.tokens, follower.tokens[: follower.num_reusable_tokens], strict=False)
             num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
@@ -216,10 +220,8 @@ class RequestPages:
             request.held.partial_page, request.held.num_partial_tokens = None, 0
 
     def make_copies(self, make: Callable[[Sequence[PageCopy]], None]) -> None:
-        """Has the step that has just begun make the copies, before anything else.
-
-        If that fails, the next step makes them, since requests of later steps need some of the
-        copies.
+        """Makes the copies in the step that has just begun, before anything else. If that fails,
+        the next step makes them, since requests of later steps need some of the copies.
         """
         make(self._copies)
         copies, self._copies = self._copies, []
@@ -299,7 +301,9 @@ class RequestPages:
             other.reserve(request)
 
     def grown(self, requests: Sequence[Request]) -> None:
-        """Notes that requests have got reserved pages in the first group; window groups follow."""
+        """Gives requests, which have just got reserved pages in the first group, as many pages in
+        the window groups.
+        """
         for window in self.windows:
             for request in requests:
                 window.grow(request)

@@ -151,13 +151,15 @@ class SharedPrefix:
 
 @dataclass(eq=False, slots=True)
 class DraftState:
-    """What the drafter and its gate (`weft.engine.features.speculative`) know of a request."""
+    """Facts that the drafter and its gate (`weft.engine.features.speculative`) know of a
+    request.
+    """
 
     wanted: bool = False
     acceptance: Acceptance | None = None
     is_behind: bool = False
-    """Whether the draft model has still to read some of the tokens. A missing draft then says
-    nothing about the drafter.
+    """Whether the draft model has not yet read all of the tokens. A missing draft then says nothing
+    about the drafter.
     """
     lacks_room: bool = False
     """Whether the draft model has no pages or positions for the request. A missing draft then does
@@ -239,7 +241,7 @@ class Request:
     num_found_tokens: int = 0
     """Cached tokens at the last lookup, while the request waits."""
     num_cached_tokens: int = 0
-    """Prompt tokens of this request that were found instead of computed."""
+    """Prompt tokens of this request whose KV was cached, so that it was not computed."""
     is_sibling: bool = False
     """Whether it was forked from another sample of its prompt, whose cached tokens count for both.
     """
@@ -268,7 +270,7 @@ class Request:
 
     @property
     def pages(self) -> list[int]:
-        """Those that it holds, as a job of the filler."""
+        """Pages of the first group, for the filler when this is its job."""
         return self.held.pages
 
     @property

@@ -263,8 +263,8 @@ class StateBlocks:
         return found
 
     def keep_at(self, request: Request, num_pages: int) -> None:
-        """Has the block after `num_pages` of a request's pages kept, if no step has passed them
-        yet.
+        """Marks the block after `num_pages` of a request's pages to be kept, if no step has passed
+        them yet.
         """
         held = self._held.get(request)
         if held is None or not num_pages:
@@ -379,8 +379,8 @@ class StateBlocks:
         return self._held[request].keeps | {(request.num_prompt_tokens - 1) // self._page_size}
 
     def committed(self, request: Request) -> None:
-        """Notes how far a request's tokens are computed: keeps blocks, and releases those that no
-        further step begins with.
+        """Keeps blocks, and releases those that no further step begins with, after a step of the
+        request was committed.
         """
         held = self._held[request]
         newest, keeps = held.written(request.num_computed), self._keeps(request)

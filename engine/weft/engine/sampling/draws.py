@@ -178,10 +178,8 @@ def _run_of_tree(
 
 
 def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The rows whose tokens count: that of the last token and those of accepted drafts.
-
-    Args:
-        tokens: Sampled from each row, 1 + len(drafts); negative where there is none.
+    """The row of the last token and those of accepted drafts. `tokens` are sampled from each row, 1
+    + len(drafts), negative where there is none.
     """
     if tokens[0] < 0:
         return []
@@ -194,13 +192,9 @@ def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 def _follow(plan: Plan, index: int, path: list[int], tokens: Int64Array) -> bool:
-    """Extends a path by the draft that equals its newest token, if there is one and the request
-    continues. Returns whether it did.
-
-    Args:
-        index: Index of the request among those with drafts.
-        path: Its rows so far.
-        tokens: Sampled tokens by row; the path's last row has one.
+    """Extends `path`, the rows of a request so far, by the draft that equals its newest token, if
+    there is one and the request continues. Returns whether it did. `index` counts the requests with
+    drafts; `tokens` are by row.
     """
     drafts, last = plan.drafts[index], path[-1]
     token = int(tokens[last])
@@ -279,10 +273,10 @@ class StepSampler:
         *,
         is_late: bool = False,
     ) -> None:
-        """Prepares everything that sampling needs besides the logits.
+        """Prepares everything that sampling needs in addition to the logits.
 
         Args:
-            plan: Plan of the step, whose drafts may still be to come.
+            plan: Plan of the step, whose drafts may not be there yet.
             requests: The requests that get a token; their tokens up to now are known.
             slots: The requests' slots, if no request has ended; None: they are read from the
                 requests.
@@ -305,8 +299,8 @@ class StepSampler:
         more.
 
         Args:
-            requests: Requests given to `prepare` last. Tokens of those that have ended since mean
-                nothing.
+            requests: Requests given to `prepare` last. Tokens of those that have ended since are
+                undefined.
             logits: Of decodes, of requests with drafts (a row for each token), of chunks.
         """
         if not plan.verifies:

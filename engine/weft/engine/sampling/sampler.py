@@ -37,12 +37,8 @@ SEED_STEP = 0x9E3779B97F4A7C15
 
 
 def derive_seed(seed: int, sample_index: int) -> int:
-    """Derives the seed of one sample of a request, different for each sample; sample 0 has the
-    request's own.
-
-    Args:
-        seed: Unsigned 64 bits.
-        sample_index: 0..n - 1.
+    """The seed of one sample of a request, different for each sample; sample 0 has the request's
+    own. `seed` has unsigned 64 bits.
     """
     return (seed + sample_index * SEED_STEP) & 0xFFFFFFFFFFFFFFFF
 
@@ -258,7 +254,7 @@ class Sampler:
                 self._send_mask(slot)
 
     def advance(self, slot: int, num_generated: int) -> None:
-        """Notes how many tokens a slot's sample has generated, when drafts of it were accepted."""
+        """Sets how many tokens a slot's sample has generated, when drafts of it were accepted."""
         self._num_generated[slot] = num_generated
 
     def mask_rows(
@@ -267,7 +263,7 @@ class Sampler:
         masks: Sequence[npt.NDArray[np.uint32] | None],
         num_generated: Sequence[int],
     ) -> Int64Array:
-        """Gives rows that follow drafts masks of their own, until the next call. On a device only.
+        """Gives rows that follow drafts separate masks, until the next call. On a device only.
 
         Args:
             slots: [M], of the rows.

@@ -1,4 +1,4 @@
-"""Requests that wait for their adapter, and what an engine asks of its adapters."""
+"""Requests that wait for their adapter, and the interface of an engine's adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.scheduler.policies.base import AdmissionQueue
 
 
 class AdapterResidency(Protocol):
-    """Which adapters are on the device, and which of them requests use."""
+    """The adapters that are on the device, and their users."""
 
     def begin(self, digest: bytes) -> None:
         """Registers a request that will need the adapter. `end` must follow."""
@@ -90,7 +90,6 @@ class AdapterWaitlist:
             self._waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from the queue or from the waitlist."""
         requests = self._requests.get(request.adapter, [])
         if request not in requests:
             self._waiting.remove(request)
@@ -179,7 +178,7 @@ class Adapters:
             raise not_loaded(submit.adapter)
 
     def holds(self, digest: bytes) -> bool:
-        """Whether requests that were started with the adapter may continue here."""
+        """Whether requests that began with the adapter elsewhere may continue here."""
         return False
 
     def order(self, order: AdapterOrder) -> None:
@@ -201,7 +200,6 @@ class Adapters:
         return {}
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of the structures that grow with requests."""
         return {}
 
     def close(self) -> None:

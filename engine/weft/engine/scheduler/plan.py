@@ -215,7 +215,7 @@ class Plan:
         return [item for item in self.chunks if item.draws]
 
     def begin_states(self, states: StateBlocks) -> StateRows:
-        """Has the step's requests given the blocks that it writes; it is about to begin."""
+        """Gives the requests of the step, which is about to begin, the blocks that it writes."""
         verifies = [(item.request, item.start + 1, item.starts_late) for item in self.verifies]
         chunks = [(item.request, item.start, item.num_tokens) for item in self.chunks]
         of_items = [request.slot for request, *_ in (*verifies, *chunks)]

@@ -1,4 +1,4 @@
-"""What the scheduler and the loop ask of guests and of other sources of pages: one port each."""
+"""The interfaces of masks, drafts and other sources of pages that scheduler and loop use."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ class MaskSource(Protocol):
         ...
 
     def expect(self) -> None:
-        """Prepares for constrained requests, which may come, by reading the vocabulary ahead of
-        them.
-        """
+        """Reads the vocabulary ahead of constrained requests, which may come."""
         ...
 
     def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
@@ -100,13 +98,7 @@ class DraftGate(Protocol):
 
     def shape(self, requests: Sequence[Request]) -> DraftShape: ...
 
-    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
-        """Records a completed step.
-
-        Args:
-            runs: Runs of its requests with drafts.
-            duration_s: Duration of the step, drafting included.
-        """
+    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None: ...
 
     def depths(self) -> dict[int, int]:
         """Number of drafts of a request, by the number of running requests from which on it
@@ -155,12 +147,9 @@ class Drafter(Protocol):
         return False
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """Returns tokens that may follow the last one of each request: at most `max_drafts` each,
-        or none where the drafter has no guess.
-
-        Args:
-            items: Requests whose last token at least the device knows, and which have pages for
-                `max_drafts` more.
+        """Tokens that may follow the last one of each request: at most `max_drafts` each, or none
+        where the drafter has no guess. At least the device knows the last token of each request,
+        which has pages for `max_drafts` more.
         """
 
     def forget(self, slot: int) -> None:

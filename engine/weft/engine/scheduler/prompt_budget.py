@@ -1,4 +1,4 @@
-"""Decides how many prompt tokens a step takes beside running requests, by weighing the delay of
+"""Decides how many prompt tokens a step with running requests takes, by weighing the delay of
 first tokens against the delay of next tokens.
 
 A step that also decodes takes the time of the decodes plus that of its prompt tokens. Cutting the
@@ -10,7 +10,7 @@ prompts then need delays every waiting first token by the time of its decodes.
 
 If the first is at least the second, prompts take the whole step; else they keep to the target. So a
 burst that finds few running requests is computed as fast as the device can, and a steady stream of
-prompts never makes many running requests wait for few.
+prompts never makes many running requests wait for a few waiting ones.
 
 A prompt that is computed here only because the prefill workers are busy keeps to a smaller target,
 the time of a step of decodes, so that it disturbs the running requests less. On a CPU it does not:
@@ -46,9 +46,7 @@ class StepRates(Protocol):
 
 
 class PromptTokens(Protocol):
-    def __call__(self, num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int:
-        """Prompt tokens for the next step."""
-        ...
+    def __call__(self, num_running: int, num_waiting: int, *, is_overflow: bool = False) -> int: ...
 
 
 class PromptBudget:

@@ -176,7 +176,9 @@ class RunningPlans:
             plan.is_late = is_late if is_late.any() else None
 
     def num_tokens_beside_prompts(self, plan: Plan) -> int:
-        """Number of new tokens that the plan will have besides the chunks, if it gets any."""
+        """Number of new tokens that the plan will have in addition to the chunks, if it
+        gets any.
+        """
         if not plan.has_trees:
             return plan.num_tokens
         num_drafts = sum(min(accepted, self._max_chain) for accepted in plan.most_accepted)

@@ -17,12 +17,12 @@ _MAKES_PAGES = (State.LOADING, State.FILLING, State.PREFILLING)
 
 
 class PrefixSharing:
-    """Finds requests that are about to compute a prefix that others need as well."""
+    """Finds requests that are about to compute a prefix that other requests need as well."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self.num_waits = 0
-        """Requests that waited for another one's pages, since start."""
+        """Requests that waited for pages of another request, since start."""
 
     def still_waits(self, request: Request) -> bool:
         """Whether the request's leader is still computing pages, and has published none since the

@@ -169,7 +169,7 @@ class FillCosts:
         self._page_size = page_size
         self._worth = first_token_weight * NUM_BEHIND
         self.local_load: Callable[[], LocalLoad] = LocalLoad
-        """Returns the work that comes before a new remainder and beside it."""
+        """Returns the work that is computed before a new remainder and together with it."""
         self._bytes_per_s = 0.0
         self._step_bytes = 0
         """Most bytes that a filler shipped at once, from one step or from its cache."""
@@ -255,11 +255,8 @@ class FillCosts:
 
     def observe(self, record: FillRecord, duration_s: float) -> None:
         """Updates the bandwidth (bytes over their time in transit) and the rest of the time from a
-        finished fill.
-
-        Args:
-            record: Record of the fill, with the filler's own measurements.
-            duration_s: Seconds from the request for the fill to the acceptance of its last page.
+        finished fill. `duration_s` counts from the request for the fill to the acceptance of its
+        last page.
         """
         under_way = record.last_write_complete_s - record.first_write_posted_s
         seconds = under_way if 0 < under_way <= duration_s else duration_s

@@ -81,7 +81,9 @@ class Chunk:
     bytes_arrived: int = 0
     is_notified: bool = False
     is_told: bool = False
-    """Whether the filler's event has come. The notification may have brought the same before."""
+    """Whether the filler's event has come. The notification may have carried the same facts
+    before.
+    """
     is_verifying: bool = False
 
 
@@ -105,7 +107,7 @@ class Fill:
     num_block_pages: int = 0
     """Pages after `end_token` for `BlockPages`; protocol and chunks count them as positions."""
     block_pages: list[int] = field(default_factory=list)
-    """The accepted ones of these pages."""
+    """The accepted pages among those after `end_token`."""
     state: FillState = FillState.STARTING
     chunks: dict[int, Chunk] = field(default_factory=dict)
     next_chunk: int = 0
@@ -137,9 +139,7 @@ class Fill:
         return chunk is not None and chunk.digests is not None and not chunk.is_notified
 
     def note_repeat(self, event: FillEvent) -> bool:
-        """Notes an event that repeats what a notification has brought; False: it is
-        another event.
-        """
+        """Accepts an event that repeats the facts of a notification; False: it is another event."""
         chunk = self.chunks.get(event.chunk)
         if event.kind != "written" or chunk is None or chunk.is_told or chunk.digests is None:
             return False

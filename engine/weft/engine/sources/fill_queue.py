@@ -11,12 +11,14 @@ class FillQueue:
     time.
 
     Without this queue, prompts that arrive together would share the room: each would be filled in
-    many small leases, in turn with all others, and all would end late. Small prompts would also
-    take free room before a large prompt finds enough. The precedence is limited in time because the
-    fills that hold the room may wait for a busy filler while other requests have idle fillers.
+    many small leases, in turn with all other prompts, and all would end late. Small prompts would
+    also take free room before a large prompt finds enough. The precedence is limited in time
+    because the fills that hold the room may wait for a busy filler while other requests have idle
+    fillers.
 
     Args:
-        patience_s: Seconds for which the first request holds up others and waits for enough room.
+        patience_s: Seconds for which the first request holds up later ones and waits for enough
+            room.
     """
 
     def __init__(self, patience_s: float, clock: Clock) -> None:

@@ -95,10 +95,8 @@ class Landing:
 
 
 class StagedLanding(Landing):
-    """`Landing` for peers that write into a staging area.
-
-    A chunk's pages of the pool keep a reference of their own while the copy into them is under way,
-    since its fill may end meanwhile.
+    """`Landing` for peers that write into a staging area. A chunk's pages of the pool keep a
+    separate reference while the copy into them is under way, since its fill may end meanwhile.
     """
 
     needs_verifying = True

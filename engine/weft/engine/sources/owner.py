@@ -96,8 +96,8 @@ class OwnerFills:
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.scheduler: Scheduler | None = None
         self.block_pages: BlockPages | None = None
-        """Carries states or window pages that requests need besides KV to continue; None: KV is
-        enough.
+        """Carries states or window pages that requests need in addition to KV to continue; None: KV
+        is enough.
         """
         self.audit: PageAudit | None = None
         self.on_filled: Callable[[FillRecord], None] | None = None
@@ -288,7 +288,9 @@ class OwnerFills:
         return released
 
     def tick(self) -> None:
-        """Renews leases, fails over fills without progress, asks about stopped ones."""
+        """Renews leases, fails over fills without progress, and queries the fillers of stopped
+        leases.
+        """
         now = self._clock()
         for fill in list(self._fills.values()):
             if fill.state is FillState.STOPPING:

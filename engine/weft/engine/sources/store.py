@@ -61,7 +61,9 @@ class _Offer:
     shard: bytes
     page: int
     noted: bytes
-    """Key under which it is known or due: its own, or that of the first page of its block."""
+    """Key under which it is known or due: that of the page, or that of the first page of
+    its block.
+    """
 
 
 @dataclass(slots=True)
@@ -387,11 +389,8 @@ class StoreLink:
         return len(self._queue) + sum(len(put.offers) for put in self._open.values())
 
     def report(self, load_bytes_per_s: float) -> TierReport:
-        """Report of the store as the tier below this engine's own. The store itself reports its
-        content.
-
-        Args:
-            load_bytes_per_s: Bandwidth measured over fills.
+        """The store as the tier below this engine's own. The store itself reports its content.
+        `load_bytes_per_s` is measured over fills.
         """
         counters = self.counters
         return TierReport(

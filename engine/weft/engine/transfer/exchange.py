@@ -44,7 +44,7 @@ class DirectExchange:
         return PageSource(self._pool, has_digests=has_digests)
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> DigestThread:
-        """The engine's port to the exchange, with a thread of its own."""
+        """The engine's port to the exchange, with a separate thread."""
         return DigestThread(self._pool, wake)
 
     def describe(self) -> str:
@@ -52,7 +52,7 @@ class DirectExchange:
         return ""
 
     def close(self) -> None:
-        """Does nothing: the pool is owned elsewhere."""
+        """Does nothing: the exchange does not own the pool."""
 
 
 class StagedExchange:

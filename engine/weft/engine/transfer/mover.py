@@ -1,6 +1,6 @@
 """Copies pages between a pool on a device and a staging area, outside the steps.
 
-Each direction has a stream of its own and a buffer on the device, through which pages pass in
+Each direction has a separate stream and a buffer on the device, through which pages pass in
 pieces:
 
     out    pool --gather--> buffer --copy--> staging pages, and digests of the pool's pages

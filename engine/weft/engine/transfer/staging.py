@@ -8,8 +8,8 @@ Peers read and write this area; copies between the area and the pool
                States as in a pool: free, used or quarantined.
     sending    sources of shipped or put pages: free, or used while a peer may read them.
 
-Peers never read landing pages and never write sending pages. Each part has pages of its own, so
-that neither direction waits for room of the other.
+Peers never read landing pages and never write sending pages. The parts share no pages, so that
+neither direction waits for room of the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draft adapters as rows of the device's adapter memory, and as inputs of captured drafting.
 
 Where drafting is captured, a draft adapter lies in the same slot of the tables as the adapter that
-brought it, and comes and goes with that adapter. One graph serves requests with any mix of draft
+brought it, and is loaded and evicted with it. One graph serves requests with any mix of draft
 adapters.
 """
 

@@ -52,14 +52,11 @@ class EagerChains:
         self._copies = DeviceCopies(pool.device)
 
     def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
-        """Makes the chains.
+        """Drafts, [D, R] on the device. The first `counts[r]` rows of column r are valid.
 
         Args:
             counts: [R]: drafts of each request, descending. Requests that have enough drafts leave
                 the batch from its end.
-
-        Returns:
-            Drafts, [D, R] on the device. The first `counts[r]` rows of column r are valid.
         """
         slots, starts, tokens = lasts
         depth, rows = int(counts[0]), len(slots)

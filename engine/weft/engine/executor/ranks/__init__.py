@@ -1,1 +1,1 @@
-"""Steps on several ranks: rank 0 leads, the others follow."""
+"""Steps on several ranks: rank 0 leads, all other ranks follow."""

@@ -85,7 +85,7 @@ class Tokens(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Order to take part while rank 0 draws from the last step by a graph, in this way."""
+    """Order to take part while rank 0 draws from the last step by a graph; `way` is how."""
 
     way: Way
 
@@ -101,14 +101,14 @@ class Barrier(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Order to copy pages, for ranks that have a pool of their own."""
+    """Order to copy pages, for ranks that have separate pools."""
 
     copies: list[PageCopy]
 
 
 class Pages(NamedTuple):
-    """Order to call one method of `Executor` for these pages, for ranks that have a pool of their
-    own.
+    """Order to call one method of `Executor` for these pages, for ranks that have separate
+    pools.
     """
 
     what: Work

@@ -51,7 +51,7 @@ class RankedExecutor(LocalExecutor):
     _ranks: Ranks | None = None
 
     def lead(self, ranks: Ranks) -> None:
-        """From now on the other ranks run what this executor sends."""
+        """From now on all other ranks run the frames that this executor sends."""
         self._ranks = ranks
         self._num_sent = np.zeros(self.page_table.null_row, np.int64)
         """Entries of each slot's page table row that the other ranks have."""

@@ -1,7 +1,7 @@
 """Blocks of recurrent layers and window pages in tiers, which accompany pages of the first group.
 
 A block lies in a tier next to the page that it follows: in as many pages as it needs, each under a
-key of its own (`weft.contract.keys.block_keys`) and with its own digest. Pages count for a request
+separate key (`weft.contract.keys.block_keys`) and with a separate digest. Pages count for a request
 only up to a border whose whole block tiers hold.
 
 A page of a window group lies next to the page of the first group with the same tokens, in the same
@@ -48,8 +48,8 @@ class Companion(ABC):
         on_given_up: Callable[[Evicted], None],
         on_kept: Callable[[Node, int, int, bool], None] | None,
     ) -> None:
-        """Has `on_given_up` called with each piece that the pool evicts. Has `on_kept`, if given,
-        called with pieces that are kept at other times than pages are published.
+        """`on_given_up` is called with each piece that the pool evicts, and `on_kept`, if given,
+        with pieces that are kept at other times than pages are published.
         """
 
     @abstractmethod
@@ -94,7 +94,7 @@ def pages_of(beside: Companion, piece: int) -> range:
 
 def names_of(beside: Companion, key: bytes) -> list[PageName]:
     """Names of the pages that hold the piece at page `key`, in order. The parent of the first one
-    is that page; the parent of each other one is the one before it.
+    is that page; the parent of each further one is the page before it.
     """
     keys = block_keys(key, beside.num_pages)
     return [PageName(*pair) for pair in zip(keys, [key, *keys[:-1]], strict=True)]

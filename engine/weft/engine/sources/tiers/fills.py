@@ -1,4 +1,4 @@
-"""Decides how an admitted request continues if there are tiers, which come before other fillers."""
+"""Decides how an admitted request continues if there are tiers, which precede other fillers."""
 
 from __future__ import annotations
 

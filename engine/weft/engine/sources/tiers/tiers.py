@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20
 """Bytes of a chunk, the part of a load that becomes usable at a time."""
 DIRECT_CHUNK_BYTES = 64 << 20
-"""The same for memory that the pool's device copies from directly, where a chunk's fixed cost
-exceeds that of its bytes.
+"""Bytes of a chunk in memory that the pool's device copies from directly, where a chunk's fixed
+cost exceeds that of its bytes.
 """
 MIN_CHUNKS = 32
 """Least number of chunks in a load as large as the pool. It bounds the share of the pool that a
