@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.sabotage == ALL:
         return _sabotage_all(argv, console)
     plan = _plan(arguments)
-    # SIGTERM ends the mesh like Ctrl-C, so that nothing is left behind.
+    # SIGTERM ends the mesh like Ctrl-C, so that no process outlives the run.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         if arguments.json is not None:  # Fails before the run if the report cannot be written.

@@ -225,8 +225,8 @@ def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
 
 
 def read_progress(file: Path) -> tuple[int, int, str] | None:
-    """Reads the line `done total what` that a worker keeps beside its ready file while it loads;
-    None: there is no line yet.
+    """Reads the line `done total what` of the file that a worker keeps next to its ready file while
+    it loads; None: there is no line yet.
     """
     try:
         done, total, what = file.read_text().split(maxsplit=2)

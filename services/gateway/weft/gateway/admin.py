@@ -18,14 +18,6 @@ from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 
 class GatewayAdmin(AdminBackend):
-    """Implements `AdminBackend`.
-
-    Args:
-        fleet: Its workers.
-        models: Know what workers are believed to hold.
-        pipeline: The running requests.
-    """
-
     def __init__(self, fleet: Fleet, models: Catalogue, pipeline: RequestPipeline) -> None:
         self._fleet = fleet
         self._models = models

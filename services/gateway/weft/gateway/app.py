@@ -122,17 +122,14 @@ class GatewayApp:
         models: Sequence[ModelCard] = (),
         discovery: Discovery | None = None,
     ) -> None:
-        """Loads the model's cards and wires everything; nothing listens yet.
-
-        Args:
-            settings: Checked settings.
-            models: Cards of the models; default: loaded from the folders that the settings name.
-            discovery: Source of workers; default: the one that the settings name.
+        """Loads the models' cards and connects all parts; nothing listens yet. Without `models` the
+        cards are of the folders that the settings name, without `discovery` the settings name that
+        too.
 
         Raises:
             ModelError: The model directory cannot be used.
-            ConfigError: Two models have one name; the operators' token, the
-                certificate, the API keys or the tenants' terms cannot be used.
+            ConfigError: Two models have one name; the operators' token, the certificate, the API
+                keys or the tenants' terms cannot be used.
         """
         self._settings = settings
         self._identity = load_identity(settings)
@@ -230,7 +227,6 @@ class GatewayApp:
         return self.catalogue.first.model
 
     def _serve(self, model: ModelCard) -> ServedModel:
-        """Builds the parts that belong to one model."""
         settings, tenants = self._settings, self._tenants
         fleet = self.fleet.of(model.name)
         router = Router(
@@ -302,7 +298,6 @@ class GatewayApp:
     def _add_mesh_faces(
         self, adapters: AdapterCalls, workers: WorkerCalls, keys: ApiKeys | None
     ) -> None:
-        """Adds MeshService to the main port and to the operators' one."""
         settings = self._settings
         token = None if settings.admin_token_file is None else read_token(settings.admin_token_file)
         servers = [(self.server.grpc, MeshAccess(settings.console, token, keys))]
@@ -367,11 +362,7 @@ class GatewayApp:
         return [index for index in found if index is not None]
 
     async def start(self) -> None:
-        """Starts listening and following the workers.
-
-        Raises:
-            ConfigError: A port is taken.
-        """
+        """Starts to listen and to follow the workers. Raises ConfigError if a port is taken."""
         await self.adapters.refresh()
         await self.server.start(SERVICES)
         self._adapter_task = start_logged(self._adapter_manager.run())

@@ -77,7 +77,7 @@ class ResolvedModel(NamedTuple):
 
     @property
     def adapter(self) -> ResolvedAdapter | None:
-        """The adapter; None = the base model itself."""
+        """None: the base model itself."""
         return (
             None
             if self.entry is None
@@ -86,12 +86,8 @@ class ResolvedModel(NamedTuple):
 
 
 class Catalogue:
-    """The models and their adapters by name.
-
-    Args:
-        served: At least one model; `weft chat` uses the first one.
-        cards: Cards of adapters.
-        expected: Names of the adapters that `missing_adapters` is about.
+    """The models and their adapters by name. `served` has at least one model; `weft chat` uses the
+    first one. `expected` names the adapters that `missing_adapters` is about.
     """
 
     def __init__(
@@ -120,11 +116,8 @@ class Catalogue:
 
     async def find(self, name: str) -> ResolvedModel:
         """Resolves a request's model name, atomically with respect to the caller: a model, an
-        adapter or `model:adapter`; empty: the only model.
-
-        Raises:
-            ModelNotFound: There is no such model or adapter.
-            InvalidRequest: The name is empty, and there are several models.
+        adapter or `model:adapter`; empty: the only model. Raises ModelNotFound if there is no such
+        model or adapter, InvalidRequest if the name is empty and there are several models.
         """
         if name:
             return await self.named(name)
@@ -133,10 +126,8 @@ class Catalogue:
         return ResolvedModel(self.first)
 
     async def named(self, name: str) -> ResolvedModel:
-        """Resolves a name that must not be empty.
-
-        Raises:
-            ModelNotFound: There is no such model or adapter.
+        """Resolves a name that must not be empty. Raises ModelNotFound if there is no such model or
+        adapter.
         """
         resolved = self._known(name)
         if resolved is None:
@@ -168,11 +159,8 @@ class Catalogue:
             ) from None
 
     def base(self, name: str) -> ServedModel:
-        """Finds a base model by its name; empty: the only one.
-
-        Raises:
-            ModelNotFound: There is no such base model.
-            InvalidRequest: The name is empty, and there are several models.
+        """Finds a base model by its name; empty: the only one. Raises ModelNotFound if there is
+        none of the name, InvalidRequest if the name is empty and there are several models.
         """
         served = self._served.get(name)
         if served is not None:

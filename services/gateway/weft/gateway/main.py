@@ -18,16 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a gateway until SIGTERM or SIGINT.
-
-    Args:
-        argv: Flags, without the program's name.
-
-    Returns:
-        The exit status: 0 after a drain, 1 when it could not start.
-
-    Raises:
-        SystemExit: The settings are not valid (2), or help was asked for (0).
+    """Runs a gateway until SIGTERM or SIGINT. `argv` has its flags, without the program's name.
+    Returns the exit status: 0 after a drain, 1 when it could not start. Raises SystemExit if the
+    settings are not valid (2), or help was asked for (0).
     """
     settings = load_settings(GatewaySettings, argv)
     require_paths(settings)
@@ -40,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(settings: GatewaySettings) -> int:
     try:
         app = GatewayApp(settings)
-        # Objects made at start stay for ever: full collections need not visit them beside streams.
-        # Before others know that it is ready: they may tell it to end at once, well.
+        # Objects made at start stay for ever, so full collections need not visit them later.
+        # This comes before `start`, after which others may end the gateway at once.
         gc.collect()
         gc.freeze()
         await app.start()

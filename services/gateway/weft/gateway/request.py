@@ -111,7 +111,9 @@ class WrappedPrompt:
     text: str
     tail: str
     needed_chars: int = 0
-    """Characters at the start of `text` that must not be cut, nor the first one behind them."""
+    """Characters at the start of `text` that must not be cut, nor the character that
+    follows them.
+    """
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | WrappedPrompt
@@ -229,8 +231,8 @@ class RawRequest:
     warning; otherwise it is refused.
     """
     is_echo_alone: bool = False
-    """Whether the prompt is only scored: the one token that is drawn is not shown, and it needs no
-    room in the context.
+    """Whether the prompt is only scored: one token is drawn but not shown, and it needs no room in
+    the context.
     """
     pooling: PoolingOptions | None = None
     """Vectors that are wanted; None: tokens are."""
@@ -320,7 +322,7 @@ class PreparedPrompt:
     begins_reasoning: bool = False
     """Whether the prompt ends within the model's reasoning, or else the model begins with it."""
     has_reasoned: bool = False
-    """Whether the prompt ends behind the model's reasoning, for example with an empty one."""
+    """Whether the prompt ends after the model's reasoning, for example with an empty one."""
     max_tokens: int = 0
     """Most tokens of each sample; prompt and output together fit the context. 0: none is drawn."""
     seed: int = 0

@@ -36,14 +36,8 @@ _ENTRIES = {"stop": "stop string", "stop_regex": "expression"}
 def check_parameters(
     given: Mapping[str, Any], names: Mapping[str, str], vocabulary_size: int
 ) -> None:
-    """Checks parameters against their declarations.
-
-    Args:
-        given: By their names in `PARAMETERS`.
-        names: The client's names, where they are others.
-
-    Raises:
-        InvalidRequest: `param` is the client's name.
+    """Checks parameters, by their names in `PARAMETERS`, against their declarations. `names` are
+    the client's where they differ. Raises InvalidRequest, whose `param` is the client's name.
     """
     for name, value in given.items():
         one, param = PARAMETERS[name], names.get(name, name)
@@ -66,7 +60,6 @@ def _check_number(param: str, value: float, one: Parameter) -> None:
 
 
 def check_text(param: str, value: str, one: Parameter) -> None:
-    """Raises InvalidRequest for a text that is too long for a parameter, or empty."""
     if one.low and not value:
         raise invalid(param, "is empty; leave it out, or give at least one character")
     if len(value.encode()) > one.high:
@@ -107,10 +100,8 @@ def check_not_streamed(param: str, is_streamed: bool) -> None:
 
 
 def num_prompt_logprobs(request: GenerateRequest, prompts: Sequence[PreparedPrompt]) -> int:
-    """Number of log-probabilities of prompts' tokens, all of which wait for the answer.
-
-    Raises:
-        InvalidRequest: There are too many.
+    """Number of log-probabilities of prompts' tokens, all of which wait for the answer. Raises
+    InvalidRequest if there are too many.
     """
     if request.prompt_logprobs is None:
         return 0
@@ -193,5 +184,5 @@ def invalid(param: str, message: str) -> InvalidRequest:
 
 
 def unsupported(param: str, what: str) -> InvalidRequest:
-    """The error for a field that asks for what there is not."""
+    """The error for a field that asks for `what`, which this server does not serve."""
     return invalid(param, f"not supported by this server ({what}); leave it out")

@@ -1,4 +1,4 @@
-"""What an answer tells its client beside the answer: parts of the request that were left out.
+"""Warnings about parts of a request that were left out.
 
 The server collects one list per call, from wherever the part is left out, and sends it ahead of the
 answer as the header `x-weft-warnings`.
@@ -19,11 +19,9 @@ def begin_warnings() -> None:
 
 
 def warn(where: str, what: str) -> None:
-    """Adds a warning to the current call; each is kept once.
-
-    Args:
-        where: Path of the part in the client's body, such as "tools[2]".
-        what: What became of it, such as "left out: tools of type `web_search` run elsewhere".
+    """Adds a warning to the current call; each is kept once. `where` is the path of the part in the
+    client's body, such as "tools[2]"; `what` has become of it, such as "left out: tools of type
+    `web_search` run elsewhere".
     """
     collected, text = _collected.get(), _printable(f"{where[:120]}: {what[:200]}")
     if collected is not None and text not in collected:

@@ -36,9 +36,6 @@ class AdapterCards:
 
     It reads one content at a time, in a thread. A disk that never answers blocks one thread and the
     lock, and every caller has its own deadline.
-
-    Args:
-        directory: The adapters and their files.
     """
 
     def __init__(self, directory: AdapterDirectory) -> None:
@@ -49,11 +46,7 @@ class AdapterCards:
         self._place = asyncio.Lock()
 
     async def of(self, entry: Entry, model: ModelCard) -> ModelCard:
-        """The model card for an adapter, with the tokenizer and chat template that it brings.
-
-        Args:
-            entry: The adapter's entry.
-            model: Its base model.
+        """The card of the base model with the tokenizer and chat template that an adapter brings.
 
         Raises:
             AdapterError: The files cannot be used with the model, or with the adapter's embedding.
@@ -84,7 +77,7 @@ class AdapterCards:
         return found.model
 
     def _load(self, folder: Path, model: ModelCard, entry: Entry) -> _Known:
-        """Reads a copy, which is renamed as a whole before it is removed."""
+        """A copy is renamed as a whole before it is removed."""
         problem: Exception | None = None
         found = _Known(model, b"")
         try:
@@ -138,7 +131,6 @@ class AdapterCards:
 
 
 def _num_rows(files: AdapterFiles, model: ModelCard) -> int:
-    """Tokens that the adapter's embedding has rows for."""
     named = ((parse_name(name), entry.shape) for name, entry in files.tensors.items())
     rows = [
         shape[0]

@@ -14,11 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterDirectory:
-    """Follows the adapter registry.
-
-    Args:
-        registry: The registry; None: the gateway was started without an adapter root.
-    """
+    """Follows the adapter registry. Without one the gateway was started without an adapter root."""
 
     def __init__(self, registry: Registry | None) -> None:
         self._registry = registry
@@ -31,11 +27,7 @@ class AdapterDirectory:
 
     @property
     def registry(self) -> Registry:
-        """The registry of adapters.
-
-        Raises:
-            AdaptersOff: There is none.
-        """
+        """Raises AdaptersOff if there is none."""
         if self._registry is None:
             raise AdaptersOff(
                 "this gateway knows no adapters: start it and its workers with --adapter-root",
@@ -45,7 +37,6 @@ class AdapterDirectory:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a registry."""
         return self._registry is not None
 
     def find(self, name: str) -> Entry | None:

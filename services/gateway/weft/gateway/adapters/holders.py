@@ -26,7 +26,7 @@ class Holder(NamedTuple):
     worker_id: str
     role: str
     state: str
-    """State: loading, disk, host, device, failed; None: not reported, or being unloaded."""
+    """loading, disk, host, device or failed; None: not reported, or being unloaded."""
     error: str = ""
     num_requests: int = 0
     rank: int = 0

@@ -68,10 +68,6 @@ class FleetAdapterManager:
     """Changes the registry on behalf of callers, and cleans it up.
 
     Args:
-        directory: Follows the registry.
-        fleet: The workers that must hold the adapters.
-        metrics: Where loads are counted.
-        models: The base models by name.
         cards: Cards of the models, which tokenizers of adapters must fit.
         num_using: Number of this gateway's requests with an adapter of a content.
         load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
@@ -148,17 +144,9 @@ class FleetAdapterManager:
             await asyncio.wait(self._calling_off, timeout=_CLOSE_S)
 
     async def load(self, order: LoadOrder) -> Entry:
-        """Registers an adapter and waits until all serving workers of its model hold it.
-
-        Args:
-            order: The files, the name and the options.
-
-        Returns:
-            The entry that the name refers to now.
-
-        Raises:
-            WeftError: The load failed, and the name means what it meant before. The message says
-            which worker failed, and why.
+        """Registers an adapter and waits until all serving workers of its model hold it. Returns
+        the entry that the name refers to now. Raises WeftError if the load failed; the name then
+        means what it meant before, and the message says which worker failed, and why.
         """
         loop = asyncio.get_running_loop()
         began, outcome = loop.time(), "error"
@@ -205,7 +193,6 @@ class FleetAdapterManager:
             raise invalid("name", f"`{order.name}` is the name of a model")
 
     async def _begin(self, order: LoadOrder, deadline: float) -> Entry:
-        """Copies the files and registers them, unless they are already served."""
         registry = self._directory.registry
         under_way: LoadUnderWay | None = None
         for _ in range(_COPY_TRIES):
@@ -253,10 +240,7 @@ class FleetAdapterManager:
         )
 
     async def _copy(self, order: LoadOrder, deadline: float) -> bytes:
-        """Copies the files, a few adapters at a time; returns their digest.
-
-        A disk may not answer. A caller that leaves before the end leaves the thread running.
-        """
+        """A disk may not answer. A caller that leaves before the end leaves the thread running."""
         digest_of = partial(adapter_digest, is_lenient=order.is_lenient)
         add_copy = self._directory.registry.add_copy
         copying: asyncio.Task[bytes] | None = None
@@ -277,7 +261,7 @@ class FleetAdapterManager:
                 copying.add_done_callback(self._left_alone)
 
     async def _check_texts(self, wanted: Entry, deadline: float) -> bool:
-        """Checks the tokenizer that an adapter brings; False: the copy was removed meanwhile."""
+        """False: the copy was removed meanwhile."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._cards.of(wanted, self._models[wanted.model])
@@ -294,11 +278,10 @@ class FleetAdapterManager:
         self._copy_places.release()
 
     def _left_alone(self, copying: asyncio.Task[bytes]) -> None:
-        """Handles the end of a copy whose caller has left."""
         self._has_copies = True
 
     async def _register(self, begin: Callable[[Manifest], Manifest], wanted: Entry) -> Manifest:
-        """Adds an entry; removes it again if the caller goes away meanwhile."""
+        """Removes the entry again if the caller goes away meanwhile."""
         adding = asyncio.create_task(self._directory.change(begin))
         try:
             return await asyncio.shield(adding)
@@ -307,7 +290,7 @@ class FleetAdapterManager:
             raise
 
     async def _take_back(self, adding: asyncio.Task[Manifest], wanted: Entry) -> None:
-        """Drops an entry once it has been added."""
+        """Waits until the entry has been added, since until then there is nothing to drop."""
         with suppress(WeftError):  # If the entry was refused, there is nothing to take back.
             manifest = await adding
             loading = manifest.in_state("loading")
@@ -316,7 +299,9 @@ class FleetAdapterManager:
         self._has_copies = True
 
     async def _has_ended(self, wanted: Entry, deadline: float) -> bool:
-        """Waits for another caller's load of the content; returns whether there is none now."""
+        """Waits for another caller's load of the content. False: the name is still being loaded,
+        perhaps with another content or by a gateway that died.
+        """
         loop = asyncio.get_running_loop()
         await self._directory.refresh()
         while (found := self._directory.manifest.of(wanted.name, "loading")) is not None:
@@ -327,9 +312,7 @@ class FleetAdapterManager:
         return True
 
     async def _was_given_up(self, name: str, deadline: float) -> bool:
-        """Waits and returns whether the load of a name was abandoned: if its gateway has died, it
-        is dropped soon, else it is renewed.
-        """
+        """Waits until a load of the name is dropped, since its gateway has died, or renewed."""
         loop = asyncio.get_running_loop()
         await self._directory.refresh()
         found = self._directory.manifest.of(name, "loading")
@@ -371,11 +354,7 @@ class FleetAdapterManager:
 
     async def _wait_held(self, entry: Entry, deadline: float) -> None:
         """Returns once every serving worker of the model holds it, a decode worker among them.
-
-        Raises:
-            AdapterError: A worker cannot load it.
-            DeadlineExceeded: Some workers still do not hold it.
-            Overloaded: The load was cancelled by an unload.
+        Raises Overloaded if an unload cancels the load.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -401,7 +380,6 @@ class FleetAdapterManager:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _call_off(self, entry: Entry) -> None:
-        """Reverts a load that was begun."""
         await self._finish(self._drop(entry))
 
     async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
@@ -419,14 +397,8 @@ class FleetAdapterManager:
         await self._directory.change(lambda old: old.drop([entry]))
 
     async def unload(self, name: str, timeout_s: float | None) -> Entry:
-        """Removes a name and waits until no request uses the content it referred to.
-
-        Args:
-            name: Name of the adapter.
-            timeout_s: Longest wait for those requests; None: the gateway's bound.
-
-        Returns:
-            What it meant.
+        """Removes a name, waits until no request uses the content that it referred to, and returns
+        that entry. None as `timeout_s` means the gateway's own bound.
 
         Raises:
             AdapterNotFound: The name refers to no adapter.
@@ -467,22 +439,21 @@ class FleetAdapterManager:
         return holders(self._fleet, entry)
 
     def _num_left(self, entry: Entry) -> int:
-        """Number of requests to wait for; none for a content that another name refers to."""
+        """No request counts for a content that another name refers to."""
         serving = self._directory.manifest.in_state("serving")
         return 0 if any(one.means_as(entry) for one in serving) else self._num_using(entry)
 
     def _num_using(self, entry: Entry) -> int:
-        """Number of requests that need it, as far as this gateway can tell.
-
-        The workers' counts include requests of other gateways.
+        """Only as far as this gateway can tell. The workers' counts include requests of other
+        gateways.
         """
         reported = sum(one.num_requests for one in holders(self._fleet, entry))
         return max(self._num_running(entry.digest_bytes), reported)
 
     async def _tidy(self, now: float) -> None:
-        """Drops retired entries that have been unused for a while, and loads whose gateway died.
-
-        A request that lost its worker may need a content for which no worker counts a request.
+        """Drops retired entries that have been unused for a while, since a request that lost its
+        worker may need a content for which no worker counts a request. Drops loads whose gateway
+        died.
         """
         manifest = self._directory.manifest
         retired = set(manifest.in_state("retired"))

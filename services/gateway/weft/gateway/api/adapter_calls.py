@@ -23,12 +23,8 @@ _STATES = {
 
 
 class AdapterCalls:
-    """Converts calls; has no logic of its own.
-
-    Args:
-        manager: Does the work.
-        models: Finds base models by their names.
-        asks_for_keys: Whether callers need API keys; not every key may manage adapters.
+    """Converts calls; has no logic of its own. With `asks_for_keys` callers need API keys, and not
+    every key may manage adapters.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class AdapterCalls:
         return gateway_pb2.LoadAdapterResponse(adapter=self._describe(entry))
 
     async def load_order(self, order: LoadOrder) -> Entry:
-        """Loads an adapter; an order without a model is for the only one."""
+        """An order without a model is for the only one."""
         model = self._models.base(order.model).model.name
         return await self._manager.load(replace(order, model=model))
 
@@ -89,7 +85,6 @@ class AdapterCalls:
         return gateway_pb2.UnloadAdapterResponse(adapter=_ref(entry))
 
     async def unload_name(self, name: str, timeout_s: float | None) -> Entry:
-        """Unloads the adapter that a name refers to."""
         return await self._manager.unload(name, timeout_s)
 
     async def list(
@@ -135,7 +130,6 @@ def _ref(entry: Entry) -> common_pb2.AdapterRef:
 def _timeout_s(
     request: gateway_pb2.LoadAdapterRequest | gateway_pb2.UnloadAdapterRequest,
 ) -> float | None:
-    """Raises InvalidRequest for a timeout below 0."""
     if not request.HasField("timeout"):
         return None
     given_s = request.timeout.ToNanoseconds() / 1e9

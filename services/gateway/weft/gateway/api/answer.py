@@ -20,17 +20,17 @@ LINES = "application/x-ndjson"
 
 
 def json_body(value: object) -> HttpBody:
-    """An answer that is one JSON value."""
     return HttpBody(content_type=JSON, data=to_json(value))
 
 
 def named_event(name: str, value: Mapping[str, object]) -> bytes:
-    """A server-sent event with a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(value))
 
 
 class DialectWriter(Protocol):
-    """Writes one answer of one sample; `push` takes every delta, whether streamed or not."""
+    """Writes one answer of one sample. `push` takes every delta, whether the answer is streamed or
+    not.
+    """
 
     content_type: str
     """Content type of a streamed answer."""
@@ -62,17 +62,9 @@ async def run_answer(
     headers: tuple[tuple[str, str], ...] = (),
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Runs a request and sends its answer.
-
-    Args:
-        raw: One prompt and one sample.
-        make_writer: Creates the dialect's writer.
-        is_streamed: Whether the answer is sent as it comes.
-        headers: Further headers, sent ahead of the answer.
-        before_end: Awaited once the answer is whole, before its end is sent.
-
-    Raises:
-        WeftError: The request was refused or failed.
+    """Runs a request of one prompt and one sample, and sends its answer. `headers` are sent ahead
+    of the answer; `before_end` is awaited once the answer is whole, before its end is sent. Raises
+    WeftError if the request was refused or failed.
     """
     async with pipeline.open(raw) as answer:
         writer = make_writer(answer)
@@ -95,10 +87,10 @@ async def run_answer(
 def field_names(
     names: Mapping[str, str], parts: Mapping[str, str], too_long: str = ""
 ) -> Iterator[None]:
-    """Names a field at fault as the dialect does.
+    """Names a field at fault as the dialect does. `names` are the dialect's, by those of the
+    internal request.
 
     Args:
-        names: The dialect's names of fields, by those of the internal request.
         parts: Parts of names, such as ".function." of a tool's fields.
         too_long: Words of the API for a prompt that is too long, by which its clients know that
             they must shorten it, with `{tokens}`, `{context}` and `{above}`; empty: the gateway's.

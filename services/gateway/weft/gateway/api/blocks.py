@@ -56,10 +56,8 @@ class Step(NamedTuple):
 
 
 class BlockReader:
-    """Turns the deltas of one sample into steps.
-
-    Args:
-        make_parser: Creates the parser of the sample's text; None: all of it is text.
+    """Turns the deltas of one sample into steps. Without `make_parser` all of the sample's text is
+    text.
     """
 
     def __init__(self, make_parser: Callable[[], AnswerParser] | None) -> None:
@@ -77,11 +75,9 @@ class BlockReader:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer calls tools."""
         return any(block.kind == "call" for block in self.blocks)
 
     def push(self, delta: Delta) -> list[Step]:
-        """Takes a delta."""
         is_last = delta.finish_reason is not None
         self._logprobs += delta.logprobs
         steps: list[Step] = []
@@ -140,7 +136,6 @@ class BlockReader:
         return last.kind == kind and not last.is_ended
 
     def _open(self, steps: list[Step], kind: Kind) -> Block:
-        """The open block of this kind, which is the last one."""
         if not self.blocks or not self._is_in(kind):
             self._end(steps)
             self.blocks.append(Block(len(self.blocks), kind))

@@ -1,4 +1,4 @@
-"""What all dialects take from a call and tell it, at the gRPC border."""
+"""What all dialects read from a gRPC call, and the metadata that they answer with."""
 
 from __future__ import annotations
 
@@ -40,17 +40,10 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
-    """Names a new request and reads its call's deadline, trace context and client metadata.
-
-    However the call ends, its trailer has the new name.
-
-    Args:
-        context: Context of the call.
-        prefix: Prefix of the request id, such as "chatcmpl".
-        joint: Text after the prefix.
-
-    Raises:
-        InvalidRequest: A metadata value is not a number, or two values contradict each other.
+    """Names a new request and reads its call's deadline, trace context and client metadata. The
+    name is `prefix`, such as "chatcmpl", `joint` and a random part; however the call ends, its
+    trailer has it. Raises InvalidRequest if a metadata value is not a number, or two values
+    contradict each other.
     """
     request_id = f"{prefix}{joint}{secrets.token_hex(16)}"
     current_request_id.set(request_id)
@@ -104,7 +97,6 @@ def _worker(key: str, text: str) -> WorkerChoice:
 
 
 def _milliseconds(key: str, text: str) -> float:
-    """Parses a metadata value in milliseconds; returns seconds."""
     if not _NUMBER.fullmatch(text):
         raise invalid(key, "must be a number of milliseconds")
     return float(text) / 1e3
@@ -117,13 +109,8 @@ async def begin_answer(
     headers: tuple[tuple[str, str], ...] = (),
 ) -> None:
     """Sends the request's id and warnings ahead of its answer. From then on the edge does not send
-    the request to another gateway.
-
-    Args:
-        context: Context of the call.
-        request_id: The request's id.
-        content_type: Type of an answer for the REST edge, which keeps event streams alive.
-        headers: Further headers for the client.
+    the request to another gateway. By the content type the edge knows event streams, which it keeps
+    alive.
     """
     kind = ((_CONTENT_TYPE_KEY, content_type),) if content_type else ()
     await context.send_initial_metadata(

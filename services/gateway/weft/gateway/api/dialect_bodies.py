@@ -85,7 +85,6 @@ def _parts_of(part: BaseModel) -> Iterator[tuple[str, StrictPart]]:
 
 
 def _judge_unknown(part: BaseModel, name: str, value: object, where: str) -> None:
-    """Leaves an unknown field out, or refuses it."""
     if not where and name in UNSERVED:
         UNSERVED[name].judge(name, value)
         return
@@ -101,7 +100,6 @@ def _judge_unknown(part: BaseModel, name: str, value: object, where: str) -> Non
 
 @cache
 def _fields_of_other_bodies() -> frozenset[str]:
-    """Fields of all bodies, but for those without effect."""
     bodies: list[type[Body]] = [Body]
     for cls in bodies:
         bodies += cls.__subclasses__()

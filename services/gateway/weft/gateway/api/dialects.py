@@ -21,11 +21,7 @@ from weft.v1 import dialects_pb2_grpc
 
 
 def make_response_store(settings: GatewaySettings) -> ResponseStore:
-    """Makes the store of responses that the settings ask for.
-
-    Raises:
-        ConfigError: The settings contradict each other.
-    """
+    """Raises ConfigError if the settings contradict each other."""
     if not settings.response_store_url:
         return MemoryResponses(settings.response_store_bytes, settings.max_stored_responses)
     if importlib.util.find_spec("valkey") is None:
@@ -56,17 +52,8 @@ def add_dialects(
     gateway: str,
     responses: ResponseStore,
 ) -> None:
-    """Wires the faces.
-
-    Args:
-        server: The gRPC server.
-        settings: The gateway's settings.
-        pipeline: Runs their requests.
-        models: The served models.
-        openai: The OpenAI face, whose body parser and readiness the others share.
-        registry: Metrics of the gateway.
-        gateway: Name of this gateway in ids of responses: letters and digits.
-        responses: Keeps responses.
+    """Adds the services of all dialects to the server. `openai` shares its body parser and its
+    readiness with them; `gateway` names this gateway in ids of responses: letters and digits.
     """
     bodies = openai.bodies
     face = ResponsesFace(pipeline, models, bodies, responses, gateway)

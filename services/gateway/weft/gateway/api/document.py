@@ -54,7 +54,7 @@ class Route:
     event_kind: str = _EVENTS
     answer_kind: str = _JSON
     is_alias: bool = False
-    """Whether the same path with its version is there too."""
+    """Whether the path also exists with the API's version in front."""
     query: tuple[str, ...] = ()
     """Names of its query parameters, all of them texts that may be absent."""
 

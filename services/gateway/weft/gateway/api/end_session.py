@@ -8,14 +8,9 @@ from weft.gateway.validate import check_parameters, invalid
 
 
 def end_session(fleet: Fleet, session_id: str, cache_salt: str | None) -> int:
-    """Tells every decode worker that a session of the calling tenant has ended.
-
-    Returns:
-        Number of workers that were told. A worker whose Session is broken keeps at most pins of the
-        chat, which expire.
-
-    Raises:
-        InvalidRequest: The name is empty or too long, or the salt is.
+    """Tells every decode worker that a session of the calling tenant has ended; returns the number
+    of workers that were told. A worker whose Session is broken keeps at most pins of the chat,
+    which expire. Raises InvalidRequest if the name or the salt is empty or too long.
     """
     if not session_id:
         raise invalid("session_id", "is empty")

@@ -22,7 +22,6 @@ class HostedTool(BaseModel):
 
 
 def is_hosted(tool: object, own: Sequence[str]) -> bool:
-    """Whether a tool is none of the `own` types; one without a type is."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return isinstance(tool, HostedTool) or (isinstance(kind, str) and kind not in own)
 
@@ -37,7 +36,7 @@ def blank_hosted(body: Mapping[str, Any], own: Sequence[str]) -> Mapping[str, An
 
 def kind_of_tool(*own: str) -> Callable[[Any], str]:
     """A discriminator between the tools of a body's `own` types and hosted ones. Its tags are
-    written like classes, which paths of errors leave out.
+    written like names of classes, which paths of errors leave out.
     """
     return lambda tool: "Hosted" if is_hosted(tool, own) else "Own"
 
@@ -46,14 +45,8 @@ def own_tools(
     tools: Sequence[T | HostedTool] | None, *, is_wanted: bool = True
 ) -> list[tuple[int, T]]:
     """The tools that the model can be shown, each with its place in the body. The others are left
-    out with a warning.
-
-    Args:
-        tools: All tools of a body.
-        is_wanted: Whether the answer may call any.
-
-    Raises:
-        InvalidRequest: All of them are hosted, so that nothing would be left of the request.
+    out with a warning. Raises InvalidRequest if all of them are hosted, so that nothing would be
+    left of the request. With `is_wanted` False the answer may call none.
     """
     own: list[tuple[int, T]] = []
     hosted: list[tuple[int, HostedTool]] = []

@@ -42,7 +42,7 @@ def few_entries(most: int) -> BeforeValidator:
 
 
 def _whole(value: object) -> object:
-    """Converts 5.0 to 5, since JSON Schema counts it as an integer."""
+    """JSON Schema counts 5.0 as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -59,13 +59,8 @@ Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_whole_items)]
 def with_parameters(
     base: type[B], dialect: str, whole: Any = int, of: tuple[type, ...] = ALL
 ) -> type[B]:
-    """A body with the parameters of a dialect, all of them optional.
-
-    Args:
-        base: The body's base.
-        dialect: A name of `Parameter.names`.
-        whole: Type of whole numbers.
-        of: Classes whose parameters the body has.
+    """A body with the parameters of a dialect, all of them optional. `dialect` is a name of
+    `Parameter.names`, `whole` the type of whole numbers.
     """
     made: dict[str, Any] = {
         name: (_type(one, whole) | None, parameter_field(one.name))
@@ -75,11 +70,8 @@ def with_parameters(
 
 
 def parameter_field(name: str, description: str = "") -> Any:
-    """A field of a body that gives a parameter in a way of its own.
-
-    Args:
-        name: The parameter's, in `PARAMETERS`.
-        description: What to say instead of the parameter's description.
+    """A field of a body that gives a parameter in a way of its own. `name` is the parameter's in
+    `PARAMETERS`, `description` replaces the parameter's own.
     """
     one = PARAMETERS[name]
     shown = description or one.description
@@ -124,7 +116,6 @@ def bounds_of(one: Parameter) -> dict[str, Any]:
 
 @cache
 def _names(dialect: str, of: tuple[type, ...] = ALL) -> Mapping[str, Parameter]:
-    """The parameters of a dialect, by its names."""
     wanted = [PARAMETERS[one.name] for cls in of for one in fields(cls) if one.name in PARAMETERS]
     return {name: one for one in wanted if (name := one.name_in(dialect))}
 
@@ -137,10 +128,8 @@ def client_names(dialect: str, prefix: str = "", of: tuple[type, ...] = ALL) -> 
 
 
 def given_parameters(body: object, dialect: str, of: tuple[type, ...] = ALL) -> dict[str, Any]:
-    """The parameters that a body gives, by their names in `PARAMETERS`.
-
-    Raises:
-        InvalidRequest: A key of `logit_bias` is no token id.
+    """The parameters that a body gives, by their names in `PARAMETERS`. Raises InvalidRequest if a
+    key of `logit_bias` is no token id.
     """
     given: dict[str, Any] = {}
     for own, one in _names(dialect, of).items():
@@ -154,15 +143,9 @@ def given_parameters(body: object, dialect: str, of: tuple[type, ...] = ALL) -> 
 
 
 def settle_logprobs(given: dict[str, Any], needs: str, *, is_wanted: bool) -> None:
-    """Settles `top_logprobs` of a dialect that asks for log-probabilities by another field.
-
-    Args:
-        given: The given parameters, which are changed.
-        needs: What the other field must say.
-        is_wanted: Whether it says that.
-
-    Raises:
-        InvalidRequest: Alternatives are wanted without log-probabilities.
+    """Settles `top_logprobs` of a dialect that asks for log-probabilities by another field, which
+    must say `needs`; changes `given`. Raises InvalidRequest if alternatives are wanted without
+    log-probabilities.
     """
     if is_wanted:
         given.setdefault("top_logprobs", 0)

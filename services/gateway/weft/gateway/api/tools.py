@@ -20,7 +20,7 @@ from weft.gateway.text.answer.demand import (
 from weft.gateway.validate import MAX_TOOLS, check_range, invalid
 
 _BEHIND = re.compile(r"[^ \t\r\n,]")
-"""What goes on behind an object of a past call's arguments."""
+"""Text that follows an object of a past call's arguments."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Tool = Mapping[str, Any]
@@ -41,13 +41,8 @@ NO_TOOLS = ToolUse(None, None)
 
 
 def check_tools(tools: Sequence[tuple[int, Tool]]) -> tuple[Tool, ...]:
-    """Checks the names of tools.
-
-    Args:
-        tools: Tools in OpenAI's form, each with its place in the body.
-
-    Raises:
-        InvalidRequest: There are too many tools, or a name is not valid or occurs twice.
+    """Checks the names of tools in OpenAI's form, each with its place in the body. Raises
+    InvalidRequest if there are too many tools, or a name is not valid or occurs twice.
     """
     check_range("tools", len(tools), 0, MAX_TOOLS, "tools")
     known: set[str] = set()
@@ -62,10 +57,8 @@ def check_tools(tools: Sequence[tuple[int, Tool]]) -> tuple[Tool, ...]:
 
 
 def only_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:
-    """The tools that a choice allows; the model is shown no others.
-
-    Raises:
-        InvalidRequest: There is no tool of such a name.
+    """The tools that a choice allows; the model is shown no others. Raises InvalidRequest if there
+    is no tool of such a name.
     """
     known = {tool["function"]["name"] for tool in tools}
     for number, name in enumerate(names):
@@ -78,16 +71,13 @@ def only_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:
 def use_tools(
     tools: Sequence[Tool], choice: str, *, is_named: bool = False, most: int | None = None
 ) -> ToolUse:
-    """What an answer may be.
+    """The calls that an answer may have. Raises InvalidRequest if the choice needs tools that are
+    not there.
 
     Args:
         tools: Tools that the model is shown; empty: none.
-        choice: "none", "auto", "required"; or a function's name.
-        is_named: Whether `choice` is a function's name.
+        choice: "none", "auto" or "required"; with `is_named` a function's name.
         most: Most calls; None: any number.
-
-    Raises:
-        InvalidRequest: The choice needs tools that are not there.
     """
     if is_named:
         for number, tool in enumerate(tools):
@@ -108,7 +98,6 @@ def use_tools(
 
 
 def _check_parameters(number: int, tool: Tool) -> None:
-    """Raises InvalidRequest for arguments to be enforced that would be no object."""
     kind = (tool["function"].get("parameters") or {}).get("type", "object")
     if kind != "object":
         raise invalid(f"{parameters_of(number)}.type", f'must be "object", not {str(kind)[:80]!r}')
@@ -116,13 +105,8 @@ def _check_parameters(number: int, tool: Tool) -> None:
 
 def past_call(id_: str, name: str, arguments: object) -> dict[str, Any]:
     """A call of an earlier message in the form that chat templates take, with an object as
-    `arguments`.
-
-    Args:
-        id_: Its id; empty = none.
-        name: The function's.
-        arguments: A JSON object, or a text with one. Anything else is made an object, since a
-            conversation must go on whatever a model wrote in it.
+    `arguments`. An empty `id_` means none. Arguments other than a JSON object, or a text with one,
+    are made an object, since a conversation must go on whatever a model wrote in it.
     """
     given_id = {"id": id_} if id_ else {}
     function = {"name": name, "arguments": _past_arguments(arguments)}
@@ -130,9 +114,7 @@ def past_call(id_: str, name: str, arguments: object) -> dict[str, Any]:
 
 
 def _past_arguments(given: object) -> dict[str, Any]:
-    """Makes an object of a past call's arguments.
-
-    Of a text that was cut off it keeps the complete members. Several objects are merged, later
+    """Of a text that was cut off it keeps the complete members. Several objects are merged, later
     members replacing earlier ones. Anything else becomes the single member `arguments`.
     """
     text = given if isinstance(given, str) else ""
@@ -153,10 +135,8 @@ def _past_arguments(given: object) -> dict[str, Any]:
 
 
 def _read_past(text: str) -> object:
-    """Reads the value of a text; merges several objects, and completes a value that was cut off.
-
-    Raises:
-        ValueError: The text has no value, or more text behind it.
+    """Merges several objects, and completes a value that was cut off. Raises ValueError if the text
+    has no value, or more text after it.
     """
     text = text.strip()
     if not text:
@@ -187,10 +167,8 @@ def instead_of(kind: str) -> str:
 
 
 def json_object(text: str, param: str) -> dict[str, Any]:
-    """The JSON object that a field contains as text.
-
-    Raises:
-        InvalidRequest: It contains something else.
+    """The JSON object that a field contains as text. Raises InvalidRequest if it contains something
+    else.
     """
     try:
         value = parse_json(text)

@@ -34,16 +34,13 @@ class Unserved(NamedTuple):
     """Whether the model can do without it."""
 
     def is_asked(self, value: object) -> bool:
-        """Whether a value asks for anything."""
         if value is None or value in self.neutral:
             return False
         return bool(value) or self.asks_when_empty
 
     def judge(self, where: str, value: object) -> None:
-        """Leaves the field out with a warning, or refuses it, if its value asks for anything.
-
-        Raises:
-            InvalidRequest: It is refused; `param` is `where`.
+        """Leaves the field out with a warning, or refuses it with InvalidRequest, whose `param` is
+        `where`, if its value asks for anything.
         """
         if not self.is_asked(value):
             return

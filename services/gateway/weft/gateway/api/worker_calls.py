@@ -19,11 +19,8 @@ _GRACE_S = 10.0
 
 
 class WorkerCalls:
-    """Passes operators' calls on to one worker.
-
-    Args:
-        fleet: The workers.
-        asks_for_keys: Whether callers need API keys; no tenant's key may drain workers.
+    """Passes operators' calls on to one worker. With `asks_for_keys` callers need API keys; no
+    tenant's key may drain workers.
     """
 
     def __init__(self, fleet: Fleet, asks_for_keys: bool) -> None:
@@ -75,11 +72,7 @@ class WorkerCalls:
         return gateway_pb2.UndrainWorkerResponse(was_draining=answer.was_draining)
 
     def _find(self, worker_id: str) -> FleetWorker:
-        """The worker of an id.
-
-        Raises:
-            WorkerNotFound: There is none; the message names those that there are.
-        """
+        """Raises WorkerNotFound, whose message names the workers that there are."""
         known: dict[str, FleetWorker] = {}
         for worker in self._fleet.workers():
             if worker.info is not None:

@@ -30,12 +30,8 @@ class ConsoleOff(WeftError):
 
 
 class MeshAccess:
-    """Decides for the main port. Operators' ports check their token themselves.
-
-    Args:
-        console: The gateway's setting.
-        token: The operators' token; None: there is none, and nobody may change anything.
-        keys: API keys; None: callers need none.
+    """Decides for the main port. Operators' ports check their token themselves. Without a `token`
+    nobody may change anything; without `keys` callers need none.
     """
 
     def __init__(self, console: Console, token: str | None, keys: ApiKeys | None) -> None:
@@ -121,19 +117,16 @@ class OperatorsAccess(MeshAccess):
         super().__init__("operate", None, None)
 
     def may_operate(self, context: Context) -> bool:
-        """Everyone may."""
         return True
 
     def has_token(self, context: Context) -> bool:
-        """Everyone has it."""
         return True
 
-    def check_watch(self, context: Context) -> None:
-        """Everyone may."""
+    def check_watch(self, context: Context) -> None: ...
 
 
 def _is_command_line(context: Context) -> bool:
-    """Whether the caller has an operator's certificate."""
+    """Operators' certificates name the command line."""
     names = [name.decode() for name in context.auth_context().get("peer_dns", ())]
     return not OPERATORS.isdisjoint(services_of(names))
 

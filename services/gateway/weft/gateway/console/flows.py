@@ -38,10 +38,6 @@ class _Span(NamedTuple):
 class MeshFlows:
     """Counts what this gateway learns of: its requests, the fills of their prompts, and the puts
     that workers report.
-
-    Args:
-        gateway_id: Id of this gateway.
-        fleet: Its workers.
     """
 
     def __init__(self, gateway_id: str, fleet: Fleet) -> None:
@@ -95,10 +91,8 @@ class MeshFlows:
         self._begin_span()
 
     def describe(self, ids: Mapping[str, str]) -> Iterator[mesh_pb2.MeshFlow]:
-        """The flows now.
-
-        Args:
-            ids: Ids of the KV stores by their addresses, under which some are counted.
+        """The flows now. `ids` are the KV stores', by their addresses, under which some flows are
+        counted.
         """
         total: defaultdict[_Pair, _Moved] = defaultdict(_Moved)
         for span in self._spans:
@@ -130,7 +124,6 @@ class MeshFlows:
             yield flow
 
     def _decode_workers(self) -> dict[str, FleetWorker]:
-        """The decode workers that this gateway has met, by their ids."""
         workers = self._fleet.workers("decode")
         return {one.info.worker_id: one for one in workers if one.info is not None}
 

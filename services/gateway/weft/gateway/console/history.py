@@ -22,8 +22,6 @@ _NOT_FAILED = ("ok", "cancelled")
 
 
 class _Totals(NamedTuple):
-    """What has been counted since the gateway's start."""
-
     time_s: float
     requests: float
     failures: float
@@ -37,13 +35,7 @@ class _Totals(NamedTuple):
 
 
 class MeshHistory:
-    """Makes a point out of what the metrics gained since the point before.
-
-    Args:
-        metrics: Metrics of the gateway.
-        fleet: Its workers.
-        load: Returns the gateway's own load.
-    """
+    """Makes points out of what the metrics have gained since the point before."""
 
     def __init__(
         self, metrics: GatewayMetrics, fleet: Fleet, load: Callable[[], gateway_pb2.GatewayLoad]
@@ -57,7 +49,6 @@ class MeshHistory:
         """Points made since the start."""
 
     def tick(self) -> None:
-        """Makes the next point."""
         last, now = self._last, self._totals()
         span_s = now.time_s - last.time_s
         if span_s <= 0:
@@ -93,7 +84,7 @@ class MeshHistory:
         self.num_points += 1
 
     def since(self, number: int) -> list[mesh_pb2.MeshPoint]:
-        """The kept points behind the first `number` of all, oldest first."""
+        """The kept points, oldest first, without the first `number` of all that were made."""
         wanted = min(self.num_points - number, len(self._points))
         return [self._points[at] for at in range(len(self._points) - wanted, len(self._points))]
 
@@ -128,7 +119,6 @@ def page_counts(fleet: Fleet) -> mesh_pb2.PageCounts:
 
 
 def _series(counter: Counter) -> Iterator[tuple[str, float]]:
-    """The values of a counter with one label."""
     for metric in counter.collect():
         for sample in metric.samples:
             if sample.name.endswith("_total"):
@@ -142,7 +132,7 @@ def _total(counter: Counter) -> float:
 def _quantiles(
     histogram: LoopHistogram, before: Sequence[int], after: Sequence[int]
 ) -> mesh_pb2.LatencyQuantiles | None:
-    """Quantiles of what a histogram gained; None: nothing."""
+    """None: the histogram gained nothing."""
     gained = [new - old for old, new in zip(before, after, strict=True)]
     if not any(gained):
         return None

@@ -49,7 +49,7 @@ class RecentRequests:
         self.num_ended += 1
 
     def since(self, number: int) -> list[mesh_pb2.MeshRequest]:
-        """The kept ones behind the first `number` of all, oldest first."""
+        """The kept requests, oldest first, without the first `number` of all that have ended."""
         wanted = min(self.num_ended - number, len(self._ended))
         return [self._ended[at] for at in range(len(self._ended) - wanted, len(self._ended))]
 

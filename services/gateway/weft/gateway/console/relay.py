@@ -32,13 +32,7 @@ class _OperatorsPort(NamedTuple):
 
 
 class OperatorsRelay:
-    """Reaches the operators' ports of workers and stores, at the hosts of their addresses.
-
-    Args:
-        fleet: The workers.
-        stores: The KV stores.
-        identity: Identity of this gateway; None: without TLS.
-    """
+    """Reaches the operators' ports of workers and stores, at the hosts of their addresses."""
 
     def __init__(self, fleet: Fleet, stores: StoreWatch, identity: Identity | None) -> None:
         self._fleet = fleet
@@ -48,11 +42,9 @@ class OperatorsRelay:
     @asynccontextmanager
     async def reach(self, member_id: str) -> AsyncIterator[Any]:
         """A stub of a member's AdminService, for the duration of the block, whose failed calls are
-        raised as typed errors. Calls need the operators' token in their metadata.
-
-        Raises:
-            MemberNotFound: There is no such member.
-            PeerUnavailable: It has no operators' port, or does not answer there.
+        raised as typed errors. Calls need the operators' token in their metadata. Raises
+        MemberNotFound if there is no such member, PeerUnavailable if it has no operators' port or
+        does not answer there.
         """
         if member_id not in self._members():
             await self._stores.ask_once()

@@ -34,20 +34,9 @@ _LEVEL_NAMES = {level: name for name, level in _LEVELS.items()}
 
 
 class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
-    """Checks the caller, and converts.
-
-    Args:
-        view: What watchers are sent.
-        access: Who may call.
-        relay: Reaches other members.
-        admin: AdminService of this gateway.
-        spans: Finds the spans of requests.
-        adapters: Loads and unloads adapters.
-        workers: Drains workers, and puts them back.
-        gateway_id: Id of this gateway.
-        ending: Set when the gateway ends, and with it every stream.
-        max_watch_s: Time after which a stream ends, so that its watcher calls anew, perhaps another
-            gateway.
+    """Checks the caller, and converts. `spans` finds the spans of requests. When `ending` is set,
+    or after `max_watch_s`, every stream ends, so that its watcher calls again, perhaps another
+    gateway.
     """
 
     def __init__(
@@ -170,7 +159,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         return mesh_pb2.UnloadMeshAdapterResponse(digest=unloaded.adapter.digest.hex())
 
     async def _administer(self, member_id: str, context: Context, method: str, order: Any) -> Any:
-        """Calls AdminService of this gateway or of another member, with the caller's token."""
+        """Passes the caller's token on."""
         self._access.check_operate(context)
         if member_id == self._gateway_id:
             own: Callable[[Any, Context], Awaitable[Any]] = getattr(self._admin, method)
@@ -183,8 +172,8 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
 
 
 def hide_ids(span: trace_pb2.Span) -> None:
-    """Removes the ids of the request and its trace, and of a failure all but its reason: the
-    message may quote an id.
+    """Removes the ids of the request and its trace. Of a failure it leaves only the reason, since
+    the message may quote an id.
     """
     span.ClearField("request_id")
     span.ClearField("trace_id")

@@ -28,12 +28,7 @@ class StoreState(NamedTuple):
 
 
 class StoreWatch:
-    """Asks the stores again and again.
-
-    Args:
-        fleet: The workers, which name their stores.
-        identity: Identity of this gateway; None: without TLS.
-    """
+    """Asks the stores that workers name, again and again."""
 
     def __init__(self, fleet: Fleet, identity: Identity | None) -> None:
         self._fleet = fleet
@@ -67,8 +62,8 @@ class StoreWatch:
             await asyncio.gather(*(self._ask(*item) for item in channels.items()))
 
     def forget(self) -> None:
-        """Keeps of the stores that are still named their facts only: nobody has asked for their
-        state lately.
+        """Keeps only the facts of the stores that are still named: nobody has asked for their state
+        lately.
         """
         self._drop_unnamed()
         self.states = {
@@ -81,7 +76,6 @@ class StoreWatch:
         return self.states.get(address, StoreState(None, None, NOT_ASKED))
 
     async def run(self) -> None:
-        """Asks until cancelled."""
         channels: dict[str, grpc.aio.Channel] = {}
         try:
             while True:

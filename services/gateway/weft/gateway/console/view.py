@@ -36,25 +36,14 @@ _FRESH_S = 0.4
 
 
 class Cursor:
-    """How much of what is sent only once a watcher has."""
+    """The parts, of those that are sent only once, that a watcher has."""
 
     def __init__(self) -> None:
         self.num_points = self.num_ended = 0
 
 
 class MeshView:
-    """Follows the mesh while the gateway runs, and its KV stores while somebody watches.
-
-    Args:
-        gateway_id: Id of this gateway.
-        fleet: Its workers.
-        models: Its models.
-        pipeline: Its requests.
-        metrics: Its metrics.
-        recent: The requests that ended last.
-        flows: What moves.
-        identity: Identity of the gateway; None: without TLS.
-    """
+    """Follows the mesh while the gateway runs, and its KV stores while somebody watches."""
 
     def __init__(
         self,
@@ -85,7 +74,6 @@ class MeshView:
         self._shared_at = float("-inf")
 
     async def run(self) -> None:
-        """Follows the mesh until cancelled."""
         try:
             while True:
                 await asyncio.sleep(SPAN_S)
@@ -97,13 +85,8 @@ class MeshView:
 
     @contextmanager
     def watching(self, *, has_token: bool) -> Iterator[None]:
-        """Counts a watcher for the duration of the block.
-
-        Args:
-            has_token: Whether the watcher has the operators' token.
-
-        Raises:
-            Overloaded: There are too many.
+        """Counts a watcher for the duration of the block. Raises Overloaded if there are
+        too many.
         """
         if self._num_watchers[has_token] >= MAX_WATCHERS:
             raise Overloaded(
@@ -126,12 +109,8 @@ class MeshView:
     def news(
         self, cursor: Cursor, *, can_operate: bool, has_token: bool
     ) -> mesh_pb2.WatchMeshResponse:
-        """The next message to a watcher, whose cursor is moved on.
-
-        Args:
-            cursor: A new one for the first message.
-            can_operate: Whether the watcher may change something.
-            has_token: Whether the watcher has the operators' token, and so gets ids of requests.
+        """The next message to a watcher, whose cursor it advances; the first message takes a new
+        one. Only a watcher with the operators' token gets ids of requests.
         """
         now = asyncio.get_running_loop().time()
         if now - self._shared_at >= _FRESH_S:
@@ -155,7 +134,7 @@ class MeshView:
         return next(known, given)
 
     def _make(self, now: float) -> mesh_pb2.WatchMeshResponse:
-        """Makes what all watchers get; `now` is event loop time."""
+        """What all watchers get; `now` is event loop time."""
         message = mesh_pb2.WatchMeshResponse(gateway_id=self._gateway_id)
         message.time.FromNanoseconds(time.time_ns())
         message.members.append(self._describe_gateway())

@@ -112,29 +112,20 @@ class Answer(Listener):
         """Prompts that begin when others have ended."""
         self._release: Callable[[], None] = _nothing
 
-    # -- its course ------------------------------------------------------------------------------
+    # -- course ----------------------------------------------------------------------------------
 
     def complete(self, request: GenerateRequest) -> None:
-        """Notes the complete request, which has passed its checks."""
         self.request, self.targets = request, request.targets
 
     def begin(self, card: ModelCard, model: str, release: Callable[[], None]) -> None:
-        """Notes that the request runs.
-
-        Args:
-            card: The card of what serves it.
-            model: The name of what serves it.
-            release: Called when no worker computes for the request any more; may be called again.
+        """Notes that the request runs. `card` and `model` are of what serves it. `release` is
+        called when no worker computes for the request any more; it may be called again.
         """
         self.card, self.model, self._release = card, model, release
         self.has_begun, self.waiter = True, None
 
     def submit(self, generations: list[Generation]) -> None:
-        """Submits all prompts.
-
-        Raises:
-            PeerUnavailable: There is no owner for one of them.
-        """
+        """Submits all prompts. Raises PeerUnavailable if there is no owner for one of them."""
         self.generations = generations
         self._num_open = sum(len(generation.samples) for generation in generations)
         self._waiting.extend(generations[MAX_AT_ONCE:])
@@ -202,13 +193,8 @@ class Answer(Listener):
     # -- for the dialect -------------------------------------------------------------------------
 
     async def next_deltas(self) -> list[Delta]:
-        """Waits for new deltas.
-
-        Returns:
-            At least one delta; the empty list when all samples have ended.
-
-        Raises:
-            WeftError: The request failed.
+        """Waits for new deltas: at least one, or the empty list when all samples have ended. Raises
+        WeftError if the request failed.
         """
         while True:
             if self.error is not None:
@@ -339,11 +325,8 @@ class Answer(Listener):
 
     @property
     def target_outcome(self) -> str | None:
-        """Outcome of the request against its targets.
-
-        Returns:
-            met, late_first_token, slow_tokens, refused, cancelled or failed; None: it has no
-            target, or could not be served whatever the load.
+        """met, late_first_token, slow_tokens, refused, cancelled or failed; None: the request has
+        no target, or could not be served whatever the load.
         """
         if not self.targets:
             return None
@@ -369,4 +352,4 @@ def _first_token_at(generation: Generation) -> float:
 
 
 def _nothing() -> None:
-    """Releases nothing: the request holds no place yet."""
+    """The request holds no place yet."""

@@ -58,17 +58,8 @@ def complete(
     task: Task = "generate",
     adapter: ResolvedAdapter | None = None,
 ) -> GenerateRequest:
-    """Checks a raw request, and gives every parameter its value.
-
-    Args:
-        card: The card of what serves it.
-        terms: Terms of its tenant.
-        max_prompts: Bound of prompts in one request.
-        task: The model's.
-        adapter: The adapter that its model's name refers to.
-
-    Raises:
-        InvalidRequest: `param` is the client's name of a field.
+    """Checks a raw request, and gives every parameter its value. `card` is of what serves it,
+    `terms` are its tenant's. Raises InvalidRequest, whose `param` is the client's name of a field.
     """
     targets = _targets(raw)
     _check(raw, targets, card, max_prompts)
@@ -121,7 +112,6 @@ def _targets(raw: RawRequest) -> Targets:
 
 
 def _check(raw: RawRequest, targets: Targets, card: ModelCard, max_prompts: int) -> None:
-    """Checks everything that does not depend on tokens."""
     given = raw.given
     of_call = {
         "timeout": raw.timeout_s,

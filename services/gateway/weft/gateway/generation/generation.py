@@ -120,13 +120,10 @@ class Losses:
             self._ownerless_since = at
 
     def owned(self) -> None:
-        """Notes that a worker has accepted the request."""
         self._ownerless_since = None
 
     def end_pause(self, now: float) -> float | None:
-        """Notes that the client receives tokens again. Returns the length of its pause; None if
-        there was none.
-        """
+        """Length of the client's pause, which ends now; None: there was none."""
         if not self._losses or self._losses[-1].pause_s is not None:
             return None
         self._losses[-1].pause_s = now - self._losses[-1].at
@@ -141,7 +138,6 @@ class Losses:
         return num_counted >= self._limits.max_attempts
 
     def has_waited_enough(self, now: float) -> bool:
-        """Whether the request has been without an owner for longer than allowed."""
         since = self._ownerless_since
         return since is not None and now - since >= self._limits.timeout_s
 
@@ -203,14 +199,14 @@ class Generation:
         limits: ResumeLimits,
         trace: RequestTrace,
     ) -> None:
-        """Prepares the generation; `start` submits it. Deadlines and `arrival` are event loop time.
+        """Prepares the generation; `start` submits it. Deadlines and `arrival`, when the client's
+        request came, are event loop time.
 
         Args:
             routing: The request as routing policies see it; its `request_id` is the key on
                 Sessions.
             first_index: Index of its first sample in the client's request.
             model: Name of the model at the workers.
-            arrival: When the client's request came.
         """
         self._request = request
         self.prompt = prompt
@@ -288,7 +284,7 @@ class Generation:
 
     @property
     def _missing_scores(self) -> str:
-        """The log-probabilities of the prompt that have not come; empty: none is missing."""
+        """The prompt's log-probabilities that have not come, in words; empty: none is missing."""
         return "" if self.prompt_scores is None else self.prompt_scores.missing
 
     @property
@@ -296,10 +292,8 @@ class Generation:
         return {i for i, sample in enumerate(self.samples) if sample.finish_reason is None}
 
     def start(self) -> None:
-        """Submits the prompt to an owner, with the tokens that its samples already have.
-
-        Raises:
-            PeerUnavailable: There is no owner.
+        """Submits the prompt to an owner, with the tokens that its samples already have. Raises
+        PeerUnavailable if there is no owner.
         """
         now = asyncio.get_running_loop().time()
         trace = self._trace.attempt(self.wire_id, self.attempt + 1)
@@ -336,7 +330,6 @@ class Generation:
         self._unsettled = self._open_samples
 
     async def _recover(self, error: WeftError) -> None:
-        """Looks for another owner, repeatedly until the limits are reached."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -353,7 +346,6 @@ class Generation:
             self._avoided.clear()
 
     def _is_refusal(self, error: WeftError) -> bool:
-        """Whether an error is a refusal, after which the client can simply ask again later."""
         if isinstance(error, Draining):
             return not self._was_accepted
         return isinstance(error, Overloaded) and not any(sample.ids for sample in self.samples)
@@ -433,7 +425,6 @@ class Generation:
         sample.last_token_time = now
 
     def _prove(self, now: float) -> None:
-        """Notes that the owner works, since it has produced something."""
         self._has_proven = True
         if self._placement is not None:
             self._placement.worker.breaker.succeeded()
@@ -505,7 +496,6 @@ class Generation:
             self._give_up(Internal("the request could not be resumed", stage="session"))
 
     def _settle(self) -> None:
-        """Ends the generation once nothing is left to be done or reported."""
         self._unsettled.clear()
         self._end_recovery()
         self._detach()
@@ -525,11 +515,8 @@ class Generation:
         )
 
     def end_sample(self, number: int, reason: common_pb2.FinishReason.ValueType) -> None:
-        """Ends a sample from this side; informs the owner.
-
-        Args:
-            number: Number of the sample within this prompt.
-            reason: Finish reason for the client.
+        """Ends a sample from this side and informs the owner. `number` counts within this prompt;
+        `reason` is for the client.
         """
         sample = self.samples[number]
         if sample.finish_reason is None:
@@ -557,7 +544,7 @@ class Generation:
             self._placement.session.cancel(self.wire_id, self.attempt, number)
 
     def _detach(self, error: WeftError | None = None) -> Placement | None:
-        """Detaches from the owner; `error` is what it did wrong, if anything."""
+        """`error` is what the owner did wrong, if anything."""
         placement, self._placement = self._placement, None
         if placement is not None:
             placement.session.release(self.wire_id)

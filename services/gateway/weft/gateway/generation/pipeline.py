@@ -109,7 +109,7 @@ class RequestPipeline:
         """Log-probabilities of prompts that requests have room for."""
 
     def _backlog_s(self) -> float | None:
-        """Backlog of the model whose workers have most to do."""
+        """The largest backlog of a model's workers."""
         known = [one.router.forecaster.backlog_s() for one in self._models]
         return max((seconds for seconds in known if seconds is not None), default=None)
 
@@ -148,15 +148,9 @@ class RequestPipeline:
         return list(islice(self._open.values(), limit))
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
-        """Cancels a request of a tenant that waits or runs.
-
-        Args:
-            request_id: The gateway's id of the request, or the client's or the header's, which
-                several requests may share.
-            tenant: The tenant that the request must belong to.
-
-        Returns:
-            False if the tenant has no such request here.
+        """Cancels a request of a tenant that waits or runs; False: the tenant has no such request
+        here. `request_id` is the gateway's id of the request, or the client's or the header's,
+        which several requests may share.
         """
         if not request_id:  # requests without a name have this one
             return False
@@ -183,16 +177,9 @@ class RequestPipeline:
 
     @asynccontextmanager
     async def open(self, raw: RawRequest) -> AsyncIterator[Answer]:
-        """Runs a request for the duration of the block; leaving it cancels what is unfinished.
-
-        Args:
-            raw: The request as a dialect has read it, not checked yet.
-
-        Yields:
-            The answer, of which deltas come from now on.
-
-        Raises:
-            WeftError: The request was refused.
+        """Runs a request, not checked yet, for the duration of the block. Yields the answer, of
+        which deltas come from now on; leaving the block cancels what is unfinished. Raises
+        WeftError if the request was refused.
         """
         trace = RequestTrace(self._tracer, raw.request_id, raw.call.traceparent)
         current_trace_id.set(trace.trace_id)
@@ -225,7 +212,6 @@ class RequestPipeline:
 
     @asynccontextmanager
     async def _run(self, answer: Answer) -> AsyncIterator[None]:
-        """Finds the model of a request, completes the request, and runs it once it is admitted."""
         raw = answer.raw
         resolved = await self._models.find(raw.model)
         served = answer.served = resolved.served
@@ -253,7 +239,6 @@ class RequestPipeline:
                 yield
 
     def _set_deadlines(self, answer: Answer) -> None:
-        """Sets the times by which the request, and its first token, must be there."""
         arrival, raw = answer.arrival, answer.raw
         limits_s = earliest(raw.timeout_s, self._settings.request_timeout_s) or 0.0
         first_s = raw.first_token_timeout_s
@@ -270,14 +255,7 @@ class RequestPipeline:
         card: ModelCard,
         release: Callable[[], None],
     ) -> AsyncIterator[None]:
-        """Prepares the prompts of a request that has passed its checks, and sends them to workers.
-
-        Args:
-            answer: The request's.
-            resolved: What its `model` refers to.
-            card: The card of that.
-            release: Lets the next request in place of this one.
-        """
+        """The request has passed its checks; `release` lets the next one take its place."""
         loop, served, request = asyncio.get_running_loop(), resolved.served, answer.request
         with answer.trace.stage("prepare"):
             prompts = await self._prepare(answer, served, card)
@@ -329,7 +307,7 @@ class RequestPipeline:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _named_worker(self, served: ServedModel, choice: WorkerChoice | None) -> str:
-        """Id of the decode worker that a request is for; empty: the router chooses."""
+        """Empty: the router chooses."""
         if choice is None:
             return ""
         if not self._settings.allow_worker_choice:
@@ -339,7 +317,6 @@ class RequestPipeline:
         return served.router.named(choice)
 
     def _close(self, answer: Answer) -> None:
-        """Records the end of a request."""
         answer.ended_at = asyncio.get_running_loop().time()
         self._num_scores -= answer.num_scores
         self._judge(answer)
@@ -364,7 +341,7 @@ class RequestPipeline:
             ) from None
 
     def _take_room(self, num_scores: int) -> int:
-        """Reserves room for prompts' log-probabilities, kept until the answer is whole."""
+        """The room is kept until the answer is whole."""
         if self._num_scores + num_scores > MAX_SCORES:
             raise Overloaded(
                 f"{self._num_scores} log-probabilities of prompts are on their way, at most "
@@ -418,7 +395,7 @@ class RequestPipeline:
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
     ) -> None:
-        """Waits until the request may be sent, if targets are in force: its own, or others'."""
+        """Waits only if targets are in force: the request's own, or others'."""
         if not answer.targets and not self._tenants.has_targets:
             return
         request = answer.request
@@ -435,7 +412,6 @@ class RequestPipeline:
         answer.ticket = ask
 
     def _judge(self, answer: Answer) -> None:
-        """Reports a request's outcome to the gate and the metrics."""
         outcome = answer.target_outcome
         if answer.served is not None and answer.ticket is not None:
             answer.served.latency_admission.ended(
@@ -463,7 +439,6 @@ class RequestPipeline:
 
 
 def _expire(answer: Answer) -> None:
-    """Fails a request that has not ended by its deadline."""
     if answer.has_begun:
         limit_s = answer.deadline - answer.arrival
         message = f"the request took longer than {limit_s:g} s"
@@ -471,7 +446,7 @@ def _expire(answer: Answer) -> None:
 
 
 def _expire_first(answer: Answer) -> None:
-    """Fails a request of which a prompt has no token by the deadline for first tokens."""
+    """Fails a request if one of its prompts has no token by the deadline for first tokens."""
     limit_s = answer.request.ttft_timeout
     if answer.has_begun and not all(one.has_tokens for one in answer.generations):
         message = f"the request had no token after {limit_s:g} s"
@@ -494,7 +469,6 @@ def _warn(raw: RawRequest, error: WeftError) -> None:
 
 
 def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., RenderPlan]:
-    """Makes the render plans of a request's prompts, which share stop strings and formats."""
     stop = request.stop
     eos_ids = () if stop.ignore_eos else model.eos_ids
     return partial(

@@ -15,7 +15,6 @@ class PromptScores:
     """
 
     def __init__(self, ids: list[int]) -> None:
-        """Starts without any, for the prompt with these tokens."""
         self._ids = ids
         self.entries: list[common_pb2.TokenLogprob] = []
         """Received log-probabilities; the first one belongs to the prompt's second token."""
@@ -31,21 +30,19 @@ class PromptScores:
         return f"log-probabilities of prompt tokens {first} to {last} are missing"
 
     def restart(self) -> None:
-        """Begins anew, with another owner, unless all have come."""
+        """Starts over, with another owner, unless all have come."""
         if not self.is_complete:
             self.entries.clear()
 
     def add(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> str:
-        """Takes the next ones.
-
-        Returns:
-            What is wrong with the entries, of which then none is taken; empty if they were taken.
+        """Takes the next ones. Returns what is wrong with the entries, of which then none is taken;
+        empty if they were taken.
         """
         first, count = event.first_position, len(event.logprobs)
         given = [entry.token_id for entry in event.logprobs]
         are_own = first > 0 and given == self._ids[first : first + count]
         if are_own and first + count <= 1 + len(self.entries):
-            return ""  # Told once more.
+            return ""  # The owner has sent it before.
         told = f"log-probabilities of prompt tokens {first} to {first + count - 1}"
         expected = len(self.entries) + 1
         if self.is_complete or first != expected or first + count > len(self._ids):
@@ -58,11 +55,8 @@ class PromptScores:
 
 
 class PromptVectors:
-    """Vectors of one prompt, which come in order. An owner that begins anew sends the first ones
-    again, which are not taken then.
-
-    Args:
-        num_rows: How many are to come, at least 1.
+    """Vectors of one prompt, `num_rows` of them, at least 1. They come in order. An owner that
+    starts over sends the first ones again, which are not taken then.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -88,16 +82,14 @@ class PromptVectors:
         return self._num_received
 
     def restart(self) -> None:
-        """Begins anew, with another owner, unless all have come."""
+        """Starts over, with another owner, unless all have come."""
         if not self.is_complete:
             self._parts.clear()
             self._num_received = self.width = 0
 
     def add(self, event: decode_pb2.SessionEvent.Vectors) -> str:
-        """Takes the next ones.
-
-        Returns:
-            What is wrong with them, after which none of them is taken; empty: nothing.
+        """Takes the next ones. Returns what is wrong with them, of which then none is taken; empty
+        if they were taken.
         """
         count, rest = divmod(len(event.values), _NUMBER_BYTES * max(1, event.width))
         told = f"vectors {event.first_row} to {event.first_row + count - 1}"
@@ -107,7 +99,7 @@ class PromptVectors:
             return f"{told}, of {self._num_rows}, behind {self._num_received}"
         num_known = self._num_received - event.first_row
         if num_known >= count:
-            return ""  # Told once more.
+            return ""  # The owner has sent it before.
         self.width = event.width
         self._num_received += count - num_known
         self._parts.append(event.values[num_known * event.width * _NUMBER_BYTES :])

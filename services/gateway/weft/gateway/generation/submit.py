@@ -30,11 +30,9 @@ def submit_messages(
     samples: Sequence[Sequence[int] | None] = (),
     prompt_logprobs: int | None = None,
 ) -> list[decode_pb2.SessionRequest]:
-    """Builds the messages of one attempt.
+    """Builds the messages of one attempt to run one prompt of a request.
 
     Args:
-        request: The client's request.
-        prompt: The one prompt of it that is submitted.
         model: Name that the worker knows.
         wire_id: Key of the prompt on the Session, together with `attempt`.
         attempt: From 1.
@@ -42,7 +40,7 @@ def submit_messages(
         candidates: Prefill workers, best first.
         time_left_s: Seconds until the request's deadline.
         first_token_left_s: Seconds until the prompt must have its first token.
-        traceparent: Names the attempt's span; empty = none.
+        traceparent: Names the attempt's span; empty: none.
         samples: Tokens of earlier attempts by sample; None where the client has its whole answer.
         prompt_logprobs: Alternatives wanted at each position of the prompt; None: the prompt is not
             scored.
@@ -112,7 +110,6 @@ def _pool(pooling: PoolingOptions, prompt: PreparedPrompt) -> decode_pb2.PoolOpt
 def sampling_to_proto(
     request: GenerateRequest, prompt: PreparedPrompt
 ) -> common_pb2.SamplingParams:
-    """How the samples of one prompt are drawn."""
     return SAMPLING.encode(
         replace(request.sampling, seed=prompt.seed, constraint=prompt.constraint)
     )
@@ -121,10 +118,8 @@ def sampling_to_proto(
 def _add_progress(
     submit: decode_pb2.Submit, samples: Sequence[Sequence[int] | None], room: int
 ) -> list[decode_pb2.SessionRequest]:
-    """Adds tokens of earlier attempts to `submit`, as many as it has room for.
-
-    Returns:
-        Messages with the rest.
+    """Adds as many tokens of earlier attempts to `submit` as it has room for; returns messages with
+    the rest.
     """
     messages: list[decode_pb2.SessionRequest] = []
     for number, ids in enumerate(samples):

@@ -20,7 +20,7 @@ class FleetCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        """Metrics now; called by the endpoint's thread."""
+        """The endpoint's thread calls this."""
         labels = ["worker_id", "role"]
         healthy = GaugeMetricFamily(
             "weft_worker_healthy", "1 if the worker gets requests, else 0.", labels=labels

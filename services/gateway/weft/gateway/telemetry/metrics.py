@@ -75,15 +75,10 @@ class LoopHistogram(Collector):
 
 
 class _NoHistogram(LoopHistogram):
-    """Placeholder for a histogram where metrics are off."""
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Counts nothing."""
+    def observe(self, value: float, count: int = 1) -> None: ...
 
 
 class _Gauges(Collector):
-    """Values that are computed when metrics are collected."""
-
     def __init__(self, sources: dict[str, tuple[str, Callable[[], float]]]) -> None:
         self._sources = sources
 
@@ -93,14 +88,8 @@ class _Gauges(Collector):
 
 
 class GatewayMetrics:
-    """All metrics of one gateway, in a registry of its own."""
-
     def __init__(self, is_on: bool = True) -> None:
-        """Registers the metrics.
-
-        Args:
-            is_on: Whether metrics are read; if not, histograms observe nothing.
-        """
+        """With `is_on` False nobody reads metrics, and histograms observe nothing."""
         self._histogram_class = LoopHistogram if is_on else _NoHistogram
         self.registry = CollectorRegistry()
         self._add_latencies()
@@ -238,12 +227,8 @@ class GatewayMetrics:
     def observe_prompt(
         self, timeline: common_pb2.Timeline, num_prompt_tokens: int, num_generated: int
     ) -> None:
-        """Counts a prompt that has ended.
-
-        Args:
-            timeline: The owner's report; empty if there was none.
-            num_prompt_tokens: Number of tokens of the prompt.
-            num_generated: Tokens, over its samples.
+        """Counts a prompt that has ended. `timeline` is the owner's report, empty if there was
+        none; `num_generated` is over all samples.
         """
         self.request_prompt_tokens.observe(num_prompt_tokens)
         self.request_generation_tokens.observe(num_generated)

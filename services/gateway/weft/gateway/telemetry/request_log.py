@@ -24,13 +24,8 @@ _REASONS = {
 
 
 class GatewayRequestLog:
-    """Converts requests to lines of the log.
-
-    Args:
-        settings: Settings of the log; `request_log` must not be None.
-
-    Raises:
-        ConfigError: The file cannot be written.
+    """Converts requests to lines of the log. The setting `request_log` must not be None. Raises
+    ConfigError if the file cannot be written.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -94,14 +89,13 @@ class GatewayRequestLog:
 
 
 def _add_texts(tokenizer: Tokenizer, prompt: LoggedPrompt) -> None:
-    """Adds the texts, in the log's thread, since detokenising takes time."""
+    """Runs in the log's thread, since detokenising takes time."""
     prompt.prompt_text = _text(tokenizer, prompt.prompt_ids or [])
     for sample in prompt.samples:
         sample.text = _text(tokenizer, sample.ids or [])
 
 
-def _add_nothing(prompt: LoggedPrompt) -> None:
-    """Leaves a prompt without texts."""
+def _add_nothing(prompt: LoggedPrompt) -> None: ...
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

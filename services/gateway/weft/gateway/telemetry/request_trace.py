@@ -69,12 +69,8 @@ class AttemptTrace:
 
 
 class RequestTrace:
-    """The spans of one client's request: the root, and its stages.
-
-    Args:
-        tracer: Makes the spans.
-        request_id: Id that the client gets.
-        traceparent: Header that the client sent; empty if it sent none.
+    """The spans of one client's request: the root, and its stages. `traceparent` is the header that
+    the client sent; empty if it sent none.
     """
 
     def __init__(self, tracer: Tracer, request_id: str, traceparent: str) -> None:

@@ -1,4 +1,4 @@
-"""Collects the spans of one request from the workers and KV stores behind a gateway."""
+"""Collects the spans of one request from a gateway's workers and their KV stores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ _TIMEOUT_S = 2.0
 
 
 class TraceFanOut:
-    """Implements `weft.common.telemetry.tracing.FanOut`. Services that do not answer are named.
-
-    Args:
-        fleet: The workers, which name their KV stores.
-        identity: Identity of this gateway; None: without TLS.
+    """Implements `weft.common.telemetry.tracing.FanOut`. The answer names the services that do not
+    answer within a time limit.
     """
 
     def __init__(self, fleet: Fleet, identity: Identity | None) -> None:
@@ -26,7 +23,6 @@ class TraceFanOut:
         self._identity = identity
 
     async def __call__(self, request: trace_pb2.ListSpansRequest) -> trace_pb2.ListSpansResponse:
-        """Collects all spans, within a time limit."""
         services: dict[str, str] = {}
         for worker in self._fleet.workers():
             services[worker.endpoint.address] = worker.endpoint.role

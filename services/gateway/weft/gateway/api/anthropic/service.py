@@ -20,8 +20,6 @@ from weft.v1 import dialects_pb2_grpc
 
 
 class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
-    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
-
     def __init__(self, pipeline: RequestPipeline, models: Catalogue, bodies: BodyParser) -> None:
         self._pipeline = pipeline
         self._models = models
@@ -54,5 +52,4 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
 
 
 def _id_header(request_id: str) -> tuple[tuple[str, str], ...]:
-    """The header in which the API has a request's id."""
     return (("request-id", request_id),)

@@ -30,10 +30,8 @@ _CLEAR_THINKING = "clear_thinking_20251015"
 
 
 def messages_request(body: MessagesBody, facts: CallFacts) -> RawRequest:
-    """Translates a body.
-
-    Raises:
-        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """Raises InvalidRequest if the body asks for what is not supported, or its fields contradict
+    each other.
     """
     prompt, use = messages_prompt(body)
     constraint, param = use.constraint, use.param
@@ -54,10 +52,8 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> RawRequest:
 
 
 def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
-    """The conversation of a body, and the calls that its answer may have.
-
-    Raises:
-        InvalidRequest: It has content other than text and calls, or fields contradict each other.
+    """The conversation of a body, and the calls that its answer may have. Raises InvalidRequest for
+    content other than text and calls, or if fields contradict each other.
     """
     if body.thread is not None:
         if body.thread.type != "create":
@@ -99,7 +95,6 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
 
 
 def _edit(body: PromptBody, messages: list[dict[str, Any]]) -> None:
-    """Applies the edits of the context that the body asks for to its conversation, in place."""
     edits = (body.context_management.edits if body.context_management else None) or ()
     for number, edit in enumerate(edits):
         where = f"context_management.edits[{number}]"
@@ -113,7 +108,6 @@ def _edit(body: PromptBody, messages: list[dict[str, Any]]) -> None:
 
 
 def _num_kept_turns(edit: EditBody, where: str) -> int | None:
-    """Number of turns that keep their thinking blocks; None: all."""
     keep = KeepBody(type="thinking_turns", value=1) if edit.keep is None else edit.keep
     kind = keep if isinstance(keep, str) else keep.type
     if kind == "all":
@@ -126,9 +120,7 @@ def _num_kept_turns(edit: EditBody, where: str) -> int | None:
 
 
 def _clear_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
-    """Removes the reasoning of all but the last turns; what is between two messages of the user's
-    is one turn.
-    """
+    """Everything between two messages of the user is one turn."""
     num_turns, is_in_turn = 0, False
     for message in reversed(messages):
         if message["role"] == "assistant":
@@ -141,7 +133,6 @@ def _clear_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
 
 
 def _thinking(body: PromptBody) -> dict[str, Any]:
-    """Variables about reasoning for the chat template."""
     thinking = body.thinking
     is_on = thinking is not None and thinking.type != "disabled"
     told: dict[str, Any] = {"enable_thinking": is_on}
@@ -172,7 +163,6 @@ def _tools(body: PromptBody) -> tuple[Mapping[str, Any], ...]:
 
 
 def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
         raise unsupported(f"tools[{number}].allowed_callers", "calls by other tools alone")
     given = {"description": tool.description, "parameters": tool.input_schema}
@@ -181,9 +171,7 @@ def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
 
 
 def _messages(message: MessageBody, where: str) -> Iterator[dict[str, Any]]:
-    """Converts a message to those of chat templates, in which each tool result is a message of its
-    own.
-    """
+    """Chat templates have a message of its own for each tool result."""
     content, role = message.content, message.role
     if isinstance(content, str):
         yield {"role": role, "content": content}

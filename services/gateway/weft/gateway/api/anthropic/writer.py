@@ -13,8 +13,6 @@ from weft.v1 import common_pb2
 
 
 class MessageWriter:
-    """Implements `DialectWriter` for one message."""
-
     content_type = EVENTS
 
     def __init__(self, answer: Answer) -> None:
@@ -117,9 +115,7 @@ def _whole(block: Block) -> dict[str, object]:
 
 
 def object_or_text(arguments: str) -> object:
-    """The object of a call's arguments; their text if it is no object, as in a call that was cut
-    off.
-    """
+    """Arguments stay a text if they are no object, as in a call that was cut off."""
     try:
         return parse_json(arguments or "{}")
     except ValueError:

@@ -27,8 +27,6 @@ from weft.v1 import gateway_pb2
 
 
 class PooledCalls:
-    """Converts typed requests for vectors, and vectors back. Has no logic of its own."""
-
     def __init__(self, pipeline: RequestPipeline) -> None:
         self._pipeline = pipeline
 
@@ -100,7 +98,7 @@ class PooledCalls:
         facts: CallFacts,
         context: Context,
     ) -> AsyncIterator[Answer]:
-        """Runs a request to its end; its vectors are there within the block."""
+        """The request has ended, and its vectors are complete, within the block."""
         given = given_in(call, CallParams)
         if call.HasField("timeout"):
             given["timeout"] = call.timeout.ToNanoseconds() / 1e9

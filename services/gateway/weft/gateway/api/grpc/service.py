@@ -68,8 +68,6 @@ PooledRequest = gateway_pb2.EmbedRequest | gateway_pb2.RerankRequest | gateway_p
 
 
 class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
-    """Converts typed requests, and deltas back. Has no logic of its own."""
-
     def __init__(
         self,
         pipeline: RequestPipeline,
@@ -332,7 +330,6 @@ def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, An
 
 
 def _tools(tools: Sequence[gateway_pb2.Tool]) -> tuple[Tool, ...]:
-    """Tools in OpenAI's form."""
     translated: list[Tool] = []
     for index, tool in enumerate(tools):
         function: dict[str, Any] = {"name": tool.name}
@@ -346,7 +343,6 @@ def _tools(tools: Sequence[gateway_pb2.Tool]) -> tuple[Tool, ...]:
 
 
 def _tool_use(request: gateway_pb2.ChatRequest) -> tuple[tuple[Tool, ...], ToolUse]:
-    """The tools that the model is told of, and their use."""
     choice = request.tool_choice
     mode = _TOOL_CHOICES.get(choice.mode)
     if mode is None:
@@ -359,7 +355,6 @@ def _tool_use(request: gateway_pb2.ChatRequest) -> tuple[tuple[Tool, ...], ToolU
 def _translate(
     request: AnyRequest, facts: CallFacts, prompt: Prompt, use: ToolUse = NO_TOOLS
 ) -> RawRequest:
-    """Converts the requests of this face."""
     sampling = request.sampling
     given = {
         **given_in(request, CallParams),
@@ -422,15 +417,13 @@ def _constraint(given: common_pb2.Constraint) -> Constraint:
 
 
 class _Choices:
-    """Makes choices of deltas, whose text is parsed if there is a parser for it."""
-
     def __init__(self, make_parser: Callable[[], AnswerParser] | None) -> None:
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
 
     def of(self, deltas: Sequence[Delta], scores: PromptScores | None = None) -> gateway_pb2.Choice:
-        """What consecutive deltas of one sample add. Its text is set once: a message keeps the
-        memory of each text that a field of it ever had.
+        """Sets the choice's text only once: a protobuf message keeps the memory of every text that
+        a field of it ever had.
         """
         sample, text = deltas[0].sample, "".join([delta.text for delta in deltas])
         reason = deltas[-1].finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED

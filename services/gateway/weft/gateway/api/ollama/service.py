@@ -55,8 +55,6 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
-    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
-
     def __init__(self, pipeline: RequestPipeline, models: Catalogue, bodies: BodyParser) -> None:
         self._pipeline = pipeline
         self._models = models
@@ -237,8 +235,8 @@ def _size(num_parameters: int) -> str:
 
 
 def _describe(resolved: ResolvedModel) -> dict[str, object]:
-    """A model as lists show it. The gateway does not know sizes and digests of weights; the digest
-    is of the name, since Ollama's own client ends with an error where there is none.
+    """The gateway does not know sizes and digests of weights. The digest is of the name, since
+    Ollama's own client ends with an error where there is none.
     """
     served, entry = resolved.served, resolved.entry
     created = served.model.created if entry is None else int(entry.created)

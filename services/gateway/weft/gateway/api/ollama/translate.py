@@ -98,10 +98,8 @@ def _vectors(
 
 
 def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest | None:
-    """Translates a chat; None: it only asks for the model to be loaded.
-
-    Raises:
-        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """Translates a chat; None: it only asks for the model to be loaded. Raises InvalidRequest if it
+    asks for what is not supported, or fields contradict each other.
     """
     tools = check_tools([(number, _tool(tool)) for number, tool in own_tools(body.tools)])
     messages = [_message(number, one) for number, one in enumerate(body.messages or ())]
@@ -119,11 +117,7 @@ def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest | None:
 
 
 def generation_request(body: GenerateBody, facts: CallFacts) -> RawRequest | None:
-    """Translates a generation; None: it only asks for the model to be loaded.
-
-    Raises:
-        InvalidRequest: It asks for what is not supported, or fields contradict each other.
-    """
+    """Translates a generation; None and errors as in `chat_request`."""
     if not body.prompt:
         return None
     if body.raw:
@@ -156,7 +150,6 @@ def _request(body: GenerationBody, facts: CallFacts, prompt: Prompt, use: ToolUs
 
 
 def _of_options(options: OptionsBody) -> dict[str, Any]:
-    """The parameters that the field `options` gives."""
     given = given_parameters(options, "ollama", OF_OPTIONS)
     if given.get("max_tokens") in (-1, -2):
         del given["max_tokens"]
@@ -183,7 +176,6 @@ def _constraint(body: GenerationBody) -> Constraint | None:
 
 
 def _thinking(body: GenerationBody) -> dict[str, Any]:
-    """Variables about reasoning for the chat template."""
     think = body.think
     if think is None:
         return {}
@@ -221,7 +213,6 @@ def _message(number: int, message: MessageBody) -> dict[str, Any]:
 
 
 def _tool(tool: ToolBody) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
     function = tool.function
     given = {"description": function.description, "parameters": function.parameters}
     described = {name: value for name, value in given.items() if value is not None}

@@ -42,16 +42,11 @@ def loaded(model: str, *, is_chat: bool, is_end: bool) -> dict[str, object]:
 
 
 class LineWriter:
-    """Implements `DialectWriter` for one answer."""
-
     content_type = LINES
 
     def __init__(self, answer: Answer, model: str, *, is_chat: bool) -> None:
-        """Prepares the writer.
-
-        Args:
-            model: The model as the client named it.
-            is_chat: Whether the answer is a message instead of a text.
+        """`model` is the model as the client named it. With `is_chat` the answer is a message
+        instead of a text.
         """
         self._answer = answer
         self._model = model or answer.model
@@ -143,7 +138,6 @@ class LineWriter:
 
 
 def _is_whole(block: Block) -> bool:
-    """Whether a call's arguments are an object."""
     try:
         return isinstance(parse_json(block.text or "{}"), dict)
     except ValueError:

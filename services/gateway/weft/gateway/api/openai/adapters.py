@@ -76,11 +76,7 @@ POSTS: Mapping[str, tuple[str, type[BaseModel], type[BaseModel], None]] = {
 
 
 def load_order(body: LoadAdapterBody) -> LoadOrder:
-    """The load order that a body contains.
-
-    Raises:
-        InvalidRequest: It names two base models.
-    """
+    """Raises InvalidRequest if the body names two base models."""
     if body.model and body.base_model_name and body.model != body.base_model_name:
         raise invalid("base_model_name", "contradicts model; give one of them")
     return LoadOrder(
@@ -95,10 +91,8 @@ def load_order(body: LoadAdapterBody) -> LoadOrder:
 
 @contextmanager
 def as_in_the_body(model: str = "model") -> Iterator[None]:
-    """Translates the names of fields in errors to those of an adapter call's body.
-
-    Args:
-        model: The body's field that names the base model.
+    """Translates the names of fields in errors to those of an adapter call's body, whose field
+    `model` names the base model.
     """
     names = {"name": "lora_name", "path": "lora_path", "model": model}
     try:

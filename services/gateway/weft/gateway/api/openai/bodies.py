@@ -42,9 +42,7 @@ OWN_TOOLS = ("function",)
 
 
 def _one_choice(value: object) -> object:
-    """Refuses a wrong choice of tools with a message of its own: a union's message would list its
-    members.
-    """
+    """Refuses a wrong choice of tools itself, since a union's message would list its members."""
     kind = value.get("type") if isinstance(value, dict) else None
     if value is None or value in ("none", "auto", "required"):
         return value
@@ -106,22 +104,14 @@ class Body(BaseModel):
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
-        """Checks the fields of valid JSON that this body does not have.
-
-        Raises:
-            InvalidRequest: A field is refused.
+        """Checks the fields of valid JSON that this body does not have. Raises InvalidRequest for a
+        refused one.
         """
 
     def settle(self, *, ignores_unknown: bool = False) -> None:
-        """Refuses the fields that this body declares as such, and leaves out those that the model
-        can do without.
-
-        Args:
-            ignores_unknown: Whether unknown fields that the body has taken are left out too,
-                whatever they may mean.
-
-        Raises:
-            InvalidRequest: A field is refused.
+        """Leaves out the declared fields that the model can do without, and raises InvalidRequest
+        for the other unserved ones. With `ignores_unknown` it also leaves out unknown fields that
+        the body has taken, whatever they may mean.
         """
         for name, shown, unserved in unserved_fields(type(self)):
             unserved.judge(shown, getattr(self, name))
@@ -239,7 +229,7 @@ class ToolChoiceBody(BaseModel):
 
 
 def _kind_of_choice(value: object) -> str:
-    """The tag of a choice of tools; as names of classes, which paths of errors leave out."""
+    """Tags are written like names of classes, which paths of errors leave out."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return {"function": "Function", "allowed_tools": "Allowed"}.get(str(kind), "Word")
 
@@ -440,7 +430,6 @@ class CompletionBody(GenerationBody):
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
-        """Refuses fields of chats too."""
         super().check_given(value)
         for name in ChatBody.model_fields.keys() - cls.model_fields.keys():
             if value.get(name):

@@ -1,4 +1,4 @@
-"""Bounds of fields as the OpenAPI document states them, beside those of request parameters.
+"""Bounds of fields in the OpenAPI document, apart from those of request parameters.
 
 Bodies state the bounds of their parameters themselves (`weft.gateway.api.parameters`). The server
 enforces all of them with its own messages; a test compares the two. Bounds that depend on the
@@ -140,7 +140,6 @@ def state_bounds(schemas: Mapping[str, Any], *more: Bounds) -> None:
 
 
 def _add(field: Keywords, keywords: Keywords) -> None:
-    """Adds keywords to a field, and to each alternative that it has."""
     alternatives = field.get("anyOf")
     if alternatives is None or keywords.keys() & {"enum", "anyOf"}:
         field.update(keywords)

@@ -50,9 +50,7 @@ def to_json(value: object) -> bytes:
 
 
 def large_to_json(value: object) -> bytes:
-    """Like `to_json`, but encodes in parts, since the encoder holds Python's lock while it encodes
-    a value.
-    """
+    """Encodes in parts, since the encoder holds Python's lock while it encodes a value."""
     if isinstance(value, dict):
         items = [to_json(key) + b":" + large_to_json(item) for key, item in value.items()]
         return b"{" + b",".join(items) + b"}"
@@ -73,7 +71,6 @@ def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
 
 
 def _usage_tail(usage: common_pb2.Usage) -> bytes:
-    """The end of an event that shows a usage."""
     return b'],"usage":%b}\n\n' % to_json(usage_json(usage))
 
 
@@ -106,13 +103,8 @@ class AnswerWriter(ABC):
     def __init__(
         self, request_id: str, model: str, vocabulary: Vocabulary, *, include_usage: bool = False
     ) -> None:
-        """Prepares the constant parts.
-
-        Args:
-            request_id: Request id of the answer.
-            model: ServedModel name.
-            vocabulary: For log-probabilities.
-            include_usage: Every chunk has a `usage` field, null until the last.
+        """With `include_usage` every chunk has a `usage` field, null until the last. `vocabulary`
+        is for log-probabilities.
         """
         self.prompt_logprobs: PromptLogprobs | None = None
         """Log-probabilities of prompts in a whole answer; None: none are shown."""
@@ -128,7 +120,6 @@ class AnswerWriter(ABC):
         self._set_tail(b'],"usage":null}\n\n' if include_usage else b"]}\n\n")
 
     def _set_tail(self, tail: bytes) -> None:
-        """Sets the end of each event, behind its choices."""
         self._tail = tail
 
     def _frame(self, name: str) -> dict[str, object]:
@@ -154,11 +145,8 @@ class AnswerWriter(ABC):
         return b"data: " + to_json(frame) + b"\n\n"
 
     def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
-        """Builds a whole answer.
-
-        Args:
-            deltas: One for each sample, in order, complete.
-            fields: More fields: usage, extensions.
+        """Builds a whole answer of one complete delta for each sample, in order. `fields` are added
+        to it: usage and extensions.
         """
         is_large = self.prompt_logprobs is not None or self.prompt_ids is not None
         encode = large_to_json if is_large else to_json
@@ -173,7 +161,6 @@ class AnswerWriter(ABC):
     def _whole_choice(self, delta: Delta) -> dict[str, object]: ...
 
     def _has_rare(self, delta: Delta) -> bool:
-        """Whether a delta's event has more than text and a reason to finish."""
         return bool(delta.logprobs) or (self.prompt_ids is not None and bool(delta.ids))
 
     def _ids(self, delta: Delta) -> dict[str, object]:
@@ -196,15 +183,8 @@ class ChatWriter(AnswerWriter):
         make_parser: Callable[[], AnswerParser] | None = None,
         shows_reasoning: bool = True,
     ) -> None:
-        """Prepares the constant parts.
-
-        Args:
-            request_id: As in `AnswerWriter`.
-            model: As in `AnswerWriter`.
-            vocabulary: As in `AnswerWriter`.
-            include_usage: As in `AnswerWriter`.
-            make_parser: Creates the parser of a sample's text; None: the whole text is content.
-            shows_reasoning: Whether the reasoning that the parser finds is sent.
+        """Without `make_parser` a sample's whole text is content. `shows_reasoning` says whether
+        the reasoning that the parser finds is sent.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._make_parser = make_parser
@@ -245,7 +225,6 @@ class ChatWriter(AnswerWriter):
         return super().whole(deltas, {**fields, **of_prompt})
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
-        """Builds the prefix of a choice's events, and its first event."""
         prefix = self._head + b'{"index":%d,"delta":{' % index
         tail = self._suffix
         if self.usage_so_far is not None and not self._prefixes:
@@ -284,7 +263,6 @@ class ChatWriter(AnswerWriter):
         return _FINISH.get(reason, "stop")
 
     def _whole_event(self, delta: Delta, added: Mapping[str, object]) -> bytes:
-        """An event with all possible fields except a finish reason."""
         logprobs = chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
         choice = {
             "index": delta.sample,
@@ -311,7 +289,6 @@ class ChatWriter(AnswerWriter):
         }
 
     def _message(self, delta: Delta) -> dict[str, object]:
-        """The message of a sample's whole text, without the role."""
         if self._make_parser is None:
             return {"content": delta.text, **_MESSAGE}
         parser = self._parsers[delta.sample] = self._make_parser()
@@ -329,7 +306,6 @@ class ChatWriter(AnswerWriter):
 
 
 def _end(finish_reason: str, delta: Delta) -> bytes:
-    """The additional fields of a choice's last event."""
     reasons = (to_json(finish_reason), to_json(delta.stop_reason))
     return b'"finish_reason":%b,"stop_reason":%b}' % reasons
 
@@ -362,17 +338,9 @@ class CompletionWriter(AnswerWriter):
         samples_per_prompt: int = 1,
         make_detokenizer: Callable[[int], Detokenizer] | None = None,
     ) -> None:
-        """Prepares the constant parts.
-
-        Args:
-            request_id: Request id of the answer.
-            model: ServedModel name.
-            vocabulary: For log-probabilities.
-            include_usage: As in `AnswerWriter`.
-            echoes: Text of each prompt, to begin its choices with; empty = no echo.
-            samples_per_prompt: Choices of each prompt.
-            make_detokenizer: Creates a detokenizer by the prompt's number, like those of its
-                choices' texts; needed for log-probabilities.
+        """`echoes` has the text of each prompt, with which its choices begin; empty: no echo.
+        `make_detokenizer` takes the prompt's number and makes a detokenizer like those of its
+        choices' texts, which log-probabilities need.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._echoes = echoes

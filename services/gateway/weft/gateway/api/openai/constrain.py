@@ -39,10 +39,8 @@ class GivenConstraint(NamedTuple):
 
 
 def constraint_of(body: GenerationBody) -> GivenConstraint | None:
-    """The constraint of a body; None if there is none.
-
-    Raises:
-        InvalidRequest: There are several, or a field contradicts another.
+    """The constraint of a body; None if there is none. Raises InvalidRequest if there are several,
+    or a field contradicts another.
     """
     given = [*_guided(body), *_response_format(body.response_format)]
     if body.structured_outputs is not None:
@@ -53,10 +51,9 @@ def constraint_of(body: GenerationBody) -> GivenConstraint | None:
 
 
 def whitespace_of(body: GenerationBody) -> str | None:
-    """The pattern of the blanks between two tokens of JSON; None: the body has none.
-
-    Raises:
-        InvalidRequest: The pattern may match other texts than blanks, or fields contradict.
+    """The pattern of the blanks between two tokens of JSON; None: the body has none. Raises
+    InvalidRequest if the pattern may match other texts than blanks, or fields contradict each
+    other.
     """
     given: dict[str, str] = {}
     if body.guided_whitespace_pattern is not None:
@@ -112,10 +109,9 @@ def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
 
 
 def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema without the values that are no objects.
-
-    One that has none stays as it is: a type beside a reference or alternatives would let their
-    objects have members that they do not list.
+    """Leaves out the schema's values that are no objects. A schema without such values stays as it
+    is: a type next to a reference or alternatives would let their objects have members that they do
+    not list.
     """
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
@@ -125,7 +121,7 @@ def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         return schema
     if "$ref" not in schema:
         return {**schema, "type": "object"}
-    # Drafts up to 7 ignore what stands beside a reference.
+    # Drafts up to 7 ignore the keywords next to a reference.
     rest = {name: value for name, value in schema.items() if name != "$ref"}
     parts = rest.get("allOf")
     parts = [*(parts if isinstance(parts, list) else ()), {"$ref": schema["$ref"]}]
@@ -133,8 +129,6 @@ def _of_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Objects:
-    """Finds out whether schemas within one allow objects alone."""
-
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._known: dict[str, bool] = {}
@@ -143,7 +137,6 @@ class _Objects:
         """
 
     def are_all(self, schema: object, depth: int = 0) -> bool:
-        """Whether a schema surely allows nothing but objects."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return False
         if isinstance(reference := schema.get("$ref"), str):

@@ -159,13 +159,9 @@ LEVELS: tuple[tuple[tuple[str, ...], Mapping[str, Unserved]], ...] = (
 
 
 def refuse_foreign(body: Mapping[str, Any]) -> None:
-    """Refuses fields that would change the answer and have no effect here.
-
-    Args:
-        body: JSON of a chat or a completion whose own fields are valid.
-
-    Raises:
-        InvalidRequest: There is such a field; `param` is its path.
+    """Refuses fields that would change the answer and have no effect here. `body` is the JSON of a
+    chat or a completion whose own fields are valid. Raises InvalidRequest, with the field's path as
+    `param`.
     """
     for path, refused in LEVELS:
         for where, level in objects_at(body, path):
@@ -175,10 +171,8 @@ def refuse_foreign(body: Mapping[str, Any]) -> None:
 def refuse_listed(
     level: Mapping[str, Any], refused: Mapping[str, Unserved], where: str = ""
 ) -> None:
-    """Refuses fields of one object; `where` is what their paths begin with.
-
-    Raises:
-        InvalidRequest: There is one that asks for something; `param` is its path.
+    """Refuses fields of one object that ask for something. Raises InvalidRequest, whose `param` is
+    the field's path; `where` is the beginning of the paths.
     """
     for name in level:
         if name in refused:
@@ -188,16 +182,9 @@ def refuse_listed(
 def objects_at(
     node: Any, path: tuple[str, ...], where: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Finds the objects at a path of a body.
-
-    Args:
-        node: JSON.
-        path: Names of fields; `*` is every item of a list.
-        where: Place of `node` itself in the body.
-
-    Yields:
-        The place of each object, such as `tools[0].`, which errors put before a field's name, and
-        the object.
+    """Yields the objects at a path of a body, each after its place, such as `tools[0].`, which
+    errors put before a field's name. In the path `*` is every item of a list; `where` is the place
+    of `node` itself.
     """
     if not path:
         if isinstance(node, dict):

@@ -63,13 +63,9 @@ def completion_logprobs(
     offsets: list[int],
     most: int | None = None,
 ) -> dict[str, list[Any]]:
-    """The `logprobs` object of a completion choice.
-
-    Args:
-        vocabulary: The model's.
-        entries: Entries of consecutive tokens.
-        offsets: Where each begins in the choice's text, in characters.
-        most: Most alternatives shown at each position; None: all.
+    """The `logprobs` object of a completion choice. `offsets` says where each entry's token begins
+    in the choice's text, in characters. At most `most` alternatives are shown at each position;
+    None: all.
     """
     tokens: list[str] = []
     alternatives: list[dict[str, float]] = []
@@ -90,9 +86,7 @@ def completion_logprobs(
 
 
 def _completion_token(vocabulary: Vocabulary, token_id: int) -> str:
-    r"""Text of a token; parts of characters have names such as `bytes:\xe4\xbd`, since they are
-    keys too.
-    """
+    r"""Parts of characters have names such as `bytes:\xe4\xbd`, since the texts are keys too."""
     data = vocabulary.token_bytes(token_id)
     try:
         return data.decode()
@@ -101,5 +95,5 @@ def _completion_token(vocabulary: Vocabulary, token_id: int) -> str:
 
 
 def finite(logprob: float) -> float:
-    """The number, with minus infinity replaced, which JSON does not have."""
+    """JSON has no minus infinity."""
     return max(_LEAST, logprob) if not math.isnan(logprob) else _LEAST

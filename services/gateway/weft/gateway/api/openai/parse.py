@@ -54,31 +54,19 @@ class BodyParser:
     """Parses and converts bodies; large ones in a thread, one at a time, so that streams go on."""
 
     def __init__(self, max_bytes: int, *, ignores_unknown: bool = False) -> None:
-        """Sets the size limit of a body, in bytes, and whether unknown fields are ignored."""
         self._max_bytes = max_bytes
         self._ignores_unknown = ignores_unknown
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
     def close(self) -> None:
-        """Stops the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def parse(
         self, cls: type[B], request: HttpBody | TakenBody, translate: Callable[[B], T]
     ) -> tuple[B, T]:
-        """Parses a body.
-
-        Args:
-            cls: The expected model.
-            request: Holds JSON in UTF-8. The data are removed from it, because the caller holds it
-                until it has answered.
-            translate: Converts the parsed body to the request.
-
-        Returns:
-            The body, and what it was translated to.
-
-        Raises:
-            InvalidRequest: The body is refused, or `translate` refuses it.
+        """Returns the body, and what `translate` makes of it. Takes the data out of `request`,
+        because the caller holds that until it has answered. Raises InvalidRequest if the body or
+        `translate` refuses.
         """
 
         data = request.data
@@ -91,12 +79,7 @@ class BodyParser:
         return await self.run(len(data), work)
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Runs work whose time grows with a body's size, in a thread if the body is large.
-
-        Args:
-            num_bytes: Size of the body.
-            work: The work.
-        """
+        """Runs work whose time grows with a body's size, in a thread if the body is large."""
         if num_bytes <= _LARGE_BYTES:
             return work()
         # Warnings of the call are also collected there.
@@ -107,17 +90,9 @@ class BodyParser:
 
 
 def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bool = False) -> B:
-    """Parses and checks a body.
-
-    Args:
-        cls: The expected model.
-        data: JSON in UTF-8.
-        max_bytes: Larger bodies are refused.
-        ignores_unknown: Whether unknown fields are ignored, where the body does not forbid them.
-
-    Raises:
-        InvalidRequest: The body is too large or too deep, is not JSON, a field has a wrong type, is
-            one of another server that would change the answer, or is unknown.
+    """Raises InvalidRequest if the body is too large or too deep, is not JSON, or a field has a
+    wrong type, is one of another server that would change the answer, or is unknown.
+    `ignores_unknown` lets unknown fields pass where the body does not forbid them.
     """
     if len(data) > max_bytes:
         raise BodyTooLarge(
@@ -178,11 +153,8 @@ def _unknown(name: str, own: frozenset[str], where: str) -> InvalidRequest:
 
 
 def explain(errors: list[ErrorDetails], where: str = "") -> InvalidRequest:
-    """Converts pydantic's errors to one error.
-
-    Args:
-        errors: At least one.
-        where: Beginning of the names of fields, for a part of a body.
+    """Converts pydantic's errors, at least one, to one error. `where` is the beginning of the
+    fields' names, for a part of a body.
     """
     error = _explain(errors)
     if where and error.param is not None:
@@ -229,7 +201,7 @@ def _kind(item: ErrorDetails) -> str:
 
 
 class _Short(reprlib.Repr):
-    """The beginning of a value, computed without formatting all of it."""
+    """Computes the beginning of a value without formatting all of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +229,6 @@ def _path(item: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _shown(path: tuple[int | str, ...]) -> str:
-    """Formats a path like `messages[0].content`."""
     text = ""
     for part in path:
         if isinstance(part, int):

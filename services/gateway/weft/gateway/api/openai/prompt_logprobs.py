@@ -28,11 +28,10 @@ class PromptLogprobs:
         num_listed: int | None = None,
         num_echoed: int | None = None,
     ) -> None:
-        """Prepares the answer; workers may have sent more alternatives than it shows.
+        """Takes one generation of one sample for each prompt. Workers may have sent more
+        alternatives than the answer shows.
 
         Args:
-            vocabulary: The model's.
-            generations: One for each prompt, of one sample.
             num_listed: Alternatives in `prompt_logprobs`; None: there is no such field.
             num_echoed: Alternatives in `logprobs` of an echoed prompt; None: `logprobs` has only
                 the answer's tokens.
@@ -47,12 +46,9 @@ class PromptLogprobs:
         return self._listed(0)
 
     def add_to_choice(self, choice: dict[str, Any], number: int, echo: str) -> None:
-        """Adds the prompt's log-probabilities to a completion's choice.
-
-        Args:
-            choice: The choice; its `logprobs` are those of generated tokens.
-            number: Number of the prompt.
-            echo: Text of the prompt, as the choice begins with it.
+        """Adds the log-probabilities of prompt `number` to a completion's choice, whose `logprobs`
+        are those of generated tokens. `echo` is the text of the prompt with which the choice
+        begins.
         """
         choice.update(self._listed(number))
         if self._num_echoed is not None:
@@ -71,7 +67,7 @@ class PromptLogprobs:
         return {"prompt_logprobs": [None, *listed]}
 
     def _by_id(self, entry: common_pb2.TokenLogprob, most: int) -> dict[str, dict[str, object]]:
-        """A token, then its alternatives, most likely first, as vLLM has them."""
+        """vLLM's order: the token, then its alternatives, most likely first."""
         ranks = {one.token_id: rank for rank, one in enumerate(entry.top, 1)}
         own = self._described(entry, ranks.get(entry.token_id))
         described = {str(entry.token_id): own}
@@ -89,9 +85,7 @@ class PromptLogprobs:
         }
 
     def _echoed(self, generation: Generation, echo: str, most: int) -> dict[str, list[Any]]:
-        """The `logprobs` object of an echoed prompt; its first token has neither probability nor
-        alternatives.
-        """
+        """The first token has neither probability nor alternatives."""
         scores = generation.prompt_scores
         assert scores is not None, "they were asked for"
         ids, entries = generation.prompt.ids, scores.entries
@@ -103,15 +97,9 @@ class PromptLogprobs:
 
 
 def text_offsets(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> list[int]:
-    """Where each token of a prompt begins in the prompt's text, in characters.
-
-    A token that begins within a character has that character's offset. Special tokens that the
-    tokenizer has put in front of the text have no length.
-
-    Args:
-        vocabulary: The model's.
-        ids: Tokens of the prompt, from its first one.
-        text: The prompt as the client wrote it, or decoded.
+    """Where each token of a prompt begins in the prompt's text, in characters. A token that begins
+    within a character has that character's offset. Special tokens that the tokenizer has put in
+    front of the text have no length.
     """
     detokenizer = make_detokenizer(vocabulary, (), skip_special_tokens=False)
     num_added = _num_added(vocabulary, ids, text)
@@ -121,7 +109,6 @@ def text_offsets(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> list[
 
 
 def _num_added(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> int:
-    """The number of special tokens at the front of a prompt that its text does not have."""
     others = (number for number, one in enumerate(ids) if one not in vocabulary.special_ids)
     num_special = next(others, len(ids))
     for num_added in range(min(num_special, _MAX_ADDED) + 1):

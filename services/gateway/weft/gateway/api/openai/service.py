@@ -69,8 +69,6 @@ _SHOWN_CHARS = 100
 
 
 class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
-    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
-
     def __init__(
         self,
         pipeline: RequestPipeline,
@@ -87,7 +85,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         """Parses the bodies of all dialects."""
 
     def close(self) -> None:
-        """Stops the threads."""
         self._bodies.close()
 
     async def ChatCompletions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
@@ -157,7 +154,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def _stream(
         self, answer: Answer, body: GenerationBody, writer: AnswerWriter, context: Context
     ) -> HttpBody:
-        """Sends the deltas as they come; returns the last message."""
         while deltas := await answer.next_deltas():
             if data := writer.events(deltas):
                 await context.write(HttpBody(content_type=_EVENTS, data=data))
@@ -171,7 +167,6 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def _collect(
         self, answer: Answer, body: GenerationBody, writer: AnswerWriter
     ) -> HttpBody:
-        """Waits for everything; returns the one message."""
         parts: dict[int, list[Delta]] = {}
         while deltas := await answer.next_deltas():
             for delta in deltas:
@@ -292,11 +287,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return await self.check_ready()
 
     async def check_ready(self) -> HttpBody:
-        """Answers a readiness probe.
-
-        Raises:
-            PeerUnavailable: No model can be served now.
-        """
+        """Answers a readiness probe. Raises PeerUnavailable if no model can be served now."""
         if self._pipeline.is_draining:
             raise Draining("not ready: shutting down", stage="queue", retry_after_s=_READY_RETRY_S)
         problems = {one.model.name: one.problem() for one in self._models}
@@ -377,7 +368,7 @@ def _closing_fields(answer: Answer, body: GenerationBody, *, with_usage: bool) -
 
 
 def _ended_at_once(choice: Delta) -> Delta:
-    """The choice without the one drawn token, which is not shown."""
+    """The choice without its one token, which was drawn only to score the prompt."""
     reason = choice.finish_reason
     if reason != common_pb2.FINISH_REASON_CANCELLED:
         reason = common_pb2.FINISH_REASON_LENGTH
@@ -396,7 +387,7 @@ def _join(parts: list[Delta]) -> Delta:
 
 
 async def _build(size: int, build: Callable[[], bytes]) -> HttpBody:
-    """Builds an answer of some `size`, in characters or numbers; a large one in a thread."""
+    """Builds large answers in a thread; `size` is in characters or numbers."""
     data = build() if size <= _LARGE else await asyncio.to_thread(build)
     return HttpBody(content_type=_JSON, data=data)
 

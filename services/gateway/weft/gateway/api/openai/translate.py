@@ -53,10 +53,8 @@ _OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final
 
 
 def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest:
-    """Translates a chat body.
-
-    Raises:
-        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """Raises InvalidRequest if the body asks for what is not supported, or its fields contradict
+    each other.
     """
     for name in ("functions", "function_call"):
         if getattr(body, name) not in (None, "none", []):
@@ -99,10 +97,8 @@ def _chosen_tools(body: ChatBody, prompt: ChatPrompt) -> tuple[ChatPrompt, ToolU
 
 
 def completion_request(body: CompletionBody, facts: CallFacts) -> RawRequest:
-    """Translates a completions body: every prompt becomes one of the request's.
-
-    Raises:
-        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """Every prompt of the body becomes one of the request's. Raises InvalidRequest as
+    `chat_request` does.
     """
     if body.include_reasoning is False:
         raise unsupported("include_reasoning", "the text of a completion is not taken apart")
@@ -117,7 +113,7 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> RawRequest:
 
 
 def _echo_logprobs(given: dict[str, Any], names: dict[str, str]) -> None:
-    """Asks for the prompt's log-probabilities too, which are shown with the echoed prompt."""
+    """The prompt's log-probabilities are shown with the echoed prompt."""
     listed, echoed = given.get("prompt_logprobs"), given["top_logprobs"]
     if listed is None:
         names["prompt_logprobs"] = "echo"
@@ -128,7 +124,7 @@ def _echo_logprobs(given: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def is_echo_alone(body: CompletionBody) -> bool:
-    """Whether the answer is the prompt, with nothing behind it."""
+    """Whether the answer is the prompt, with nothing after it."""
     return bool(body.echo) and body.max_tokens == 0 and not body.stream
 
 
@@ -139,11 +135,7 @@ def _completion_tokens(body: CompletionBody) -> int:
 
 
 def tokenize_prompt(body: TokenizeBody) -> Prompt:
-    """Translates a tokenize body.
-
-    Raises:
-        InvalidRequest: The body does not have exactly one of prompt and messages.
-    """
+    """Raises InvalidRequest unless the body has exactly one of prompt and messages."""
     if body.messages is not None and body.prompt is not None:
         raise invalid("prompt", "contradicts messages: give one of prompt and messages")
     if body.messages is not None:
@@ -154,11 +146,8 @@ def tokenize_prompt(body: TokenizeBody) -> Prompt:
 
 
 def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
-    """The conversation of a body, its content parts joined.
-
-    Raises:
-        InvalidRequest: A message is empty or has content other than text, or fields contradict
-            each other.
+    """The conversation of a body, its content parts joined. Raises InvalidRequest if a message is
+    empty or has content other than text, or fields contradict each other.
     """
     if not body.messages:
         raise invalid("messages", "at least one message is needed")
@@ -231,7 +220,6 @@ def _constraint(body: GenerationBody, tool_use: ToolUse) -> GivenConstraint | No
 
 
 def _own_name(body: GenerationBody) -> str:
-    """The client's name for the request; empty: none."""
     if body.request_id and body.rid and body.request_id != body.rid:
         raise invalid("rid", "contradicts request_id; give one of them")
     for param, name in (("request_id", body.request_id), ("rid", body.rid)):
@@ -281,12 +269,11 @@ def _message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _is_format(constraint: GivenConstraint) -> bool:
-    """Whether the constraint is a `response_format`, which applies to content and not to calls."""
+    """A `response_format` applies to content and not to calls."""
     return constraint.param.startswith("response_format")
 
 
 def _effort(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """The reasoning effort for the chat template."""
     effort = body.reasoning_effort if isinstance(body, ChatBody) else None
     told = {} if effort is None else {"reasoning_effort": effort}
     return {"enable_thinking": False, **told} if effort == "none" else told
@@ -301,7 +288,6 @@ def _tools(body: ChatBody | TokenizeBody) -> tuple[Mapping[str, Any], ...]:
 
 
 def _tool(tool: ToolBody) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
     function = tool.function
     given = {"description": function.description, "parameters": function.parameters}
     described = {name: value for name, value in given.items() if value is not None}

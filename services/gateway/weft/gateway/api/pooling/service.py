@@ -43,8 +43,6 @@ _LARGE = 1 << 14
 
 
 class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
-    """Parses bodies, converts them to the gateway's own requests, and writes answers."""
-
     def __init__(self, pipeline: RequestPipeline, bodies: BodyParser) -> None:
         self._pipeline = pipeline
         self._bodies = bodies

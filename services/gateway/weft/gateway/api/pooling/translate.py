@@ -48,11 +48,8 @@ _CHOICES = {
 
 
 def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> RawRequest:
-    """Translates a body for embeddings.
-
-    Raises:
-        InvalidRequest: The body asks for something unsupported, or its fields contradict each
-            other.
+    """Raises InvalidRequest if the body asks for something unsupported, or its fields contradict
+    each other.
     """
     if body.prompt_name and body.input_type and body.prompt_name != body.input_type:
         raise invalid("input_type", "contradicts prompt_name; give one of them")
@@ -73,11 +70,8 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> RawRequest:
 
 
 def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> RawRequest:
-    """Translates a body of Cohere's API for embeddings.
-
-    Raises:
-        InvalidRequest: There are no texts, the body asks for something unsupported, or its fields
-            contradict each other.
+    """Raises InvalidRequest if there are no texts, the body asks for something unsupported, or its
+    fields contradict each other.
     """
     if body.input_type == "image" or not body.texts:
         raise invalid("texts", "give at least one text; images are not supported")
@@ -97,10 +91,8 @@ def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> RawRequest:
 
 
 def pooling_request(body: PoolingBody, facts: CallFacts) -> RawRequest:
-    """Translates a body for raw vectors; the default task is embeddings.
-
-    Raises:
-        InvalidRequest: Base64 is wanted for lexical weights.
+    """Translates a body for raw vectors; the default task is embeddings. Raises InvalidRequest if
+    base64 is wanted for lexical weights.
     """
     if body.encoding_format == "base64" and body.task == "sparse":
         raise invalid("encoding_format", "base64 is not for sparse")
@@ -114,14 +106,13 @@ def pooling_request(body: PoolingBody, facts: CallFacts) -> RawRequest:
 
 
 def classify_request(body: ClassifyBody, facts: CallFacts) -> RawRequest:
-    """Translates a body for classes."""
     return _request(
         body, facts, _inputs(body), PoolingOptions(output="classes", truncate_tokens=_cut(body))
     )
 
 
 def rerank_request(body: RerankBody, facts: CallFacts) -> RawRequest:
-    """Translates a body for ranks: each document is a pair with the query."""
+    """Each document becomes a pair with the query."""
     if body.top_n is not None:
         check_range("top_n", body.top_n, 1, 2**31 - 1)
     pairs = [PairPrompt(first=body.query, second=text) for text in documents_of(body)]
@@ -132,11 +123,7 @@ def rerank_request(body: RerankBody, facts: CallFacts) -> RawRequest:
 
 
 def score_request(body: ScoreBody, facts: CallFacts) -> RawRequest:
-    """Translates a body for scores.
-
-    Raises:
-        InvalidRequest: The numbers of texts do not fit together.
-    """
+    """Raises InvalidRequest if the numbers of texts do not fit together."""
     first = _one_of("text_1", body.text_1, "queries", body.queries)
     second = _one_of("text_2", body.text_2, "documents", body.documents)
     wanted = PoolingOptions(
@@ -148,15 +135,9 @@ def score_request(body: ScoreBody, facts: CallFacts) -> RawRequest:
 def pairs_of(
     first: Sequence[str], second: Sequence[str], names: tuple[str, str] = ("text_1", "text_2")
 ) -> tuple[PairPrompt, ...]:
-    """Pairs each second text with its first one, or with the only one.
-
-    Args:
-        first: One text, or as many texts as `second` has.
-        second: At least one.
-        names: Names of the two fields, for error messages.
-
-    Raises:
-        InvalidRequest: The numbers of texts do not fit together, or one of them is 0.
+    """Pairs each second text with its first one, or with the only first one. `names` are the two
+    fields' in errors. Raises InvalidRequest if the numbers of texts do not fit together, or one of
+    them is 0.
     """
     if not second:
         raise invalid(names[1], "is empty; give at least one text")
@@ -171,7 +152,6 @@ def pairs_of(
 
 
 def documents_of(body: RerankBody) -> list[str]:
-    """The documents' texts."""
     return [one if isinstance(one, str) else one.text for one in body.documents]
 
 

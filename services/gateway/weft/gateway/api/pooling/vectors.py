@@ -46,15 +46,9 @@ def shown(answer: Answer, generation: Generation, output: Output, encoding: str 
 def lexical_weights(
     ids: Sequence[int], weights: Float32Array, unweighted: Collection[int]
 ) -> dict[int, float]:
-    """The largest weight of each token that a text has, as FlagEmbedding makes them for BGE-M3.
-
-    Args:
-        ids: The text's tokens.
-        weights: [len(ids)].
-        unweighted: Tokens that have none.
-
-    Returns:
-        Weights above 0 by token, in the order of ids.
+    """The largest weight of each token that a text has, as FlagEmbedding makes them for BGE-M3:
+    those above 0, by token in the order of ids. `weights` is [len(ids)]; tokens of `unweighted`
+    have none.
     """
     found: dict[int, float] = {}
     for id_, weight in zip(ids, weights.tolist(), strict=True):

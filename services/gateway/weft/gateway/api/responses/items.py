@@ -18,12 +18,8 @@ Item = Mapping[str, Any]
 
 
 def shown_items(given: str | Sequence[ItemBody] | None, find: FindItem, suffix: str) -> list[Item]:
-    """The items of a body's input, each with an id and its content as parts.
-
-    Args:
-        given: The input.
-        find: Finds items that it refers to.
-        suffix: Makes the ids of items unique that have none.
+    """The items of a body's input, each with an id and its content as parts. `find` finds items
+    that the input refers to. `suffix` makes the ids of items unique that have none.
     """
     if isinstance(given, str):
         given = [ItemBody.model_validate({"role": "user", "content": given})]
@@ -51,10 +47,8 @@ def _shown(item: ItemBody, suffix: str) -> Item:
 
 
 def page_of(items: Sequence[Item], request: dialects_pb2.ListInputItemsRequest) -> Item:
-    """The part of a list of items that a request asks for.
-
-    Raises:
-        InvalidRequest: The request names an order that there is not, or no item of the list.
+    """The part of a list of items that a request asks for. Raises InvalidRequest if the request
+    names an unknown order, or no item of the list.
     """
     if request.order not in ("", "asc", "desc"):
         raise invalid("order", "must be asc or desc")

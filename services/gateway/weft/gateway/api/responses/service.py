@@ -60,8 +60,6 @@ class ResponseNotFound(WeftError):
 
 @dataclass(slots=True)
 class _Running:
-    """A response that is being generated."""
-
     tenant: Tenant | None
     writer: ResponseWriter | None = None
     """The writer of the response; None: the response has not begun."""
@@ -88,15 +86,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         store: ResponseStore,
         gateway: str,
     ) -> None:
-        """Wires the face.
-
-        Args:
-            pipeline: Runs requests.
-            models: The served models.
-            bodies: Parses bodies.
-            store: Keeps responses.
-            gateway: Name of this gateway in ids of responses: letters and digits.
-        """
+        """`gateway` names this gateway in ids of responses: letters and digits."""
         self._pipeline = pipeline
         self._models = models
         self._bodies = bodies
@@ -255,7 +245,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         )
 
     async def _past(self, tenant: Tenant | None, id_: str | None) -> _Past:
-        """The conversation up to and with a response; empty without an id."""
+        """The conversation up to and including a response; empty without an id."""
         if id_ is None:
             return _Past([], [])
         stored = await self._stored(tenant, id_, "previous_response_id")
@@ -263,7 +253,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         return _Past(json.loads(stored.history), [*json.loads(stored.items), *output])
 
     async def _items(self, tenant: Tenant | None, ids: Sequence[str]) -> dict[str, Any]:
-        """Output items, by id, of the stored responses that the wanted items belong to."""
+        """All output items, by id, of each stored response that a wanted item belongs to."""
         makers = list(dict.fromkeys(_maker(id_) for id_ in ids))
         if len(makers) > _MAX_REFERRED:
             raise invalid("input", f"refers to items of more than {_MAX_REFERRED} responses")
@@ -281,7 +271,6 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         past: _Past,
         response: Mapping[str, object],
     ) -> None:
-        """Stores a response with the conversation that it ends."""
         answer = Conversation()
         output: Any = response["output"]
         for item in output:
@@ -292,7 +281,6 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
 
 
 def _maker(item_id: str) -> str:
-    """The id of the response that an item's id names."""
     return f"{PREFIX}{item_id.partition('_')[2].rpartition('_')[0]}"
 
 

@@ -23,16 +23,14 @@ _HEADER_BYTES = len(_FORMAT) + _DIGEST_BYTES + 2 * _SIZE_BYTES
 
 
 class SharedResponses:
-    """Implements `ResponseStore`. Belongs to the event loop.
-
-    The server bounds all values together, by its `maxmemory`.
+    """Implements `ResponseStore`. Belongs to the event loop. The server bounds all values together,
+    by its `maxmemory`.
 
     Args:
         urls: One server, or some nodes of one cluster.
-        password_file: File with the password; None: it is in the URLs, or there is none.
+        password_file: None: the password is in the URLs, or there is none.
         prefix: Prefix of the names of values; gateways with the same one share responses.
         ttl_s: Seconds after its last use at which a response expires.
-        timeout_s: Time limit of a call, in seconds.
 
     Raises:
         ConfigError: A URL is not valid, or the file cannot be read.

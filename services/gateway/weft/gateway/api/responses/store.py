@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ENTRY_OVERHEAD_BYTES = 512
-"""Assumed size of an entry beside its texts."""
+"""Assumed size of an entry, its texts apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,14 @@ class ResponseStore(Protocol):
         ...
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Finds a response of a tenant; None: it is not kept, or is another tenant's.
-
-        Raises:
-            PeerUnavailable: The store does not answer now.
+        """Finds a response of a tenant; None: it is not kept, or is another tenant's. Raises
+        PeerUnavailable if the store does not answer now.
         """
         ...
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Forgets a response; False: there is none.
-
-        Raises:
-            PeerUnavailable: The store does not answer now.
+        """Forgets a response; False: there is none. Raises PeerUnavailable if the store does not
+        answer now.
         """
         ...
 
@@ -68,12 +64,7 @@ class MemoryResponses:
     is_shared = False
 
     def __init__(self, max_bytes: int, max_responses: int) -> None:
-        """Creates an empty store.
-
-        Args:
-            max_bytes: Bound of all entries; 0 = nothing is kept.
-            max_responses: Bound of their number.
-        """
+        """`max_bytes` bounds all entries together; 0: nothing is kept."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._entries: dict[str, OrderedDict[str, StoredResponse]] = {}
@@ -81,16 +72,14 @@ class MemoryResponses:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all entries."""
         return sum(self._bytes.values())
 
     @property
     def num_responses(self) -> int:
-        """Number of entries."""
         return sum(len(entries) for entries in self._entries.values())
 
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """Keeps a response; one that is larger than the store is not kept."""
+        """A response that is larger than the store is not kept."""
         self._forget(tenant, response_id)
         if stored.num_bytes > self._max_bytes:
             return
@@ -101,18 +90,15 @@ class MemoryResponses:
             self._forget(heaviest, next(iter(self._entries[heaviest])))
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Finds a response of a tenant; None: it is not kept, or is another tenant's."""
         entries = self._entries.get(tenant, OrderedDict())
         if (found := entries.get(response_id)) is not None:
             entries.move_to_end(response_id)
         return found
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Forgets a response; False: there is none."""
         return self._forget(tenant, response_id)
 
-    async def close(self) -> None:
-        """There is nothing to close."""
+    async def close(self) -> None: ...
 
     def _forget(self, tenant: str, response_id: str) -> bool:
         entries = self._entries.get(tenant, OrderedDict())

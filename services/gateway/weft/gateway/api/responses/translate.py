@@ -73,15 +73,8 @@ FindItem = Callable[[str], Mapping[str, Any]]
 
 
 def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> AskedResponse:
-    """Translates a body.
-
-    Args:
-        body: The body.
-        facts: Facts about the call.
-        find: Finds items that the input refers to.
-
-    Raises:
-        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """Translates a body; `find` finds items that the input refers to. Raises InvalidRequest if the
+    body asks for what is not supported, or its fields contradict each other.
     """
     _check_output(body)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -118,7 +111,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
 
 
 def continued(asked: AskedResponse, history: Sequence[Message]) -> RawRequest:
-    """The request with the conversation that it continues, behind its own instructions."""
+    """The request with the conversation that it continues, which follows its own instructions."""
     (prompt,) = asked.raw.prompts
     assert isinstance(prompt, ChatPrompt)
     instructions = prompt.messages[: asked.num_instructions]
@@ -135,7 +128,6 @@ def _check_output(body: ResponsesBody) -> None:
 
 
 def _effort(body: ResponsesBody) -> dict[str, Any]:
-    """The reasoning effort for the chat template."""
     effort = None if body.reasoning is None else body.reasoning.effort
     told = {} if effort is None else {"reasoning_effort": effort}
     return {"enable_thinking": False, **told} if effort == "none" else told
@@ -178,7 +170,6 @@ def _tools(body: ResponsesBody) -> tuple[Mapping[str, Any], ...]:
 
 
 def _tool(where: str, tool: ToolBody, within: NamespaceBody | None = None) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
         raise unsupported(f"{where}.allowed_callers", "calls by other tools alone")
     texts = (None if within is None else within.description, tool.description)
@@ -207,7 +198,6 @@ def _use_of(body: ResponsesBody, tools: Sequence[Mapping[str, Any]]) -> ToolUse:
 def _allowed(
     body: ResponsesBody, tools: tuple[Mapping[str, Any], ...]
 ) -> tuple[Mapping[str, Any], ...]:
-    """The tools that the model is shown: all, or those that `allowed_tools` names."""
     choice = body.tool_choice
     if not isinstance(choice, ToolChoiceBody) or choice.type == "function":
         return tools
@@ -242,10 +232,8 @@ def is_reference(item: ItemBody) -> bool:
 
 def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> list[dict[str, Any]]:
     """Converts input items to messages for chat templates: the assistant's reasoning, text and
-    calls of one turn become one message.
-
-    Raises:
-        InvalidRequest: An item is of a kind that is not supported, or lacks what it needs.
+    calls of one turn become one message. Raises InvalidRequest if an item is of a kind that is not
+    supported, or lacks what it needs.
     """
     if given is None:
         return []
@@ -272,10 +260,8 @@ class Conversation:
         """The assistant's message that its next items join; None: a new one begins."""
 
     def add(self, item: ItemBody, where: str) -> None:
-        """Adds one item.
-
-        Raises:
-            InvalidRequest: It is of a kind that is not supported, or lacks what it needs.
+        """Raises InvalidRequest if the item is of a kind that is not supported, or lacks what it
+        needs.
         """
         kind = item.type or "message"
         if kind == "message":

@@ -33,8 +33,6 @@ _OVERLOADED = 429
 
 
 class ResponseWriter:
-    """Implements `DialectWriter` for one response."""
-
     content_type = EVENTS
 
     def __init__(
@@ -43,12 +41,7 @@ class ResponseWriter:
         answer: Answer,
         keep: Callable[[Mapping[str, object]], None],
     ) -> None:
-        """Prepares the writer.
-
-        Args:
-            body: The body of the request that is answered.
-            keep: Called with the finished response, before the client has it.
-        """
+        """Calls `keep` with the finished response before the client has it."""
         self._answer = answer
         self._keep = keep
         self._vocabulary: Vocabulary = answer.card.vocabulary
@@ -220,7 +213,6 @@ class ResponseWriter:
 
 
 def _shown_tools(body: ResponsesBody) -> list[dict[str, Any]]:
-    """The tools that the model was shown."""
     shown: list[dict[str, Any]] = []
     for tool in body.tools or ():
         if isinstance(tool, ToolBody):
@@ -233,7 +225,7 @@ def _shown_tools(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _called_as(body: ResponsesBody) -> dict[str, dict[str, str]]:
-    """Names of functions in a namespace as clients know them, by those that the model knows."""
+    """Clients' names of the functions in namespaces, by the names that the model knows."""
     return {
         qualified(one.name, function.name or ""): {
             "name": function.name or "",
@@ -246,7 +238,6 @@ def _called_as(body: ResponsesBody) -> dict[str, dict[str, str]]:
 
 
 def _frame(raw: RawRequest, body: ResponsesBody, model: str) -> dict[str, object]:
-    """Fields of a response that do not change."""
     text, reasoning = body.text, body.reasoning
     has_format = text is not None and text.format is not None
     form: object = {"type": "text"}

@@ -45,10 +45,8 @@ class GenerationProbe:
         self._good_until = 0.0
 
     async def check(self) -> None:
-        """Returns once every model has generated a token, now or within the last second.
-
-        Raises:
-            WeftError: A model could not.
+        """Returns once every model has generated a token, now or within the last second. Raises
+        WeftError if a model could not.
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._good_until:
@@ -76,7 +74,6 @@ class GenerationProbe:
 
 
 def _probe_of(task: Task) -> PoolingOptions | None:
-    """What a model is asked for to show that it works."""
     if task == "embed":
         return PoolingOptions(output="embedding")
     if task == "classify":
@@ -85,8 +82,6 @@ def _probe_of(task: Task) -> PoolingOptions | None:
 
 
 class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
-    """Has no logic of its own."""
-
     def __init__(
         self,
         pipeline: RequestPipeline,
@@ -97,15 +92,9 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         serves_metrics: bool,
         asks_for_keys: bool,
     ) -> None:
-        """Wires the face.
-
-        Args:
-            pipeline: Runs probes.
-            models: The served models.
-            registry: Metrics.
-            ready: Raises WeftError unless requests can be served.
-            serves_metrics: The settings allow metrics on the REST port.
-            asks_for_keys: Callers bring API keys; not every key may read metrics.
+        """`ready` raises WeftError unless requests can be served. With `serves_metrics` the
+        settings allow metrics on the REST port. With `asks_for_keys` callers bring API keys, and
+        not every key may read metrics.
         """
         self._models = models
         self._registry = registry
