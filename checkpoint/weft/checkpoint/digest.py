@@ -26,16 +26,13 @@ _MAX_THREADS = 8
 def combine_digests(
     config: ModelConfig, dtype: str, file_digests: Sequence[bytes], scheme: bytes = b""
 ) -> bytes:
-    """BLAKE2b-256 over the weights' files, the configuration's fingerprint, the dtype and the
-    quantisation: the digest that names a model.
+    """The digest that names a model: BLAKE2b-256, 32 bytes, over the weights' files, the
+    configuration's fingerprint, the dtype and the quantisation.
 
     Args:
         dtype: The dtype in which layers compute.
         file_digests: Of the files of weights in their fixed order, from `FileDigests`.
         scheme: Fingerprint of the quantisation; empty: none.
-
-    Returns:
-        32 bytes.
     """
     numbers = [dtype.encode(), *([scheme] if scheme else [])]
     return combine(_VERSION, config.fingerprint(), *numbers, *file_digests)
@@ -59,10 +56,8 @@ class FileDigests:
     """Digests of files, which threads compute from construction on; a context manager.
 
     A file's digest is BLAKE2b-256 over those of its parts of 64 MiB, so that several threads share
-    a file. A file that was seen before with the same stat values is not read again.
-
-    Args:
-        trusts_records: Whether to take digests that were computed before.
+    a file. With `trusts_records` a file that was seen before with the same stat values is not read
+    again.
     """
 
     def __init__(self, files: Sequence[Path], *, trusts_records: bool = True) -> None:
@@ -83,11 +78,7 @@ class FileDigests:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self) -> list[bytes]:
-        """32 bytes for each file.
-
-        Raises:
-            OSError: A file cannot be read.
-        """
+        """32 bytes for each file. Raises OSError if a file cannot be read."""
         found = []
         for record, digest in self._digests:
             if not isinstance(digest, bytes):

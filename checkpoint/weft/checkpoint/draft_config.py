@@ -57,14 +57,9 @@ class HeadConfig:
     rope: RopeConfig
 
     def check_sizes(self, target: ModelConfig, where: Path, hidden: tuple[str, int]) -> None:
-        """Refuses a target that the head was not made for.
-
-        Args:
-            where: The head's directory, for the message.
-            hidden: The field of the target's hidden size, and its value in the head's file.
-
-        Raises:
-            ModelError: Sizes differ; the message names the field and both values.
+        """Refuses a target that the head was not made for. `where` is the head's directory;
+        `hidden` is the field of the target's hidden size, and its value in the head's file. Raises
+        ModelError, whose message names the differing field and both values.
         """
         for name, mine, its in (
             ("vocab_size", self.vocab_size, target.vocab_size),
@@ -121,9 +116,7 @@ def read_layer(fields: Fields) -> dict[str, Any]:
 
 def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:
     """BLAKE2b-256 that names a draft head; the target's digest covers the parts that both share.
-
-    Args:
-        dtype: Dtype in which the head computes, with or without torch's prefix.
+    `dtype` is that in which the head computes, with or without torch's prefix.
     """
     name = dtype.removeprefix("torch.").encode()
     try:

@@ -15,15 +15,9 @@ _FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_dtype(dtype: str, device: str = "cpu", quantization: Quantization | None = None) -> str:
-    """Resolves `auto`: bfloat16 on CUDA and on CPUs that multiply it fast, else float32.
-
-    With int8 weights it is bfloat16 on every CPU, since their products are of integers there.
-
-    Args:
-        quantization: Of the model's products; None: floats.
-
-    Raises:
-        ConfigError: Unknown dtype, or one that this device has no kernels for.
+    """Resolves `auto`: bfloat16 on CUDA and on CPUs that multiply it fast, else float32. With int8
+    weights it is bfloat16 on every CPU, since their products are of integers there. Raises
+    ConfigError for an unknown dtype, or one that this device has no kernels for.
     """
     on_cpu = device.partition(":")[0] == "cpu"
     if dtype == "auto":
@@ -40,7 +34,7 @@ def resolve_dtype(dtype: str, device: str = "cpu", quantization: Quantization | 
 
 
 def cpu_has_fast_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
-    """Whether the CPU has bfloat16 dot products (AVX512-BF16, AMX, or Arm's BF16)."""
+    """Counts AVX512-BF16, AMX, and Arm's BF16."""
     try:
         text = cpu_info.read_text()
     except OSError:

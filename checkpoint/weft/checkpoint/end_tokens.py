@@ -15,14 +15,11 @@ _FIELD = "eos_token_id"
 def end_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], where: str = ""
 ) -> tuple[int, ...]:
-    """The end tokens of generation_config.json; else those of config.json; else none.
+    """The end tokens of generation_config.json, whose content is empty if it does not exist; else
+    those of config.json; else none. `where` names their directory in messages.
 
     `transformers` does the same, except that it ignores config.json if there is a
     generation_config.json, even if that names no end tokens.
-
-    Args:
-        generation: Content of generation_config.json; empty if there is none.
-        where: Directory of both, for messages.
     """
     for file, source in (("generation_config.json", generation), ("config.json", config)):
         value = source.get(_FIELD)
@@ -36,13 +33,9 @@ def end_token_ids(
 
 
 def tokenizer_end_token(folder: Path) -> tuple[int, ...]:
-    """The id of the tokenizer's `eos_token`, for models whose files name no end tokens.
-
-    Args:
-        folder: Has tokenizer.json, and tokenizer_config.json or special_tokens_map.json.
-
-    Returns:
-        One id; none if the files are missing or malformed, or name no `eos_token`.
+    """The id of the tokenizer's `eos_token`, for models whose files name no end tokens. `folder`
+    has tokenizer.json, and tokenizer_config.json or special_tokens_map.json. Empty if the files are
+    missing or malformed, or name no `eos_token`.
     """
     name = None
     for file in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""A GGUF file as a model's directory: configuration and tokenizer beside a link to the file."""
+"""A GGUF file as a model's directory: configuration, tokenizer, and a link to the file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _VERSION = "1"
 
 def gguf_folder(path: Path) -> Path:
     """The directory of a GGUF file, made in the cache if it does not exist. The weights stay in the
-    file.
-
-    Args:
-        path: Of the file. Its name without the suffix names the directory.
+    file, whose name without the suffix names the directory.
     """
     path = path.resolve()
     try:

@@ -62,8 +62,6 @@ class HubName:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One state of a repository in the cache."""
-
     name: HubName
     """Its revision is the commit."""
     refs: tuple[str, ...]
@@ -136,10 +134,8 @@ def cached_models() -> list[CachedModel]:
 
 
 def find_cached(name: HubName) -> list[CachedModel]:
-    """The cached states that a name means; without a revision, all states of the repository.
-
-    Raises:
-        ModelError: There are none.
+    """The cached states that a name means; without a revision, all states of the repository. Raises
+    ModelError if there are none.
     """
     wanted = name.revision
     found = [
@@ -155,9 +151,7 @@ def find_cached(name: HubName) -> list[CachedModel]:
 
 def remove(name: HubName) -> int:
     """Removes the cached states that a name means; returns the number of bytes that this frees.
-
-    Raises:
-        ModelError: There are none, or they cannot be removed.
+    Raises ModelError if there are none, or they cannot be removed.
     """
     from huggingface_hub import scan_cache_dir
 
@@ -175,9 +169,7 @@ def remove(name: HubName) -> int:
 
 def check_files(model: CachedModel) -> list[str]:
     """Compares a cached model's files with the hub's checksums; returns the paths that differ.
-
-    Raises:
-        ModelError: The hub cannot be asked.
+    Raises ModelError if the hub cannot be asked.
     """
     from huggingface_hub import HfApi
 

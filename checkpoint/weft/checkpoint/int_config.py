@@ -41,11 +41,9 @@ class IntPacking:
 
 
 def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ...]] | str:
-    """Reads a `quantization_config` of one of `INT_METHODS`.
-
-    Returns:
-        The packing, and patterns of modules that stay in floats; or a text that says what is not
-        supported. Other modules with a `weight` in the checkpoint are in floats too.
+    """Reads a `quantization_config` of one of `INT_METHODS`. Returns the packing, and patterns of
+    modules that stay in floats, or a text that says what is not supported. Other modules with a
+    `weight` in the checkpoint are in floats too.
     """
     if method == "awq":
         return _read_awq(section)

@@ -21,11 +21,7 @@ def why_not_8_bits(model: ModelConfig) -> str:
 
 
 def check_kv_dtype(kv_dtype: str, model: ModelConfig) -> None:
-    """Refuses a number format in which a model's K and V cannot be kept.
-
-    Raises:
-        ConfigError: The model's KV has no such form.
-    """
+    """Raises ConfigError for a number format in which a model's K and V cannot be kept."""
     if kv_dtype != "auto" and (reason := why_not_8_bits(model)):
         raise ConfigError(
             f"kv_dtype = {kv_dtype}: {reason} ({model.architecture}); leave it at auto",

@@ -15,16 +15,10 @@ _LOCK_TIMEOUT_S = 120.0
 
 
 def make_once(target: Path, is_made: Callable[[], bool], write: Callable[[Path], None]) -> None:
-    """Makes a folder unless it exists; if several processes ask for it, one of them makes it.
-
-    Args:
-        target: The folder. It exists as a whole or not at all.
-        is_made: Whether the folder exists and is good.
-        write: Writes the folder's files into an empty folder.
-
-    Raises:
-        OSError: A file cannot be read or written, or another process has held the lock for two
-            minutes.
+    """Makes a folder unless it exists; if several processes ask for it, one of them makes it. The
+    folder exists as a whole or not at all. `is_made` says whether it exists and is good; `write`
+    writes its files into an empty folder. Raises OSError if a file cannot be read or written, or
+    another process has held the lock for two minutes.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:

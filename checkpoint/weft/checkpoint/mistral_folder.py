@@ -35,11 +35,8 @@ def needs_conversion(folder: Path) -> bool:
 
 
 def mistral_folder(path: Path) -> Path:
-    """The folder in Hugging Face's layout, made in the cache if it does not exist. Weights are
-    links.
-
-    Args:
-        path: A folder for which `needs_conversion` holds.
+    """The folder in Hugging Face's layout, made in the cache if it does not exist; weights are
+    links. `needs_conversion` holds for `path`.
     """
     path = path.resolve()
     try:

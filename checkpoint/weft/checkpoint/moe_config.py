@@ -64,7 +64,7 @@ class MoENamesConfig:
     is_interleaved: bool = False
     """Whether rows of gate and up alternate in stacked tensors."""
     experts: str = "experts"
-    """Module of the experts; empty: stacked tensors lie beside the router."""
+    """Module of the experts; empty: stacked tensors are in the module that has the router."""
     shared: str = "shared_experts"
     is_shared_outside: bool = False
     """Whether the shared experts are in a module of the layer, and not of the module that has the

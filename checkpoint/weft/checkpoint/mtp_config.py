@@ -18,7 +18,6 @@ class MtpConfig:
     """
 
     layer: str
-    """The decoder layer."""
     embedding_norm: str
     """Norm of the token's embedding."""
     state_norm: str

@@ -14,7 +14,7 @@ from weft.contract.cache_folder import cache_folder
 from weft.contract.errors import ModelError
 
 _MANIFEST = "fetched.json"
-"""A file beside the folder that lists the store's files in the folder, each with its `ukey`."""
+"""A file next to the folder, which lists the store's files in the folder, each with its `ukey`."""
 _LOCK = "lock"
 _LOCK_TIMEOUT_S = 3600.0
 """Longest wait for another process that fetches the same model."""
@@ -31,15 +31,12 @@ def fetch(url: str) -> Path:
 
     It shows a progress bar for each file on a terminal's standard error. A file that is complete is
     not fetched again. If several processes ask for a folder, one fetches and the others wait.
+    Credentials come from the environment, as the store's library reads them; in the URL they would
+    be visible in the list of processes.
 
-    Args:
-        url: Of the folder. Credentials come from the environment, as the store's library reads
-            them; in the URL they would be visible in the list of processes.
-
-    Raises:
-        ModelError: The library for this kind of URL is not installed; the folder cannot be read,
-            has no config.json or has a file whose name leads out of it; or another process takes
-            too long to fetch it.
+    Raises ModelError if the library for this kind of URL is not installed, the folder cannot be
+    read, has no config.json or has a file whose name leads out of it, or another process takes too
+    long to fetch it.
     """
     import fsspec
 

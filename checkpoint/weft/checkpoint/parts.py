@@ -71,7 +71,7 @@ class PerLayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AltUpConfig:
-    """Layers over several copies of the stream (AltUp), with a learned addition beside attention
+    """Layers over several copies of the stream (AltUp), with a learned addition to attention
     (LAuReL), as in Gemma 3n.
     """
 

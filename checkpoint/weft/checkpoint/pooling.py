@@ -78,10 +78,8 @@ class PoolingConfig:
 
 
 def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
-    """Reads modules.json and the files that it names, where there are any.
-
-    Args:
-        task: The task to serve; auto: the task of the files; generate: no file is read.
+    """Reads modules.json and the files that it names, where there are any. `task` auto means the
+    task of the files; for generate no file is read.
     """
     if task == "generate":
         return PoolingConfig(task="generate", pooling="last", normalises=False)

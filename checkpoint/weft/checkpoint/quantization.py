@@ -106,15 +106,12 @@ class Quantization:
 def resolve_quantization(
     asked: str, found: Quantization | None, device: str = ""
 ) -> Quantization | None:
-    """What to load a model with.
+    """The quantisation to load a model with; None: products stay in floats.
 
     Args:
         asked: auto (the checkpoint's format), or one of `AT_LOAD`.
         found: The checkpoint's format; None: floats.
         device: A torch device on which products are computed; empty: any.
-
-    Returns:
-        None: products stay in floats.
 
     Raises:
         ConfigError: The format does not exist, or not for this checkpoint.

@@ -1,4 +1,4 @@
-"""Files beside a config.json that say how weights are quantised if config.json does not."""
+"""Files next to a config.json that say how weights are quantised if config.json does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is missing here for known architectures, for messages about those that are refused."""
+"""Names the parts that known but refused architectures need and that are missing here, for
+messages.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,8 @@ _ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 
 
 def unsupported(architecture: str, supported: tuple[str, ...]) -> ModelError:
-    """The error about an architecture that no class implements.
-
-    Args:
-        architecture: `architectures[0]` of its config.json.
-        supported: Architectures that have a class.
+    """The error about `architectures[0]` of a config.json, which no class implements. `supported`
+    are the architectures that have a class.
     """
     stem = next((architecture.removesuffix(e) for e in _ENDS if architecture.endswith(e)), "")
     part = next((part for part, stems in _MISSING.items() if stem in stems), None)

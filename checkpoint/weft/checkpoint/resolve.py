@@ -21,15 +21,12 @@ from weft.contract.errors import ModelError
 def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """The directory of a model, which is made or downloaded first if necessary.
 
-    Args:
-        model: `demo`, `demo-gguf` (its GGUF file), a directory in Hugging Face's or Mistral's
-            layout, a GGUF file, a name on a hub (`organisation/name`, with `@revision` or without;
-            a directory of that name comes first), or the URL of a folder in an object store.
-        progress: Called with (bytes written, bytes in all) while the demo model is converted.
-
-    Raises:
-        ModelError: The model does not exist or cannot be converted or downloaded, or a GGUF file is
-            damaged or not supported.
+    `model` is `demo`, `demo-gguf` (its GGUF file), a directory in Hugging Face's or Mistral's
+    layout, a GGUF file, a name on a hub (`organisation/name`, with `@revision` or without; a
+    directory of that name comes first), or the URL of a folder in an object store. `progress` is
+    called with (bytes written, bytes in all) while the demo model is converted. Raises ModelError
+    if the model does not exist or cannot be converted or downloaded, or a GGUF file is damaged or
+    not supported.
     """
     if model == DEMO_NAME:
         return convert_demo(progress)
@@ -54,11 +51,8 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
 
 
 def default_name(model: str, folder: Path) -> str:
-    """The name of a model in requests if its user gives it none.
-
-    Args:
-        model: As in `resolve_model`.
-        folder: As `resolve_model` returned it.
+    """The name of a model in requests if its user gives it none. `model` and `folder` are the
+    argument and the result of `resolve_model`.
     """
     if model == DEMO_NAME:
         return DEMO_MODEL

@@ -90,7 +90,6 @@ def rope_config(
         theta: Default if the file has none.
         partial: Default share of a head that is rotated; None: heads are rotated whole, and another
             share is refused.
-        is_interleaved: As in `RopeConfig`.
     """
     names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
     first, *others = [
@@ -181,13 +180,9 @@ def _steepness(factor: float, scale: float) -> float:
 def for_context(
     raw: Mapping[str, Any], max_tokens: int | None, original: int | None = None
 ) -> Mapping[str, Any]:
-    """A config.json for contexts of at most `max_tokens`. If no context exceeds LongRoPE's original
-    length, its short factors replace the long ones.
-
-    Args:
-        raw: Content of config.json, or a section of it.
-        max_tokens: None: the model's longest context.
-        original: The original length, if the enclosing object names it.
+    """The config.json, or the section of one, for contexts of at most `max_tokens`; None: the
+    model's longest. If no context exceeds LongRoPE's original length, its short factors replace the
+    long ones. `original` is that length, if the enclosing object names it.
     """
     if max_tokens is None:
         return raw

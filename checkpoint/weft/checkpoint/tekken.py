@@ -100,7 +100,6 @@ def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The pair of tokens from which tiktoken makes a token; None: no pair makes it."""
     parts = [token[place : place + 1] for place in range(len(token))]
     while len(parts) > 1:
         pairs = [first + second for first, second in itertools.pairwise(parts)]
@@ -115,7 +114,7 @@ def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] 
 
 
 def byte_letters() -> Sequence[str]:
-    """The letter that stands for each byte in byte-level vocabularies (GPT-2's)."""
+    """The letter for each byte in byte-level vocabularies (GPT-2's)."""
     own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     letters = {byte: chr(byte) for byte in own}

@@ -49,10 +49,8 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """The tokenizer of tokenizer.json with the additions of transformers: tokens that only other
-    files name, and the marks of special tokens.
-
-    Raises:
-        ModelError: There is no tokenizer.json, or a token cannot have the id that a file gives it.
+    files name, and the marks of special tokens. Raises ModelError if there is no tokenizer.json, or
+    a token cannot have the id that a file gives it.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""What the `tokenizer.json` files of models say about their vocabularies. Pure Python."""
+"""Reads vocabularies from the `tokenizer.json` files of models. Pure Python."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ def token_ids(file: Path) -> dict[str, int]:
 def check_same_vocabulary(
     draft_dir: Path, draft: ModelConfig, target_dir: Path, target: ModelConfig
 ) -> None:
-    """Refuses a draft model whose token ids differ in meaning from the target's.
+    """Raises ModelError, whose message says how, if a draft model's token ids differ in meaning
+    from the target's, or a file is malformed.
 
     The rows of their embeddings must be equally many, padded ones included, which can differ within
     a family of models. If one of them has no `tokenizer.json`, only these are compared.
-
-    Raises:
-        ModelError: They differ, and the message says how; or a file is malformed.
     """
     if draft.vocab_size != target.vocab_size:
         raise ModelError(

@@ -47,20 +47,12 @@ _UNORDERED = ("target_modules", "target_parameters", "exclude_modules", "modules
 
 
 def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
-    """BLAKE2b-256 over an adapter's content, independent of its name and location. It includes the
-    weights as digests of their pieces, which threads compute in parallel.
+    """BLAKE2b-256, 32 bytes, over an adapter's content, independent of its name and location. It
+    includes the weights as digests of their pieces, which threads compute in parallel.
 
-    Args:
-        directory: A PEFT directory.
-        is_lenient: Whether reading leaves out tensors that cannot be applied. That may change the
-            generated text, so that the digest differs.
-
-    Returns:
-        32 bytes.
-
-    Raises:
-        AdapterError: The directory's files are missing or damaged. Only `read_adapter` checks
-            whether the tensors fit a model.
+    With `is_lenient` reading leaves out tensors that cannot be applied. That may change the
+    generated text, so that the digest differs. Raises AdapterError if the directory's files are
+    missing or damaged; only `read_adapter` checks whether the tensors fit a model.
     """
     with open_adapter(directory) as files:
         return digest_of(files, is_lenient=is_lenient)
@@ -106,13 +98,8 @@ def _piece_digests(files: AdapterFiles) -> list[bytes]:
 
 
 class Hashing:
-    """Computes `digest_of` in a thread while others read the same file.
-
-    It is a context manager; after its exit the caller may close the file.
-
-    Args:
-        files: They must stay open until the exit.
-        is_lenient: As in `adapter_digest`.
+    """Computes `digest_of` in a thread while others read the same file. It is a context manager;
+    `files` must stay open until its exit.
     """
 
     def __init__(self, files: AdapterFiles, *, is_lenient: bool) -> None:

@@ -113,10 +113,8 @@ class AdapterFiles:
         return os.path.lexists(self.directory / TOKENIZER_FILE)
 
     def text_files(self) -> dict[str, bytes]:
-        """The files of the adapter's own tokenizer that exist, by name.
-
-        Raises:
-            AdapterError: A file is too large, or is no regular file of the directory.
+        """The files of the adapter's own tokenizer that exist, by name. Raises AdapterError for a
+        file that is too large, or is no regular file of the directory.
         """
         if not self.has_tokenizer:
             return {}
@@ -134,11 +132,8 @@ class AdapterFiles:
 
 @contextmanager
 def open_adapter(directory: Path) -> Iterator[AdapterFiles]:
-    """Opens a PEFT adapter directory.
-
-    Raises:
-        AdapterError: A file is missing, leads out of the directory, is no regular file, is damaged,
-            or its header asks for more than the file has.
+    """Opens a PEFT adapter directory. Raises AdapterError if a file is missing, leads out of the
+    directory, is no regular file or is damaged, or if its header asks for more than the file has.
     """
     config = _read_config(directory)
     weights = _open_inside(directory, WEIGHTS_FILE)
@@ -153,8 +148,8 @@ def open_adapter(directory: Path) -> Iterator[AdapterFiles]:
 
 
 def _open_inside(directory: Path, name: str) -> int:
-    """Resolves the name, then opens it without following links. If a link has replaced the file
-    meanwhile, the system refuses to open it.
+    """Does not follow links: if a link has replaced the file since its name was resolved, the
+    system refuses to open it.
     """
     path = directory / name
     try:
@@ -229,7 +224,7 @@ def _parse(data: bytearray, where: str) -> Any:
 
 
 def _read_header(directory: Path, descriptor: int) -> dict[str, TensorEntry]:
-    """Reads the header of a safetensors file: https://github.com/huggingface/safetensors#format."""
+    """The format: https://github.com/huggingface/safetensors#format."""
     where = f"adapter {directory}: {WEIGHTS_FILE}"
     file_bytes = os.fstat(descriptor).st_size
     if file_bytes < _LENGTH_BYTES:

@@ -40,14 +40,8 @@ class LoraLimits:
         )
 
     def check(self, name: str, needs: Needs, num_bytes: int) -> None:
-        """Checks that an adapter fits into an empty device.
-
-        Args:
-            needs: The adapter's rows.
-            num_bytes: Bytes of its weights on the host.
-
-        Raises:
-            AdapterError: The adapter does not fit; the message shows the arithmetic.
+        """Checks that an adapter of `num_bytes` host bytes fits into an empty device. Raises
+        AdapterError, whose message shows the arithmetic.
         """
         if num_bytes > self.host_bytes:
             raise AdapterError(
@@ -65,16 +59,9 @@ class LoraLimits:
         *,
         is_pinned: bool,
     ) -> None:
-        """Checks that pinned adapters leave room for any one of the other adapters.
-
-        Args:
-            needs: Rows of the adapter `name`.
-            pinned: Rows of each other adapter that is pinned.
-            others: Name and rows of each other adapter that is not pinned.
-            is_pinned: Whether the adapter is to be pinned.
-
-        Raises:
-            AdapterError: They leave too little room; the message shows the arithmetic.
+        """Checks that the pinned adapters leave room for any one of the others. `is_pinned` says
+        whether the adapter `name` is to be pinned too; `pinned` and `others` do not contain it.
+        Raises AdapterError, whose message shows the arithmetic.
         """
         if is_pinned:
             self._check_rows(name, needs, _sum(pinned), f"{len(pinned)} pinned have the others")

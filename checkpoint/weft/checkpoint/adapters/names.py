@@ -136,7 +136,7 @@ class ModuleName:
     expert: int | None = None
     """Index of the expert; None: no expert, or all experts."""
     parameter: str | None = None
-    """The experts' parameter that PEFT wraps; "": not yet known which."""
+    """The experts' parameter that PEFT wraps; "": not known yet."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,14 +153,13 @@ class ModuleName:
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """The parsed name of an adapter tensor."""
-
     module: ModuleName
     part: str
     """Role of the tensor. A, B: matrices of a LoRA pair. embedding_A, embedding_B: the pair of an
     embedding. weight: the whole parameter. copy: a second copy of it. frozen: the untrained
-    parameter below a LoRA. original: the base's parameter that another replaces. tokens: some rows
-    of the parameter. magnitude: DoRA's vector. bias: bias of B. other: none of these.
+    parameter to which a LoRA is added. original: the base's parameter that another replaces.
+    tokens: some rows of the parameter. magnitude: DoRA's vector. bias: bias of B. other: none of
+    these.
     """
 
 

@@ -1,4 +1,6 @@
-"""What a worker needs to hold given adapters, read from the headers of their files. No torch."""
+"""Reads the requirements that given adapters have of a worker from the headers of their files. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,8 @@ class AdapterNeeds:
 
 
 def needs_of(folder: Path, model_dir: Path, model: ModelConfig, max_rank: int) -> AdapterNeeds:
-    """Reads from its files what an adapter needs.
-
-    Args:
-        model_dir: The directory of the model that the adapter is for.
-        model: That model's configuration.
-        max_rank: Largest rank that any worker takes.
+    """Reads from its files what an adapter needs of workers for the model. `max_rank` is the
+    largest rank that any worker takes.
     """
     with open_adapter(folder) as files:
         plan = plan_adapter(

@@ -36,9 +36,7 @@ class _Group:
 
 def match(pattern: str, name: str, *, is_whole: bool = False) -> regex.Match[str] | None:
     """Matches the beginning of a name as `re.match` does, or the whole name; releases the GIL.
-
-    Raises:
-        AdapterError: The match takes longer than MATCH_S.
+    Raises AdapterError if the match takes longer than MATCH_S.
     """
     try:
         matched = regex.fullmatch if is_whole else regex.match
@@ -79,8 +77,8 @@ def is_quick(pattern: str) -> bool:
 
 
 def _item(pattern: str, i: int, stack: list[_Group]) -> tuple[int, _Group | None]:
-    """Returns the end of the item that begins at `i`, and the item itself if a repeat may follow
-    it.
+    """Returns the end of the item that begins at `i`. The item itself is None if no repeat may
+    follow it.
     """
     character = pattern[i]
     if character == "\\":

@@ -1,7 +1,7 @@
 """A checked PEFT `adapter_config.json` of a LoRA adapter. No torch.
 
 Names are matched as PEFT matches them (peft 0.21: `check_target_module_exists` and
-`get_pattern_key`), so that an adapter means here what it means there.
+`get_pattern_key`), so that an adapter changes the same modules here as there.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ class _Fields:
         return None if value is None else self.texts(name)
 
     def pattern(self, name: str, pattern: str, around: str = "{}") -> str:
-        """Reads a regular expression that compiles by itself and within `around`, and whose form is
-        not slow; returns it within `around`.
+        """A regular expression must compile by itself and within `around`, and must not have a slow
+        form. Returns it within `around`.
         """
         whole = around.replace("{}", pattern)
         try:

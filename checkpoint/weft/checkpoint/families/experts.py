@@ -207,7 +207,7 @@ def llama4_experts(config: Fields) -> MoEConfig:
 
 
 def gemma4_experts(config: Fields) -> MoEConfig:
-    """Gemma 4, beside the MLP of every layer: shares with a factor for each expert."""
+    """Gemma 4, in addition to the MLP of every layer: shares with a factor for each expert."""
     return MoEConfig(
         **counts(config, "num_experts", "top_k_experts"),
         intermediate_size=config.positive("moe_intermediate_size"),

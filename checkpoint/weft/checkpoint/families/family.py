@@ -46,11 +46,8 @@ _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class Family:
-    """A config.json as the reader of one family sees it.
-
-    Args:
-        where: What messages call the source.
-        section: Object of the text model, if the file describes other parts too.
+    """A config.json as the reader of one family sees it. Messages call the source `where`;
+    `section` is the object of the text model, if the file describes other parts too.
     """
 
     def __init__(
@@ -119,11 +116,9 @@ class Family:
         return values.number("llama_4_scaling_beta"), original
 
     def kinds(self, default: Callable[[int], str], windowed: str = SLIDING) -> tuple[str, ...]:
-        """Whether each layer's attention is full or has a window.
-
-        Args:
-            default: Returns the kind of a layer if the file has no list; layers count from 0.
-            windowed: The kind of window that this family has.
+        """Whether each layer's attention is full or has a window. `default` returns the kind of a
+        layer, counted from 0, if the file has no list; `windowed` is the kind of window that this
+        family has.
         """
         listed, count = self.fields.get("layer_types"), self.num_layers
         if listed is None:
@@ -140,12 +135,9 @@ class Family:
     def listed(
         self, names: Sequence[str], kinds: Mapping[str, str], default: Callable[[int], str]
     ) -> tuple[str, ...]:
-        """The kind of each layer's mixer in a model that has several kinds.
-
-        Args:
-            names: Fields that may list the kinds.
-            kinds: Kinds by their names in files.
-            default: Returns the kind of a layer if the file has no list; layers count from 0.
+        """The kind of each layer's mixer in a model that has several kinds. `names` are the fields
+        that may list them, `kinds` has the kinds by their names in files, and `default` is as in
+        `kinds`.
         """
         name = next((name for name in names if name in self.fields), None)
         if name is None:

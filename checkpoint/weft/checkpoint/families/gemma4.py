@@ -1,5 +1,5 @@
 """Gemma 4, text: layers that share K and V, wider heads in layers without a window, a second
-embedding, and in one size experts beside the MLP.
+embedding, and in one size experts in addition to the MLP.
 """
 
 from __future__ import annotations

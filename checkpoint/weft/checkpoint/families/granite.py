@@ -51,7 +51,7 @@ def read_granite_moe(
 def read_granite_shared(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """Granite with shared experts beside those of `read_granite_moe`."""
+    """Granite with shared experts in addition to those of `read_granite_moe`."""
     family = Family(raw, generation, where)
     shared = family.fields.count("shared_intermediate_size", 1024)
     moe = mixtral_experts(family.fields, shared_size=shared)

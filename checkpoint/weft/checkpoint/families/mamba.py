@@ -1,4 +1,4 @@
-"""Mamba 2 beside attention: Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
+"""Mamba 2 together with attention: Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_bamba(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 def read_granite_hybrid(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """Granite 4, dense and with experts beside a shared MLP."""
+    """Granite 4, dense and with experts in addition to a shared MLP."""
     family = Family(raw, generation, where)
     fields, norm, bias = family.fields, family.rms(), _bias(family)
     kind = fields.text("position_embedding_type", "nope")
