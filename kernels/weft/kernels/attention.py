@@ -143,7 +143,7 @@ def paged_attention(
         own: K and V of these rows, from `own_kv`; None: kernels read them from the pool.
         earlier_rows: Number of rows of each tree in earlier steps: bit i stands for position
             kv_len - q_len - earlier_rows + i. Only with ancestors; q_len + earlier_rows is at
-            most MAX_TREE_ROWS then, whatever the words. Not on a GPU beside a window.
+            most MAX_TREE_ROWS then, whatever the words. Not on a GPU together with a window.
 
     Returns:
         [T, Hq * D], dtype of `q`; softmax in float32.
@@ -229,11 +229,9 @@ def settled(
 
 
 def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> OwnKv | None:
-    """K and V of a settled step's rows in memory of their own, if kernels read them there instead
-    of from the pool; else None.
-
-    Args:
-        qkv: [T, (Hq + 2 * Hkv) * D]: contains V already; the function allocates memory for K.
+    """If kernels read K and V of a settled step's rows from memory of their own instead of from the
+    pool: that memory, else None. `qkv`, [T, (Hq + 2 * Hkv) * D], contains V already; K gets new
+    memory.
     """
     if not step.is_settled:
         return None
@@ -251,8 +249,8 @@ def is_faster_by_lengths(
     max_kv_len: int,
     window: int | None = None,
 ) -> bool:
-    """Whether a GPU's attention is faster if the host knows the lengths at launch, which a captured
-    graph does not: cuDNN then handles long prompts without cached positions.
+    """Whether a GPU's attention is faster if the host knows the lengths at launch, which it does
+    not for a captured graph: cuDNN then handles long prompts without cached positions.
     """
     from weft.kernels.gpu.dense_attention import is_long_and_cold
 
@@ -321,7 +319,7 @@ def paged_attention_reference(
 
 
 def first_in_window(at: torch.Tensor, window: int, is_chunked: bool) -> torch.Tensor:
-    """First position, which may be negative, that rows at positions `at` see in their window."""
+    """May be negative. Rows are at positions `at`."""
     return at // window * window if is_chunked else at + 1 - window
 
 
@@ -417,7 +415,6 @@ def check_ancestors(
 def check_attention(
     q_shape: Sequence[int], dtype: torch.dtype, pool: torch.Tensor, step: AttentionMetadata
 ) -> None:
-    """Raises ValueError unless shapes and dtypes are as `paged_attention` says."""
     check_attention_pool(q_shape[1:], dtype, pool)
     check_tables(step)
 

@@ -55,7 +55,7 @@ def loaded_openmp_library() -> Path | None:
     """The OpenMP runtime that this process has loaded already (after `import torch`: torch's own).
 
     A second OpenMP runtime in one process would start threads that compete with the first one's for
-    the cores. None if no runtime is loaded, or the system does not tell.
+    the cores. None if no runtime is loaded, or the system does not name it.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -143,8 +143,8 @@ def _build_key(
 
 
 def _cpu_features() -> str:
-    """Machines with different CPUs may share a cache folder, and `-march=native` depends on
-    these.
+    """Part of a library's name, since machines with different CPUs may share a cache folder, and
+    `-march=native` depends on these.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -166,7 +166,7 @@ def _compile(
     compiler_path: str,
     openmp_library: Path | None,
 ) -> None:
-    """Other processes see either nothing or the whole file."""
+    """Other processes see either no file or the whole file."""
     logger.info("compiling %s for this machine; a later start finds the result", source.name)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _remove_abandoned(target.parent)

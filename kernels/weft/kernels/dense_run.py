@@ -61,23 +61,19 @@ class DenseLayer:
 
 
 class _Pools(NamedTuple):
-    """Pools that have been checked; they are the same in every step."""
-
     of_groups: tuple[weakref.ref[torch.Tensor], ...]
     first: int
     described: tuple[cpu.PoolStruct, ...]
     """One description for each page group."""
 
     def are_of(self, groups: Sequence[torch.Tensor], first: int) -> bool:
-        """Whether these are the pools of `groups`, for a run that begins at layer `first`."""
+        """`first` is the number of the run's first layer."""
         if first != self.first or len(groups) != len(self.of_groups):
             return False
         return all(own() is pool for own, pool in zip(self.of_groups, groups, strict=True))
 
 
 class _Described(NamedTuple):
-    """A step described to the native operation."""
-
     batch: cpu.BatchStruct
     scratch: torch.Tensor
     lora: NativeLora | None

@@ -45,12 +45,9 @@ ALWAYS_MASKED = 1 << 62
 def pack_slot(
     params: SlotParams, *, mask_end: int = 0, bias_row: int = -1, count_row: int = -1
 ) -> Int64Array:
-    """Packs one row of `SlotTables.params`.
-
-    Args:
-        mask_end: Before this position only tokens of the slot's mask may be drawn.
-        bias_row: -1: no biases.
-        count_row: Row of the counts that penalties use; -1: none.
+    """Packs one row of `SlotTables.params`. Before position `mask_end` only tokens of the slot's
+    mask may be drawn. `bias_row` -1: no biases. `count_row` is the row of the counts that penalties
+    use; -1: none.
     """
     row = np.zeros(NUM_FIELDS, np.int64)
     reals = row.view(np.float64)

@@ -517,7 +517,7 @@ def added(
 
 
 def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Writes the most likely tokens [R], as ids of the target's vocabulary, to `out`."""
+    """[R] tokens of the target's vocabulary, written to `out`."""
     if logits.is_cuda:
         from weft.kernels.gpu import greedy as gpu
 
@@ -526,7 +526,7 @@ def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -
 
 
 def _join(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Joins embeddings and states: [T], [T, H] -> [T, 2 * H]."""
+    """[T], [T, H] -> [T, 2 * H]."""
     if state.is_cuda:
         from weft.kernels.gpu import draft_rows as gpu
 

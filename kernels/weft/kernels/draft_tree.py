@@ -130,8 +130,8 @@ def draft_tree(
 
 
 def _turns(trees: DraftTrees) -> list[TurnRows]:
-    """Rows of each level, the root's first, without ancestor words. A tree without places has an
-    empty context and writes to the null page.
+    """Rows of each level, the root's first, still without ancestor words. A tree without pages for
+    its places has an empty context and writes to the null page.
     """
     width, requests, device = trees.width, len(trees.starts), trees.starts.device
     turns = [

@@ -162,5 +162,5 @@ def keep_last_states(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) 
 
 
 def _join(w: EagleHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Joins embeddings and states: [T], [T, H] -> [T, 2 * H]."""
+    """[T], [T, H] -> [T, 2 * H]."""
     return torch.cat((w.embedding.index_select(0, token_ids), state), dim=1)

@@ -116,7 +116,7 @@ def gated_delta_reference(
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
-    """Vectors along the last axis, normalised to length 1, with an epsilon of 1e-6."""
+    """Normalises along the last axis, with an epsilon of 1e-6."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 

@@ -287,7 +287,7 @@ def latent_attention_reference(
 
 
 def _seen(number: torch.Tensor, root: int, kv_len: int, words: torch.Tensor | None) -> torch.Tensor:
-    """[N, kv_len]: which of a request's positions its rows with these numbers see."""
+    """[N, kv_len] bool."""
     positions = torch.arange(kv_len, device=number.device)
     seen = positions <= (root + number).unsqueeze(1)
     if words is None:

@@ -182,12 +182,10 @@ def unpack_b(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 _WORDS = {2: torch.int16, 4: torch.int32}
-"""Integer dtypes by size in bytes; they stand in for bfloat16, which numpy lacks."""
+"""Integer dtypes by size in bytes, used instead of bfloat16, which numpy lacks."""
 
 
 class HostSegments(NamedTuple):
-    """`LoraSegments` on the host."""
-
     token_slots: Int32Array
     order: Int32Array
     ordered: Int32Array
@@ -339,7 +337,7 @@ class LoraStep:
     """
     are_given: bool = False
     """Whether the segments were complete on the device before the step's first kernel was launched.
-    Kernels may then read them before the kernels ahead of them are complete.
+    Kernels may then read them before the preceding kernels are complete.
     """
 
     def of(self, group: Group, layer: int) -> LoraAddition | None:

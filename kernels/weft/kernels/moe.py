@@ -47,8 +47,8 @@ class Routing(NamedTuple):
 
     ids: torch.Tensor
     """[T, k] int32: expert ids. If this rank has a share of the experts
-    (`ExpertWeights.placement`), they are places in the share; the share's size stands for experts
-    of other ranks.
+    (`ExpertWeights.placement`), they are places in the share, and the share's size means an expert
+    of another rank.
     """
     weights: torch.Tensor
     """[T, k] float32."""
@@ -142,7 +142,7 @@ class ExpertWeights:
     @property
     def num_places(self) -> int:
         """Number of places that a `Routing` may name: one for each expert and, if this rank has a
-        share, one more that stands for all experts of other ranks.
+        share, one more for all experts of other ranks.
         """
         return self.num_experts + (self.placement is not None)
 

@@ -33,13 +33,8 @@ WORD = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[UInt32Array, ...], key: tuple[int, int]) -> tuple[UInt32Array, ...]:
-    """The Philox4x32-10 block function.
-
-    Args:
-        counter: Four uint32 arrays that broadcast to one shape, first word first.
-
-    Returns:
-        Four uint32 arrays of that shape.
+    """The Philox4x32-10 block function. `counter` has four uint32 arrays that broadcast to one
+    shape, first word first, and so has the result.
     """
     c0, c1, c2, c3 = np.broadcast_arrays(*counter)
     shift = np.uint64(32)

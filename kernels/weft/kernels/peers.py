@@ -42,7 +42,7 @@ class CpuPeers(_Peers, Protocol):
         ...
 
     def check(self, lost: int) -> None:
-        """Raises the error that a status other than 0 of `meet` (csrc/peers.h) stands for."""
+        """Raises the error of a status other than 0 of `meet` (csrc/peers.h)."""
         ...
 
 

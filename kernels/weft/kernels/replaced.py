@@ -1,8 +1,8 @@
 """Embeddings and LM heads of adapters that replace the model's own, and tokens that adapters add.
 
-PEFT saves a module that was trained as a whole (`modules_to_save`) beside the low-rank pairs. Such
-a matrix is not added to the model's: a token whose adapter has one uses it instead, and other
-tokens never read it.
+PEFT saves a module that was trained as a whole (`modules_to_save`) in addition to the low-rank
+pairs. Such a matrix is not added to the model's: a token whose adapter has one uses it instead, and
+other tokens never read it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,8 @@ def replace_embeddings(
     replaced: ReplacedMatrices,
     segments: LoraSegments,
 ) -> None:
-    """Overwrites the rows of tokens whose adapters have an embedding of their own.
-
-    Args:
-        out: [T, H], contiguous: the model's own embeddings.
-        token_ids: [T] int64.
+    """Overwrites rows of `out`, the model's own embeddings, [T, H], contiguous, for tokens whose
+    adapters have an embedding of their own. token_ids: [T] int64.
     """
     if out.is_cuda:
         from weft.kernels.gpu import replaced as gpu

@@ -42,7 +42,6 @@ MIN_PARALLEL_LOGITS = 1 << 16
 
 @functools.cache
 def native_sampling() -> NativeLibrary:
-    """The native library, or why there is none."""
     # The noise is defined without fused multiply-add, as `BASE_FLAGS` have it.
     flags = ("-fopenmp-simd",)
     native = load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=flags)

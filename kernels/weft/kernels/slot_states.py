@@ -2,14 +2,14 @@
 in place, and only the device knows where requests begin.
 
 A layer starts from the block of a request's last page border, takes the positions since then from
-the ring, then the step's rows. It writes the next block where the first row after a border is
-certain, which a draft is not:
+the ring, then the step's rows. It writes the next block at a border whose next row is certain to
+stay, which a draft is not:
 
     border          start   start + count
     |-- ring rows ----|-- new rows --|       a block is written at the last border <= start + 1
 
-States in between are never computed. What a row reads in such a state is what it reads in the
-block, and in the keys and updates of the rows since, which the ring holds too. So a step reads a
+States in between are never computed. The result of reading such a state is computed from the block,
+and from the keys and updates of the rows since, which the ring holds too. So a step reads a
 request's states once, and writes them once in `page_size` tokens.
 """
 

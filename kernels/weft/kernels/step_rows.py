@@ -45,7 +45,7 @@ class Verified(NamedTuple):
 
     rows: torch.Tensor
     """[V, 1 + most drafts] int64: rows of the step that belong to each request; -1 after its last
-    row. A request without rows is not verified: the dummy slot stands for it.
+    row. A request without rows is not verified, and belongs to the dummy slot.
     """
     slots: torch.Tensor
     """[L] int64: slots of the rows for which tokens were drawn. Tokens were drawn for all rows with
@@ -149,8 +149,8 @@ def accept_drafts(
     """Accepts each request's drafts as far as they equal the drawn tokens.
 
     Args:
-        drawn: [L] int64; negative where no token was drawn. Drawing stops where a request ends; if
-            it goes on nevertheless, the token before is its last one.
+        drawn: [L] int64; negative where no token was drawn. Drawing stops where a request ends. If
+            the request continues nevertheless, its last token is the one before.
         known: Changed: the requests' last tokens, and their positions.
 
     Returns:

@@ -69,7 +69,7 @@ def accept_trees(
 def move_paths(
     pool: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, paths: torch.Tensor
 ) -> None:
-    """Moves K and V of accepted paths to where those of chains would lie, in all layers.
+    """Moves K and V of accepted paths to where those of chains would be, in all layers.
 
     Args:
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits;
@@ -77,7 +77,7 @@ def move_paths(
         places: [T] int64: page * page_size + offset of the step's rows.
         rows: [V, N] int64: each request's rows, -1 after its last.
         paths: [V, N] int64: rows of each path, -1 after its end. The row at (v, d) moves to the
-            place of row (v, d), which never lies after its own.
+            place of row (v, d), which is never after its own.
     """
     if not has_dense_pages(pool):
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")

@@ -165,12 +165,6 @@ def paged_attention(
 
 
 def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> OwnKv | None:
-    """K and V of a settled step's rows in memory of their own, if kernels read them there; else
-    None.
-
-    Args:
-        qkv: [T, (Hq + 2 * Hkv) * D]: contains V already; the function allocates memory for K.
-    """
     rows, max_q_len = qkv.shape[0], step.max_q_len
     is_few = are_few_rows(qkv.dtype, max_q_len, step.page_table.shape[0])
     if step.ancestors is not None:

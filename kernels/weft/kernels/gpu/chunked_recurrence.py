@@ -145,16 +145,9 @@ def _alike(
 ) -> tl.tensor:
     """Products of rows of `left` with keys at or before them, times the decay of each element.
 
-    Args:
-        left: [CHUNK, BLOCK_KEYS] float32.
-        keys: Like `left`.
-        grown: Like `left`: sums of decays.
-        k: The head's keys.
-        k_row: Distance between keys.
-        of_gate: The head's sums of decays.
-        gate_row: Distance between sums.
-        begin: First row of the chunk.
-        length: Rows of the chunk.
+    `left`, `keys` and `grown`, sums of decays, are [CHUNK, BLOCK_KEYS] float32. `k` and `of_gate`
+    are the head's keys and sums of decays, with rows `k_row` and `gate_row` apart. The chunk has
+    `length` rows from `begin` on.
     """
     index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
     is_key = element < KEYS
@@ -375,7 +368,7 @@ def _outputs_kernel(
     TILE: tl.constexpr,
     IS_UNIT: tl.constexpr,
 ) -> None:
-    """The results of a chunk's queries, some values of one head."""
+    """Some values of one head, for a chunk's queries."""
     head = tl.program_id(1)
     chunk = tl.program_id(0).to(tl.int64)
     begin, length = tl.load(chunks + chunk * 2), tl.load(chunks + chunk * 2 + 1)

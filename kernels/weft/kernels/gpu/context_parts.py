@@ -45,14 +45,9 @@ class Parts(NamedTuple):
 
 
 def make_parts(q: torch.Tensor, programs: int, at_once: int) -> Parts | None:
-    """Chooses the number of parts with which attention ends soonest, and allocates their memory.
-
-    Args:
-        q: [T, Hq, D], queries.
-        programs: Programs if each context is one part.
-
-    Returns:
-        None if attention ends soonest with one part.
+    """Chooses the number of parts with which attention ends soonest, and allocates their memory;
+    None: one part is best. q: [T, Hq, D]. `programs` is the number of programs if each context is
+    one part.
     """
     tokens, heads, dim = q.shape
     most = min(MAX_PARTS, _MOST_BYTES // (4 * tokens * heads * dim))
@@ -157,7 +152,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """Merges the parts' results for up to ROWS rows of one request, for one head."""
+    """Merges up to ROWS rows of one request, for one head."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     head, heads = tl.program_id(0), tl.num_programs(0)

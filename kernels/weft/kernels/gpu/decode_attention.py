@@ -221,11 +221,8 @@ def decode_attention(
 
 
 def rows_of_program(dtype: torch.dtype, group: int, max_rows: int) -> int:
-    """Rows of a request that a program holds; a power of two that divides `max_rows`.
-
-    Args:
-        group: Query heads of a KV head.
-        max_rows: Most rows of a request; a power of two.
+    """Rows of a request that a program holds: a power of two that divides `max_rows`, also a power
+    of two. `group` is the number of query heads of a KV head.
     """
     most = 32 if dtype == torch.float32 else _BLOCK_MEMBERS
     if max_rows <= _SMALL_ROWS and (dtype != torch.float32 or max_rows * group <= _BLOCK_MEMBERS):
@@ -600,7 +597,7 @@ def _hide(
         of_tree = position - root
         is_named = (words[:, None] >> (of_tree & 31)[None, :]) & 1
         is_hidden |= (of_tree >= 0)[None, :] & (is_named == 0)
-    # Finite where a whole tile may be hidden: its weight vanishes beside any other tile's.
+    # Finite where a whole tile may be hidden: its weight vanishes next to any other tile's.
     return tl.where(is_hidden, -1e30, scores)
 
 

@@ -220,8 +220,8 @@ def _prepare_kernel(
     GATES_SHARED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """`slot_states._conv_kernel` and `slot_states._shares_kernel` for `AT_ONCE` heads of one key
-    head, with the gates of `recurrent_rows.delta_gates` computed first.
+    """Does the work of `slot_states._conv_kernel` and `slot_states._shares_kernel` for `AT_ONCE`
+    heads of one key head, and computes the gates of `recurrent_rows.delta_gates` first.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)

@@ -71,7 +71,7 @@ def dense_attention(
 
 @functools.cache
 def _cudnn_takes(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, device: int) -> bool:
-    """Cached by shape, since devices before Hopper, head sizes and builds of cuDNN differ."""
+    """Asks cuDNN, since devices before Hopper, head sizes and builds differ; cached by shape."""
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
     q = torch.empty((1, heads, 128, dim), dtype=dtype, device=f"cuda:{device}")

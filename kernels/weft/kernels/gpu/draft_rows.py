@@ -154,7 +154,9 @@ def _join_kernel(
 
 @triton.jit
 def _parent_row(word: tl.tensor, row: tl.tensor, first: tl.tensor) -> tl.tensor:
-    """The row that a tree's row follows, its nearest ancestor; -1 stands for all rows before it."""
+    """The row that a tree's row follows, its nearest ancestor; -1: it follows the rows before the
+    tree.
+    """
     bit = tl.arange(0, 64)
     is_seen = ((word >> bit) & 1 == 1) & (bit < row - first)
     nearest = first + tl.max(tl.where(is_seen, bit, 0), axis=0)

@@ -167,7 +167,7 @@ def _level_kernel(
     FOUND: tl.constexpr,
     CHILDREN: tl.constexpr,
 ) -> None:
-    """The children of a request's nodes, and which of them get children."""
+    """One request's nodes."""
     request = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, CHILDREN)
     score = tl.full([CHILDREN], float("-inf"), tl.float32)
@@ -241,7 +241,7 @@ def _keep_kernel(
     GROWN: tl.constexpr,
     EXPANDED: tl.constexpr,
 ) -> None:
-    """The nodes of highest path probability of a request."""
+    """One request's nodes."""
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, GROWN)
     is_node = node < num_grown

@@ -40,7 +40,6 @@ def _gather_kernel(
     vocabulary: int,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """The ranks of a token from one of its adapter's rows."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     token, index = tl.program_id(0), tl.program_id(1)

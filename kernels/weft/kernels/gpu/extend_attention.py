@@ -66,8 +66,6 @@ class OwnKv(NamedTuple):
 
 
 class ExtendLaunchConfig(NamedTuple):
-    """Rows of a program, and how it iterates over its context."""
-
     rows: int
     """Rows of one request for one head; a multiple of `tile`."""
     tile: int
@@ -567,7 +565,7 @@ def seen_alone(
         is_seen &= position[None, :] >= first_of_chunk(last_seen, before, WINDOW)[:, None]
     elif WINDOW > 0:
         is_seen &= position[None, :] > last_seen[:, None] - WINDOW
-    # Finite where a whole tile may be hidden: its weight vanishes beside any other tile's.
+    # Finite where a whole tile may be hidden: its weight vanishes next to any other tile's.
     return tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
 
 

@@ -317,7 +317,7 @@ def _weights(
     all_largest: tl.tensor, largest: tl.tensor, scale: float
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Weights of the sums so far and of one more segment's, and the larger of the two maxima. A
-    segment's weight is 0 if no position of it is seen, or if it vanishes beside the others.
+    segment's weight is 0 if no position of it is seen, or if it is negligible.
     """
     new_largest = tl.maximum(all_largest, largest)
     is_seen = largest > float("-inf")

@@ -72,8 +72,8 @@ def _fits(dtype: torch.dtype, dim: int, spec: LatentSpec) -> bool:
 
 
 def lacking(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> str | None:
-    """What the user must change so that FlashMLA takes such latents; None: nothing, or it cannot
-    take them.
+    """What a user must change so that FlashMLA takes such latents, in words; None: no change is
+    needed, or none would help.
     """
     if not _is_hopper() or not _fits(dtype, dim, spec):
         return None

@@ -130,7 +130,7 @@ def _largest_of_row_kernel(
 def _largest(
     begin: tl.tensor, first: int, vocab_size: int, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The largest of a row's logits from `first` on, and its token; -1 if a logit is not finite."""
+    """The token is -1 if a logit from `first` on is not finite."""
     column = first + tl.arange(0, TILE)
     mask = column < vocab_size
     values = tl.load(begin + column, mask=mask, other=float("-inf"))

@@ -349,8 +349,8 @@ def _scales_of(
     UNIT: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """[COLUMNS, STEP] each: scales and offsets of blocks as they are stored, of the first and the
-    second half; zero for blocks that do not exist. Without offsets another value stands in their
-    place.
+    second half; zero for blocks that do not exist. Without offsets their place holds a value that
+    is not read.
     """
     at = (block * (2 * HALF // UNIT) * width)[None, :] + column[:, None]
     exists = (block < BLOCKS)[None, :]

@@ -504,7 +504,7 @@ def _given(
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Scales and offsets of a block's rows as they are stored, of its first and its second half;
-    zero for blocks that do not exist. Without offsets another value stands in their place.
+    zero for blocks that do not exist. Without offsets their place holds a value that is not read.
     """
     scale = tl.load(scales + at, mask=exists, other=0)
     offset = scale
@@ -584,7 +584,7 @@ def _add_rounded(
 
 @triton.jit
 def _wide(scale: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
-    """Scales in float32, [..., COLUMNS, 1]."""
+    """[..., COLUMNS, 1] float32."""
     wide = power_of_two(scale) if IS_E2M1 else scale.to(tl.float32)
     return tl.expand_dims(wide, -1)
 

@@ -131,7 +131,6 @@ def can_multiply(x: torch.Tensor, weight: PackedGroups, *, is_gated: bool) -> bo
 
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether the device has the instructions of the kernel."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -426,8 +425,8 @@ def _given_of_group(
     width: int,
     GROUPS: gl.constexpr,
 ) -> gl.tuple:
-    """A scale and an offset as they are stored. Without offsets the scale stands for one; groups
-    that do not exist have those of the last group.
+    """A scale and an offset as they are stored. Without offsets the scale takes the offset's place,
+    which is not read then. Groups that do not exist have those of the last group.
     """
     own = at + gl.minimum(group, GROUPS - 1) * width
     scale = gl.load(scales + own)

@@ -21,8 +21,6 @@ from weft.kernels.latent_attention import NOTHING, LatentSpec
 
 
 class LatentLaunchConfig(NamedTuple):
-    """The work of a program, and how it iterates over positions."""
-
     heads: int
     positions: int
     """Positions of an iteration."""

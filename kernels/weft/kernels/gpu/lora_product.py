@@ -25,9 +25,8 @@ _AT_ONCE = tl.constexpr(16)
 
 
 class ToColumns(NamedTuple):
-    """The tensors from which a product's kernel adds what adapters add to the columns of T rows.
-
-    If a product has fewer parts, its first part stands in their place.
+    """The tensors from which a product's kernel adds what adapters add to the columns of T rows. If
+    a product has fewer parts, its first part fills the unused fields.
     """
 
     ranks: torch.Tensor
@@ -48,8 +47,6 @@ class ToColumns(NamedTuple):
 
 
 class AddedLaunchConfig(NamedTuple):
-    """Sizes of an addition, for which kernels are specialised."""
-
     slots: int
     sums: int
     """Number of sums, a power of two."""

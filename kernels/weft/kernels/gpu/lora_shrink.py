@@ -51,8 +51,8 @@ SHAPES = {
 """Launches by tokens of a tile."""
 _BESIDE = (1024, 8, 200)
 """Least elements of a part of K, most parts, and number of programs that is enough (`splits_of`),
-for launches beside a product. The product leaves few multiprocessors free; of large tiles as many
-programs are launched as run at once.
+for launches that run together with a product. The product leaves few multiprocessors free; of large
+tiles as many programs are launched as run at once.
 """
 _ALONE = (512, 16, 1000)
 """Like `_BESIDE`, for small tiles before the product, where the end of the last program counts."""

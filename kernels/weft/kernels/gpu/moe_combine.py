@@ -109,10 +109,9 @@ def _combine_kernel(
     BLOCK_SUMS: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """out[row] = the products of its pairs, in order, + added[row] + residual[row].
-
-    A token's ranks (SUMS of them, to be added up) times B are added too. With a stream, the sum is
-    added to the stream as the norms' kernel does it, and `out` is the norm of the result.
+    """out[row] = the products of its pairs, in order, + added[row] + residual[row]. Also adds a
+    token's ranks, the sum of SUMS parts, times B. With a stream, the sum is added to the stream as
+    the norms' kernel does it, and `out` is the norm of the result.
     """
     release_next(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)

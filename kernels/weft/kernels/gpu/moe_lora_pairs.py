@@ -7,7 +7,7 @@ their ranks times B, and computes the ranks of down. If experts share the B of d
 sums a token's pairs multiplies the ranks by it.
 
 Both launches load slots, experts and B before they wait for the preceding product. Therefore
-some launches must not begin early; `activate_pairs` and the product before it say which.
+either that product or `activate_pairs` must not begin early.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def choose_by_score(
                 at = tl.min(tl.where(is_first, expert, 0x7FFFFFFF), axis=1)[:, None]
                 first += tl.max(tl.where(expert == at, least, its), axis=1)[:, None]
             of_group = tl.where(is_its, first, of_group)
-        # The first expert of a group stands for it in the choice.
+        # In the choice the first expert of a group represents the group.
         kept = best(of_group, exists & (expert % GROUP_SIZE == 0), KEPT_GROUPS)
         can_be = tl.zeros_like(of_group) > 0.0
         for group in tl.static_range(GROUPS):

@@ -82,7 +82,6 @@ def _embedding_kernel(
     width: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The row of one token."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(places + tl.load(token_slots + token)).to(tl.int64)
     if place < 0:

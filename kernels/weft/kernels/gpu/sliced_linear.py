@@ -33,8 +33,6 @@ _LONG = 2048
 
 
 class SlicedLaunchConfig(NamedTuple):
-    """What a program computes, and how it covers K."""
-
     columns: int
     """Output columns of a program."""
     slices: int

@@ -44,8 +44,6 @@ costs (measured on an H200: for 1,024 elements no difference, for 2,048 4 % slow
 
 
 class SmallLaunchConfig(NamedTuple):
-    """How a program iterates over its part of the weight."""
-
     columns: int
     """Output columns of a program."""
     tile: int

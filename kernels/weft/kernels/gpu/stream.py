@@ -144,7 +144,7 @@ class RankedStream(GpuStream):
         self.peers: GpuPeers = peers
 
     def begin_run(self, folds: bool) -> None:
-        """Folds nothing: products of a rank's part cannot add to the stream."""
+        """Products of a rank's part cannot add to the stream."""
 
     def normed(self, norm: AnyNorm | None) -> Normed:
         pending = self._pending

@@ -29,8 +29,6 @@ _WIDE_GATED = 4096
 
 
 class TiledLaunchConfig(NamedTuple):
-    """What a program computes, and how it iterates over K."""
-
     columns: int
     """Output columns of a program; of a gated pair, columns of each."""
     tile: int
