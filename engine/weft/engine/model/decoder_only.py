@@ -35,7 +35,7 @@ BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
 
 
 class LMHead:
-    """The language-model head: hidden states to logits."""
+    """Turns hidden states into logits."""
 
     def __init__(self, weight: LinearWeight) -> None:
         self.weight = weight
@@ -120,7 +120,7 @@ class DecoderOnlyLM:
         return self.model(step, pool, taps)
 
     def forward_all(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
-        """Like `forward`, but returns the hidden states of all rows, [T, hidden]."""
+        """As `forward`, but returns the hidden states of all rows, [T, hidden]."""
         return self.model.of_all_rows(step, pool)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
@@ -140,8 +140,8 @@ class DecoderOnlyLM:
         return logits
 
     def finish_logits(self, logits: torch.Tensor, tokens: slice) -> None:
-        """Changes logits in place, as the model does after its product with the LM head. They
-        belong to the tokens of this range. A model without such a change does nothing.
+        """Changes logits of the tokens of this range in place, as the model does after its product
+        with the LM head. A model without such a change does nothing.
         """
 
 

@@ -63,7 +63,7 @@ class LoadedModel:
     heads: PooledHeads
     """Heads that turn pooled hidden states into vectors."""
     mtp: MtpHead | None = None
-    """The checkpoint's MTP head; None: it was not asked for."""
+    """The checkpoint's MTP head; None: `load_model` was called without `mtp_head`."""
 
     @property
     def described_format(self) -> str:
@@ -109,7 +109,7 @@ def load_model(
             takes other operations, the digest differs.
         dummy: Reads only config.json and makes up the weights; for benchmarks.
         num_added_tokens: Rows of the vocabulary for tokens that adapters add.
-        frees_windows: Whether layers with a sliding window have page groups of their own.
+        frees_windows: Whether layers with a sliding window have separate page groups.
         task: Task of the model, or auto.
         peers: Ranks among which the products are divided; None: this process has the whole model.
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other

@@ -47,7 +47,7 @@ class Run:
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
-        """Like a call, but always by single operations."""
+        """A call that always uses single operations."""
         rows = stream.rows
         stream.begin_run(self.layers[0].folds(rows, step))
         for layer in self.layers:
@@ -66,15 +66,12 @@ def run_all(
     taps: Taps | None = None,
     peers: Peers | None = None,
 ) -> torch.Tensor:
-    """Takes all rows of a step through runs of layers.
+    """Takes all rows of a step through runs of layers. Returns [T, hidden].
 
     Args:
         hidden: [T, hidden], contiguous; may be overwritten.
         taps: Gets the inputs of the layers that it names, or None.
-        peers: Ranks that have the other shares of the layers; None: there are none.
-
-    Returns:
-        [T, hidden].
+        peers: Ranks that have all other shares of the layers; None: there are none.
     """
     stream = stream_of(hidden, taps, peers)
     for run in runs:
@@ -141,7 +138,7 @@ class Stack:
             copies: Makes the copies of the stream that the layers take, or None.
         """
         self.peers = peers
-        """Ranks that have the other shares of the layers; None: there are none."""
+        """Ranks that have all other shares of the layers; None: there are none."""
         self.embed_tokens = embed_tokens
         self._multiplier = None if multiplier == 1.0 else embed_tokens.new_tensor([multiplier])
         self.norm = norm

@@ -11,7 +11,7 @@ that it passes:
                                           a block is written here
 
 A block is never overwritten while a step may read it, and the inputs of a position are written
-once. So rejected drafts need no undoing: the next step's `start` leaves them out.
+once. So rejected drafts need no undoing: the next step's `start` lies before them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class StateStep:
     """[K] int64: their rows in these slots' rings, all different for one slot."""
     few: SlotRows | None = None
     """The first requests, which have few rows and which the device continues by itself. All fields
-    above except `back` describe the other requests and count rows from theirs on.
+    above except `back` describe the requests that follow, and count rows from their first row on.
     """
     num_few: int = 0
     """Rows of `few`, padding included."""
@@ -141,16 +141,14 @@ class StateStep:
         few_rows: FewRows | None = None,
         ring_inputs: RingInputs | None = None,
     ) -> torch.Tensor:
-        """Runs a recurrent layer: reads and writes blocks and rings.
+        """Runs a recurrent layer: reads and writes blocks and rings. Returns the outputs of the
+        step's rows, [T, ...].
 
         Args:
             layer: Index of the layer in the state plane.
             inputs: [T, ...] each, of the step's rows.
-            few_rows: The same in place, for `few`.
+            few_rows: Does the work of `scan` in place, for `few`.
             ring_inputs: Turns the inputs into those of `scan`; None: they are equal.
-
-        Returns:
-            Outputs of the step's rows, [T, ...].
         """
         memory, outputs = self.pools.of_layers[layer], list[torch.Tensor]()
         if self.few is not None:

@@ -60,7 +60,7 @@ class Step:
         return self.groups[0].ancestors is not None
 
     def one_row_requests(self) -> Step:
-        """The rows of `logits_rows` alone, each as a request of its own with one new token. A row
+        """The rows of `logits_rows` alone, each as a separate request with one new token. A row
         attends to the positions up to its own, so its results do not change.
         """
         rows = self.logits_rows

@@ -60,7 +60,7 @@ class VocabularyChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter that fits its model, in host memory."""
+    """A LoRA adapter in host memory that has been checked against its model."""
 
     digest: bytes
     """32 bytes over the content: the adapter's name inside the engine and between services."""
@@ -75,7 +75,7 @@ class Adapter:
     embed_tokens: VocabularyChange | None = None
     lm_head: VocabularyChange | None = None
     ignored: tuple[str, ...] = ()
-    """Tensors that a lenient read left out."""
+    """Tensors that a lenient read did not apply."""
 
     @property
     def num_bytes(self) -> int:

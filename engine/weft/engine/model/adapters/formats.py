@@ -48,8 +48,9 @@ def read_adapter(
         max_rank: Largest rank of any of its modules.
         max_bytes: Most host memory for its tensors; None: no limit.
         dtype: Dtype of the returned tensors. Scaling is done in float32 before.
-        parts: Which of `plan.PARTS` the caller applies; an adapter with others is refused.
-        is_lenient: Leaves out, and lists in `Adapter.ignored`, tensors of modules that the model
+        parts: Those of `plan.PARTS` that the caller applies; an adapter with further ones is
+            refused.
+        is_lenient: Lists in `Adapter.ignored`, and does not read, tensors of modules that the model
             does not have, that the configuration does not target or that the caller does not apply.
             Damaged files are refused all the same.
         num_tokens: Returns the size of the model's tokenizer: an embedding or LM head needs at
@@ -103,7 +104,7 @@ class _Reader:
             embedding = changes["embed_tokens"]
             head = changes.setdefault("lm_head", _tied(embedding))
             if head.rows is None and head.weight is None and embedding.rows is not None:
-                # The LM head has a LoRA of its own, on top of the embedding's trained tokens.
+                # The LM head has a separate LoRA, on top of the embedding's trained tokens.
                 changes["lm_head"] = replace(
                     head,
                     token_ids=embedding.token_ids,

@@ -1,8 +1,8 @@
 """An adapter in host memory, laid out as rows of the device's adapter memory.
 
 With several ranks, a change B A of a projection is divided as the projection is: B by its output,
-or A by its input, and then the ranks' results add up. Each rank has all of the other matrix. Where
-ranks have whole experts, each rank has A and B of its own experts.
+or A by its input, and then the ranks' results add up. Each rank has all of the matrix that is not
+divided. Where ranks have whole experts, each rank has A and B of the experts that it has.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class HostWeights:
     whole: Mapping[str, WholeMatrix] = field(default_factory=dict)
     """Whole matrices by name, EMBED_TOKENS or LM_HEAD. Tied matrices are one object."""
     left_out: tuple[str, ...] = ()
-    """Tensors that a lenient load left out."""
+    """Tensors that a lenient load did not apply."""
 
     @property
     def num_bytes(self) -> int:
@@ -336,7 +336,7 @@ def _width(layers: Sequence[torch.Tensor | None]) -> int:
 
 
 def _is_divided(layers: Sequence[torch.Tensor | None], width: int, part: Projection) -> bool:
-    """Whether ranks have different rows: parts of the features, or experts of their own."""
+    """Whether ranks have different rows: parts of the features, or different experts."""
     num_experts = next(len(values) for values in layers if values is not None)
     return _width(layers) > width or num_experts > part.num_experts
 

@@ -103,8 +103,8 @@ class Decoder(DecoderOnlyLM):
         return replace(layout, states=plane.over_ranks(self._num_ranks))
 
     def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
-        """Reads a layer that is not one of the model's own, built like the model's first layer with
-        attention.
+        """Reads a layer that is not among the model's layers, built like the model's first layer
+        with attention.
 
         Args:
             first_position: First position to which rows attend.
@@ -198,7 +198,7 @@ def _layer(
     between = norm(names.feed_norm, of_feed) if has_between else before
     feed = _feed(config, parts, index, of_feed)
     if isinstance(feed, ExpertsBesideMLP):
-        between = None  # Such a block has norms of its own.
+        between = None  # Such a block has norms inside.
     is_behind = order in ("after", "around")
     last, last_post = _per_layer_part(config, parts, index, own)
     form = Form(
@@ -250,7 +250,7 @@ def _per_layer_embedding(
 def read_mixer(
     config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Mixer:
-    """Reads the mixer of layer `index`. `weights` are below the layer's prefix."""
+    """`weights` are below the prefix of layer `index`."""
     layer, names = parts.layers[index], config.names
     attention, recurrent = weights.at(names.attention), weights.at(names.recurrent)
     if isinstance(layer, ParallelConfig):

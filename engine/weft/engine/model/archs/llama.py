@@ -22,7 +22,5 @@ def llama_attention(
 
 
 class LlamaForCausalLM(DecoderOnlyLM):
-    """Llama with its LM head."""
-
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights, llama_attention)

@@ -25,7 +25,5 @@ def qwen3_attention(
 
 
 class Qwen3ForCausalLM(DecoderOnlyLM):
-    """Qwen3 with its LM head."""
-
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights, qwen3_attention)

@@ -11,14 +11,12 @@ from weft.engine.model.weights.weights import Weights
 
 
 def qwen3_moe_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP | SparseMLP:
-    """The layer's experts, or one MLP if the configuration says that the layer has no experts."""
+    """One MLP if the configuration says that the layer has no experts."""
     if config.moe is not None and config.moe.is_sparse(layer):
         return SparseMLP.read(config.moe, layer, config.hidden_size, weights)
     return GatedMLP.read(config, layer, weights)
 
 
 class Qwen3MoeForCausalLM(DecoderOnlyLM):
-    """Qwen3-MoE with its LM head."""
-
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights, qwen3_attention, qwen3_moe_mlp)

@@ -32,17 +32,12 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def read_draft_adapter(
     folder: Path, shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
-    """Reads a draft adapter's additions to the weights of the head's layer.
+    """Reads a draft adapter's additions to the weights of the head's layer: [out, in] float32, by
+    module. Raises AdapterError if the draft adapter cannot be used.
 
     Args:
         folder: `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
         shapes: [out, in] of the head's weights, by module.
-
-    Returns:
-        [out, in] float32, by module.
-
-    Raises:
-        AdapterError: The draft adapter cannot be used.
     """
     pairs = read_draft_pairs(folder, shapes)
     changes = {module: pair.b @ pair.a for module, pair in pairs.items()}
@@ -54,7 +49,7 @@ def read_draft_adapter(
 def read_draft_pairs(
     folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int | None = None
 ) -> dict[str, LoraPair]:
-    """Like `read_draft_adapter`, but returns the two matrices of each change, scaled, in float32. A
+    """As `read_draft_adapter`, but returns the two matrices of each change, scaled, in float32. A
     change of a higher rank than `max_rank` is refused before it is read.
     """
     with open_adapter(folder) as files:

@@ -71,7 +71,7 @@ class Eagle3Head:
         """Describes how to write the head's K and V during a step of the target.
 
         Args:
-            aux: [T, 3 * target_hidden]: the inputs of `aux_layers`, side by side.
+            aux: [T, 3 * target_hidden]: the inputs of `aux_layers`, concatenated.
             step: Its `slots` must not be None.
             kept: [slots + 1, hidden]: the returned state of each request's last row in the previous
                 step. This step overwrites it.

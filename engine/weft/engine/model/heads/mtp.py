@@ -1,5 +1,5 @@
-"""Multi-token-prediction (MTP) heads: a decoder layer of the target's own kind, which the target's
-checkpoint brings (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Multi-token-prediction (MTP) heads: a decoder layer of the target's kind, which the target's
+checkpoint contains (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 The head's entry for position i comes from the target's normalised state at i - 1 and the token at
 i; position 0 has none. The entries are one more layer of the target's pages, after its own. A step
@@ -51,12 +51,12 @@ class MtpHead:
         logits: Callable[[torch.Tensor], torch.Tensor],
         is_state_first: bool = False,
     ) -> None:
-        """Assembles the head and places the layer's entries after the target's own.
+        """Places the layer's entries after those of the target's layers.
 
         Args:
             embedding: [num_embeddings, H].
             norms: Norms of embeddings and of states.
-            projection: [H, 2 * H]: of both, side by side.
+            projection: [H, 2 * H]: of both, concatenated.
             last_norm: Norm of the layer's result, or None.
             logits: Computes logits, [R, vocab], of states, [R, H].
             is_state_first: Whether the projection takes the state before the embedding.
@@ -143,7 +143,7 @@ def _step_of(chains: DraftChains, number: int, token_ids: torch.Tensor) -> Step:
 
 
 def read_mtp(target: Model, weights: Weights, own: Collection[str], where: str) -> MtpHead:
-    """Reads the head that a target's checkpoint brings.
+    """Reads the head that a target's checkpoint contains.
 
     Args:
         weights: All parameters of the checkpoint.

@@ -26,12 +26,7 @@ class Copies:
     """Makes C copies of a stream of hidden states, and merges them again."""
 
     def __init__(self, spread: LinearWeight, merge: tuple[LinearWeight, ...]) -> None:
-        """Assembles both directions from their products.
-
-        Args:
-            spread: [H] -> [(C - 1) * H].
-            merge: [H] -> [H] for each copy but the first.
-        """
+        """`spread` is [H] -> [(C - 1) * H]; `merge` is [H] -> [H] for each copy but the first."""
         self._spread, self._merge = spread, merge
 
     @classmethod
@@ -133,12 +128,7 @@ class Laurel:
     """
 
     def __init__(self, left: LinearWeight, right: LinearWeight, norm: Norm) -> None:
-        """Assembles the addition from its products.
-
-        Args:
-            left: [hidden] -> [R].
-            right: [R] -> [hidden].
-        """
+        """`left` is [hidden] -> [R], `right` is [R] -> [hidden]."""
         self._left, self._right, self._norm = left, right, norm
 
     @classmethod

@@ -135,14 +135,14 @@ class Attention:
         """Assembles the layer from its parts.
 
         Args:
-            spec: The layer's constants, from `attention_spec`.
             layer: The layer's number, and its index in the pool unless `move` follows.
             cos_sin: [max_positions, head_dim] float32, shared by layers that rotate alike. With one
                 row heads are not rotated.
             qkv_proj: [hidden] -> q, k and v of all heads.
             o_proj: All heads -> [hidden].
             q_norm: Norm of each head of q before the rotation, or None.
-            k_norm: The same for k; both have one epsilon.
+            k_norm: Norm of each head of k before the rotation, or None; both norms have one
+                epsilon.
             num_adjacent: Pairs of adjacent elements that are rotated, as in `rope_and_cache`.
             changes: Other changes of q, k and v before the rotation, in their order.
             q_scales: [max_positions] float32: factors on q by its position, or None.

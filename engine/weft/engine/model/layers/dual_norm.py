@@ -1,4 +1,4 @@
-"""A mixture of experts beside the MLP of a layer."""
+"""A layer that adds up a mixture of experts and an MLP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DualNorm(NamedTuple):
 
 
 class ExpertsBesideMLP:
-    """The sum of an MLP and of routed experts, each with norms of its own: Gemma 4's `FeedForward`.
+    """The sum of an MLP and of routed experts, each with separate norms: Gemma 4's `FeedForward`.
     It reads the stream without a norm.
     """
 

@@ -58,8 +58,8 @@ class WidthNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Layer norms of each head of q and k by a weight of its own, without bias, as in Cohere's
-    models and StableLM.
+    """Layer norms of each head of q and k by a separate weight, without bias, as in Cohere's models
+    and StableLM.
     """
 
     weight: torch.Tensor

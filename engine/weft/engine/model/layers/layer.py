@@ -25,7 +25,7 @@ class Query(NamedTuple):
     gate: torch.Tensor | None = None
     """[T, Hq], or one per element: factors on the result, before their activation; None: 1."""
     beside: torch.Tensor | None = None
-    """[T, ...]: the result of a recurrent layer beside attention, or None."""
+    """[T, ...]: the result of the recurrent layer of a `ParallelBlock`, or None."""
 
     def of_rows(self, rows: torch.Tensor) -> Query:
         """The queries of some of the rows, [L] int64."""
@@ -42,7 +42,9 @@ class Mixer(Protocol):
 
     @property
     def has_own_kv(self) -> bool:
-        """Whether `write` stores anything; else the layer reads what an earlier one has stored."""
+        """Whether `write` stores anything; otherwise the layer reads the K and V that an earlier
+        layer has stored.
+        """
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """Assigns the layer's data to a page group, there as the layer with index `in_pool` of its
@@ -67,9 +69,7 @@ class Mixer(Protocol):
         """The block's addition to each row."""
 
     def folds(self, rows: int, step: Step) -> bool:
-        """Whether norms and additions need no launches of their own for this many rows
-        (`can_fold`).
-        """
+        """Whether norms and additions need no separate launches for this many rows (`can_fold`)."""
 
     def shape_key(self) -> object:
         """Equal for blocks that can be in one run."""
@@ -82,7 +82,7 @@ class FeedForward(Protocol):
         """The block's addition to each row."""
 
     def folds(self, rows: int, step: Step) -> bool:
-        """Whether norms and additions need no launches of their own for this many rows."""
+        """Whether norms and additions need no separate launches for this many rows."""
 
     def shape_key(self) -> object:
         """Equal for blocks that can be in one run."""
@@ -134,7 +134,7 @@ class StackLayer(Protocol):
         """The rest of the layer, after the mixer has written."""
 
     def folds(self, rows: int, step: Step) -> bool:
-        """Whether norms and additions need no launches of their own in a step of this many rows."""
+        """Whether norms and additions need no separate launches in a step of this many rows."""
 
     def shape_key(self) -> object:
         """Equal for layers that can be in one run."""

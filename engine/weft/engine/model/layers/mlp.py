@@ -71,7 +71,7 @@ class GatedMLP:
         fused: str | None = None,
         down: str = "down_proj",
     ) -> GatedMLP:
-        """Like `read`, with another inner width than the configuration's. `fused` and `down` are
+        """As `read`, with another inner width than the configuration's. `fused` and `down` are
         names of parameters.
         """
         gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias, fused=fused))
@@ -84,7 +84,7 @@ class GatedMLP:
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
 
     def unchanged(self, x: Normed) -> GatedSum:
-        """Like a call, without the step's additions to the products (LoRA)."""
+        """A call without the step's additions to the products (LoRA)."""
         return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
 
     def folds(self, rows: int, step: Step) -> bool:
@@ -119,7 +119,7 @@ class PlainMLP:
         return Computed(value, is_partial=True)
 
     def unchanged(self, x: Normed) -> Sum:
-        """Like a call, without the step's additions to the products (LoRA) and the factor on the
+        """A call without the step's additions to the products (LoRA) and without the factor on the
         result.
         """
         return Sum(self._made(x.linear(self.up_proj, None)), self.down_proj, None)

@@ -1,4 +1,4 @@
-"""Attention and a recurrent layer side by side, as in Falcon-H1."""
+"""Attention and a recurrent layer that read the same rows, as in Falcon-H1."""
 
 from __future__ import annotations
 

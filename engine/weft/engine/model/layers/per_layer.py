@@ -1,4 +1,4 @@
-"""A second embedding, of which each layer adds a part of its own."""
+"""A second embedding, of which each layer adds a different part."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ class PerLayerEmbedding:
     def __init__(
         self, table: torch.Tensor, proj: LinearWeight, norm: Norm, num_layers: int, dim: int
     ) -> None:
-        """Assembles the embedding from its parts.
+        """`P` is the number of elements of a layer's part (`dim`).
 
         Args:
             table: [vocab, layers * P].
             proj: [hidden] -> [layers * P].
             norm: Norm of the projection, for each layer's part by itself.
-            dim: P, elements of a layer's part.
         """
         self._table, self._proj, self._norm = table, proj, norm
         self._shape = num_layers, dim

@@ -80,7 +80,7 @@ class RecurrentMixer(ABC):
     def few_rows(
         self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The same in place, on a GPU, from `Projected.inputs`: a `FewRows`."""
+        """`scan` in place, on a GPU, from `Projected.inputs`: a `FewRows`."""
 
     @abstractmethod
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

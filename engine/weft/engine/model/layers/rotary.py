@@ -20,7 +20,7 @@ class Rotary(NamedTuple):
 
 
 class Rotaries:
-    """The rotations of a model's layers. Equal ones share a table."""
+    """The rotations of a model's layers. Equal rotations share a table."""
 
     def __init__(self, head_dim: int, max_positions: int, device: torch.device) -> None:
         self._size = (head_dim, max_positions)

@@ -162,7 +162,7 @@ class Checkpoint:
         return is_same and torch.equal(first, second)
 
     def _is_missing(self, name: str) -> bool:
-        """Whether the tensor is missing. `finish` reports all missing ones at once."""
+        """`finish` reports all missing tensors at once."""
         if name in self._tensors:
             return bool(self._missing)
         self._missing.append(name)
@@ -208,7 +208,7 @@ class Checkpoint:
         self._left.update(name for name in names if not self._unused(name))
 
     def _wanted(self, names: set[str]) -> list[str]:
-        """The names among these that are not left to other ranks."""
+        """The names among these that this rank reads itself."""
         if not self._skipped:
             return list(names)
         return [name for name in names if self._skipped.isdisjoint(_prefixes(name))]

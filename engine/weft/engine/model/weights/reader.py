@@ -85,10 +85,8 @@ class Wrapped:
 
 
 class Renamed(Wrapped):
-    """A reader of a checkpoint whose names differ from the models'.
-
-    Args:
-        name_of: Returns the checkpoint's name of a tensor.
+    """A reader of a checkpoint whose names differ from the models'. `name_of` returns the
+    checkpoint's name of a tensor.
     """
 
     def __init__(self, reader: CheckpointReader, name_of: Callable[[str], str]) -> None:
@@ -112,10 +110,8 @@ class Renamed(Wrapped):
 
 
 class Transposed(Wrapped):
-    """A reader of a checkpoint that stores some matrices as [columns, rows].
-
-    Args:
-        is_transposed: Whether the matrix of this name is one of them.
+    """A reader of a checkpoint that stores the matrices for which `is_transposed` is true as
+    [columns, rows].
     """
 
     def __init__(self, reader: CheckpointReader, is_transposed: Callable[[str], bool]) -> None:
@@ -142,10 +138,8 @@ class Transposed(Wrapped):
 
 
 class ChangedWeights(Wrapped):
-    """A reader that adds changes to the parameters that it reads.
-
-    Args:
-        changes: By full name, of the parameter's shape; added in float32.
+    """A reader that adds `changes` to the parameters that it reads, in float32. They are by full
+    name, of the parameter's shape.
     """
 
     def __init__(self, reader: CheckpointReader, changes: Mapping[str, torch.Tensor]) -> None:

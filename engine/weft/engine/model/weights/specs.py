@@ -90,7 +90,7 @@ class LinearSpec:
 
     @property
     def parts(self) -> tuple[LinearSpec, ...]:
-        """Each projection as a product of its own."""
+        """Each projection as a separate product."""
         pairs = zip(self.names, self.rows, strict=True)
         return tuple(replace(self, names=(name,), rows=(rows,)) for name, rows in pairs)
 
@@ -119,9 +119,7 @@ class LinearSpec:
         ]
 
     def stacked_weights(self, name: str, index: int, count: int, shard: Shard) -> list[TensorSlice]:
-        """Like `weights`, where one tensor, [count, all rows, columns], holds this product at
-        `index`.
-        """
+        """`weights` where one tensor, [count, all rows, columns], holds this product at `index`."""
         shape, columns = (count, sum(self.rows), self.in_features), self.columns_of(shard)
         return [TensorSlice(name, shape, (index, own, columns)) for own in self._stacked(shard)]
 
@@ -222,7 +220,7 @@ class ExpertSpec:
         return len(self.numbers)
 
     def placed(self, shard: Shard) -> ExpertSpec:
-        """The experts of one rank, where each rank has some whole ones (expert parallelism)."""
+        """The experts of one rank, where each rank has some whole experts (expert parallelism)."""
         gate_up, down = (replace(part, split="none") for part in (self.gate_up, self.down))
         return replace(self, gate_up=gate_up, down=down, shard=shard)
 

@@ -1,6 +1,6 @@
 """Reads parts of tensors from files into memory of any device, in several threads.
 
-For a GPU, threads read into pinned memory, and copies to the device run beside the next reads. For
+For a GPU, threads read into pinned memory, and copies to the device run during the next reads. For
 a CPU they read to where the numbers are wanted. No file is mapped: the host's memory holds the
 pinned buffers and the numbers that are being converted.
 """

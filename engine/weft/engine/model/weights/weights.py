@@ -77,18 +77,18 @@ class Weights:
 
         Args:
             shard: Share of each divided product to read.
-            expert_shard: Share of the experts to read, where ranks have whole experts; the default:
-                of every expert its `shard`.
-            arena: Memory for packed weights; None: an arena of its own.
-            peers: Ranks that have the other shares; None: there are none.
-            computed: Counts the number formats of packed products; None: a count of its own.
+            expert_shard: Share of the experts to read, where ranks have whole experts; by default
+                each expert is divided as `shard` says.
+            arena: Memory for packed weights; None: a new arena.
+            peers: Ranks that have all other shares; None: there are none.
+            computed: Counts the number formats of packed products; None: a new count.
         """
         self.dtype = dtype
         self.device = device
         self.shard = shard
         self.expert_shard = expert_shard
         self.peers = peers
-        """Ranks that have the other shares; None: there are none."""
+        """Ranks that have all other shares; None: there are none."""
         self.arena = arena or WeightArena()
         """Memory for packed weights, one arena for the whole model."""
         self.reader = reader
@@ -146,8 +146,8 @@ class Weights:
         return None if found is None else found.to(self.device)
 
     def skip_experts(self, spec: ExpertSpec) -> None:
-        """Leaves out the experts of other ranks, in checkpoints where each expert is a module of
-        its own.
+        """Marks the experts of other ranks as not read here, in checkpoints where each expert is a
+        separate module.
         """
         for number in set(range(spec.num_experts)) - set(spec.numbers):
             for module in (*spec.gate_up.modules, *spec.down.modules):
@@ -187,15 +187,13 @@ class Weights:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Parts of tensors, stacked along their first axis. Each is copied into its place.
+        """Parts of tensors, stacked along their first axis: [rows of all parts + num_zeros, ...] on
+        the model's device. Each is copied into its place.
 
         Args:
             parts: Parts by names below the prefix; their shapes differ at most in the first axis.
             num_zeros: Rows of zeros after them.
             dtype: Dtype of the result; None: the model's.
-
-        Returns:
-            [rows of all parts + num_zeros, ...] on the model's device.
         """
         rows = sum(part.size[0] for part in parts) + num_zeros
         size = (rows, *parts[0].size[1:])

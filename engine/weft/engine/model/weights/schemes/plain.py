@@ -14,8 +14,8 @@ from weft.kernels.moe import ExpertWeights, pack_experts
 
 
 class PlainScheme:
-    """A `Scheme` of weights in the dtype in which layers compute. Experts are tensors of their own,
-    by number, or stacked in one tensor per product.
+    """A `Scheme` of weights in the dtype in which layers compute. Experts are separate tensors, by
+    number, or stacked in one tensor per product.
     """
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
