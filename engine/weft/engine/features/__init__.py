@@ -1,1 +1,3 @@
-"""Guests: capabilities that the loop knows by ports alone. Only `loop.build` imports them."""
+"""Capabilities that the loop knows by interfaces alone: constraints, adapters, drafts. Only
+`loop.build` imports them.
+"""

@@ -1,10 +1,10 @@
-"""Constraints that begin behind the sample's reasoning, or that a first token can lift.
+"""Constraints that begin after the sample's reasoning, or that a first token can lift.
 
 ```
  reasoning.begin           reasoning.end [.. until]        any other
 FIRST ----------> REASONING -----------------------> START ---------> CONSTRAINED
   |  any other                                         |
-  +--------------> as behind START                     +-------------> FREE
+  +--------------> as after START                      +-------------> FREE
                                                          alternatives
 ```
 """
@@ -32,27 +32,25 @@ class Phase(Enum):
     """Before the first token that the constraint applies to."""
     CONSTRAINED = "constrained"
     FREE = "free"
-    """Behind a token that lifts the constraint."""
+    """After a token that lifts the constraint."""
 
 
 class Place(NamedTuple):
-    """Phase of a sample before its constrained text, with what is known of the reasoning's end."""
+    """Phase of a sample before its constrained text, and the state of the reasoning's end."""
 
     phase: Phase
     tail: tuple[int, ...] = ()
     """The last tokens of the reasoning, as many as may be the start of its end."""
     is_ending: bool = False
-    """Whether the reasoning's end has come, but not yet the token `until` behind it."""
+    """Whether the reasoning's end has come, but not yet the token `until` after it."""
 
 
 class AfterReasoning:
-    """The position of a sample whose constraint begins later than the sample.
-
-    Tokens before the constrained text need no masks.
+    """The position of a sample whose constraint begins later than the sample. Tokens before the
+    constrained text need no masks.
 
     Args:
         state: The constraint's state before any token.
-        vocab_size: Vocabulary size of the model.
         reasoning: How reasoning begins and ends; None: the sample has none.
         alternatives: Tokens that may come in place of the constrained text and lift the constraint.
     """

@@ -1,7 +1,7 @@
 """Compiles constraints in threads: a few at a time, each with a deadline.
 
 llguidance compiles without Python's lock and within limits (`grammar.LIMITS`). The deadline covers
-what the limits do not: a thread that misses it is abandoned, and its requests fail.
+work without a limit: a thread that misses it is abandoned, and its requests fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_RUNNING = 2
 """Constraints that are compiled at a time."""
 MAX_LOST = 4
-"""Number of abandoned threads that do not count as running; more of them do, until they end."""
+"""Abandoned threads up to this number do not count as running; any more count until they end."""
 STACK_BYTES = 512 << 20
 """Address space of a thread's stack, since llguidance recurses for each level of a grammar."""
 
@@ -78,7 +78,7 @@ class Compiler:
             self._changed.notify()
 
     def take(self) -> list[Compiled]:
-        """Constraints compiled or failed since the last call."""
+        """Constraints that were compiled, or failed to compile, since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:

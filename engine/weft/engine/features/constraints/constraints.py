@@ -27,12 +27,10 @@ TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
 
 
 class Constraints:
-    """Grammars and masks of constrained requests. Used by the engine's thread; other requests cost
-    nothing.
+    """Grammars and masks of constrained requests. Used by the engine's thread; unconstrained
+    requests cost nothing.
 
     Args:
-        config: Configuration of the engine.
-        vocab_size: Vocabulary size of the model.
         eos_token_ids: End-of-text token ids of the model: how a complete text ends.
         wake: Called from another thread when `take_compiled` has something.
     """
@@ -57,7 +55,7 @@ class Constraints:
         self._states: dict[Request, ConstraintState | AfterReasoning] = {}
         """Grammar state of each sample, from its first step on this engine."""
         self._charged: dict[RequestKey, ChargedTime] = {}
-        """What slow steps were charged to the samples of each unfinished request."""
+        """CPU seconds of slow steps that the samples of each unfinished request were charged."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
@@ -83,7 +81,7 @@ class Constraints:
         return False
 
     def expect(self) -> None:
-        """Starts reading the vocabulary ahead of the first constrained request."""
+        """Starts reading the vocabulary before the first constrained request comes."""
         if not self._lacks():
             self._compiled.start()
 
@@ -203,7 +201,6 @@ class Constraints:
                 self._states[request].is_lost = True
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of what grows with requests."""
         return {
             "constrained_requests": len(self.grammars),
             "constrained_samples": len(self._states),
@@ -211,7 +208,6 @@ class Constraints:
         }
 
     def close(self) -> None:
-        """Ends threads."""
         self._compiled.close()
         if self._maker is not None:
             self._maker.close()

@@ -63,13 +63,8 @@ def same(first: Json, second: Json) -> bool:
 def are_disjoint(
     first: Json, second: Json, resolve: Resolve, around: Mapping[str, Json] | None = None
 ) -> bool:
-    """Whether no value is valid under both schemas, as far as types and constants show.
-
-    Args:
-        first: A schema.
-        second: Another one.
-        resolve: Follows references.
-        around: Keywords that hold beside both.
+    """Whether no value is valid under both schemas, as far as types and constants show. `around`
+    has keywords that hold in addition to both.
     """
     first, second = _plain(resolve(first)), _plain(resolve(second))
     if not isinstance(first, dict) or not isinstance(second, dict):
@@ -170,9 +165,8 @@ def _types_of(schema: Mapping[str, Json], around: Mapping[str, Json]) -> set[str
 
 
 def negated(schema: Json, resolve: Resolve) -> Json:
-    """Negates a simple schema; None if that is not possible.
-
-    No value is valid under both. Some values may be valid under neither.
+    """Negates a simple schema; None if that is not possible. No value is valid under both; some
+    values may be valid under neither.
     """
     schema = _plain(resolve(schema))
     if isinstance(schema, bool):

@@ -23,7 +23,7 @@ MARK = 256
 """The first token of `byte_tokens` that is no byte."""
 END = MARK + MAX_MARKS
 _MAX_STEPS = 4000
-"""Most bytes that are tried to find values; beyond, a schema is taken to have many."""
+"""Most bytes that are tried to find values; after that, a schema counts as having many."""
 _BLANKS = frozenset(b" \t\n\r")
 _CLOSING = frozenset(b'"]}')
 _DECODER = json.JSONDecoder(parse_float=Decimal)
@@ -32,7 +32,7 @@ _FORM = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 @functools.cache
 def byte_tokens() -> LLTokenizer:
-    """A vocabulary of all bytes, of marks that stand for no text, and of the end."""
+    """A vocabulary of all bytes, of marks that have no text, and of the end."""
     marks = [b""] * MAX_MARKS
     return tokenizer_of([*(bytes([byte]) for byte in range(256)), *marks, b""], [END])
 
@@ -45,8 +45,8 @@ def tokens_of(mask: bytes) -> list[int]:
 
 
 def key_of(written: bytes) -> Hashable:
-    """What is equal for equal values of JSON, and for them alone. Strings have one spelling in the
-    grammars of this room.
+    """A key that is equal for equal values of JSON, and for them alone. Strings have one spelling
+    in the grammars of this package.
     """
     return written if written.startswith(b'"') else _key_of(written)
 
@@ -71,8 +71,8 @@ def has_unique_arrays(schema: Json) -> bool:
 
 def bound_arrays(schema: dict[str, Json]) -> Place:
     """Bounds arrays without duplicates in a rewritten schema by the number of values that their
-    items can have, so that an item is left to come wherever one may come. Returns the place of the
-    whole text. Raises ValueError if an array cannot be kept free of duplicates.
+    items can have, so that wherever an item may come, some new item is possible. Returns the place
+    of the whole text. Raises ValueError if an array cannot be kept free of duplicates.
     """
     places = Places(schema)
     count = _Counter(places.definitions).count
@@ -127,8 +127,8 @@ def _have_many(arrays: list[dict[str, Json]], count: Any) -> bool:
 
 
 def _check_orders(place: Place, at: str, count: Any) -> None:
-    """Checks that an object among the items can always get one more of its free names. An object
-    is the same in whatever order these come, so not all of its texts are known to be taken.
+    """Checks that an object among the items can always get one more of its free names. An object is
+    the same in whatever order these come, so not all of its texts are recognised as already taken.
     """
     parts = (place.item(index) for index in range(1 + max(map(_num_first, place.arrays()))))
     for inner in {id(one): one for part in parts for one in part.within()}.values():
@@ -172,7 +172,7 @@ class _Counter:
         matcher = LLMatcher(byte_tokens(), lark, log_level=0)
         begin = [] if matcher.is_error() else tokens_of(matcher.compute_bitmask())
         if matcher.is_error():
-            # What else is wrong, compiling the whole schema tells.
+            # Compiling the whole schema reports any other error.
             few = 0 if NOTHING.search(matcher.get_error()) else MAX_UNIQUE
             return few, few
         num_strings = 0
@@ -209,6 +209,6 @@ def _some_values(matcher: LLMatcher, begin: bytes) -> set[Hashable] | range:
 
 
 def _next(matcher: LLMatcher) -> Iterator[int]:
-    """The tokens that may come, those first that end a value soon."""
+    """The tokens that may come; those that end a value soon are first."""
     may_come = [token for token in tokens_of(matcher.compute_bitmask()) if token not in _BLANKS]
     return iter(sorted(may_come, key=lambda token: (token != END, token not in _CLOSING)))

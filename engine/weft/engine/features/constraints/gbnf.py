@@ -1,7 +1,7 @@
 """Converts grammars in GBNF, llama.cpp's notation, to that of llguidance.
 
 llguidance divides a text into terminals, each as long as possible, before it looks at rules. This
-module writes a rule that does not lead back to itself as a terminal, that is as a regular
+module writes a rule that is not recursive as a terminal, that is as a regular
 expression. If a character that may follow the rule could also continue it, the rule stays a rule of
 single characters. A grammar without recursion becomes one terminal.
 """
@@ -73,15 +73,12 @@ class _Sets(NamedTuple):
 
 
 def convert_gbnf(text: str, part: str = "") -> str:
-    """Writes the grammar in the notation of llguidance, beginning at the rule `root`.
+    """Writes the grammar in the notation of llguidance, beginning at the rule `root`. Raises
+    ValueError if the grammar is malformed, where the message says the place, or too complex.
 
     Args:
-        text: The grammar.
         part: Lower-case beginning of all names, for a grammar that is a part of another one, where
             any text may follow it; empty: it is the whole grammar.
-
-    Raises:
-        ValueError: The grammar is malformed, and the message says where; or it is too complex.
     """
     rules = _Reader(text).rules()
     if "root" not in rules:
@@ -274,7 +271,7 @@ class _Reader:
                 self._skip(_SPACE_AND_LINES)
                 choices.append([])
             elif character in ("", "\n", "\r") or (character == ")" and depth):
-                # A line that begins with `|` goes on with the rule.
+                # A line that begins with `|` continues the rule.
                 ahead = _SPACE_AND_LINES.match(self._text, self._at)
                 if ahead is None or self._text[ahead.end() : ahead.end() + 1] != "|":
                     break

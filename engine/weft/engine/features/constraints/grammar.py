@@ -35,13 +35,13 @@ LIMITS = LLParserLimits(
 ms), with 100 MB of memory.
 """
 _HEAD = '%llguidance {"no_forcing": true}\n'
-"""`no_forcing`: a mask allows every token that may come, also where only one text is left."""
+"""`no_forcing`: a mask allows every token that may come, even where only one text is possible."""
 DEFAULT_FORM: dict[str, str | bool] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
-"""The blanks of JSON where a request says nothing about them: at most one behind each comma and
+"""The blanks of JSON where a request says nothing about them: at most one after each comma and
 each colon. `bench/json_forms.py` compares forms.
 """
 # Without `\u` escapes each name has one spelling, so no property can come twice unnoticed.
@@ -69,11 +69,8 @@ _IN_LARK = re.compile(r"\n[^\S\n]*+\d++ \| ")
 
 
 class GrammarSource:
-    """Compiles constraints for one vocabulary; used by any thread.
-
-    Args:
-        tokenizer: The model's tokens, from `tokenizer_of`.
-        is_closed: Whether objects and arrays may have only what their schemas list.
+    """Compiles constraints for one vocabulary; used by any thread. With `is_closed`, objects and
+    arrays may have only what their schemas list.
     """
 
     def __init__(self, tokenizer: LLTokenizer, *, is_closed: bool = True) -> None:
@@ -149,7 +146,7 @@ def _form(whitespace: str | None) -> Mapping[str, str | bool]:
 
 
 def _with_blanks_of_json(found: re.Match[str]) -> str:
-    """A class of characters, or `\\s`, in which `\\s` is what JSON takes for a blank."""
+    r"""In a class of characters, or in `\s`, makes `\s` the blanks of JSON."""
     return r"[ \t\n\r]" if found[0] == r"\s" else found[0].replace(r"\s", r" \t\n\r")
 
 

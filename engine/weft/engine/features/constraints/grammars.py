@@ -22,7 +22,7 @@ class Grammars:
 
     Args:
         config: The model's vocabulary, which is read when it is first needed.
-        timeout_s: Seconds that compiling one may take.
+        timeout_s: Seconds that compiling one constraint may take.
         max_kept: Number of compiled constraints that are kept.
         wake: Called from another thread when `take` has something.
     """
@@ -83,10 +83,8 @@ class Grammars:
 
     @property
     def num_open(self) -> int:
-        """Number of constraints being compiled."""
         return len(self._open)
 
     def close(self) -> None:
-        """Stops the compiler."""
         if self._compiler is not None:
             self._compiler.close()

@@ -27,23 +27,25 @@ logger = logging.getLogger(__name__)
 
 
 SLOW_MASK_S = 5e-3
-"""CPU seconds beyond which a mask counts as slow; llguidance ends it at about 20 ms."""
+"""CPU seconds above which a mask counts as slow; llguidance ends it at about 20 ms."""
 MAX_SLOW_S = 1.0
-"""CPU seconds that a sample's slow masks may take together; beyond, the sample is ended."""
+"""CPU seconds that a sample's slow masks may take together; above that, the sample is ended."""
 SLOW_TOGETHER_S = 2e-2
-"""Seconds that a group's masks may take; beyond, its members are timed one by one for a while."""
+"""Seconds that a group's masks may take; above that, its members are timed one by one for a
+while.
+"""
 NUM_ALONE = 16
 """Number of masks that a sample gets outside groups after it was in a slow group."""
 SLOW_STEP_S = 5e-2
 """CPU seconds that the masks of a request's samples may take in a step before they are charged."""
 MAX_CHARGED_S = 2.0
-"""CPU seconds that may be charged to a request; beyond, all of its samples are ended."""
+"""CPU seconds that may be charged to a request; above that, all of its samples are ended."""
 MAX_THREADS = 8
 MIN_SHARED = 8
 """Least number of masks that several threads share, if there are also `MIN_GRAMMARS`."""
 MIN_GRAMMARS = 4
-"""Least number of different grammars that threads share: copies of one grammar share a lexer behind
-a lock, so threads would wait for each other.
+"""Least number of different grammars that threads share: copies of one grammar share a lexer with a
+lock, so threads would wait for each other.
 """
 _WRONG_TOKEN = ("doesn't satisfy the grammar", "parser stopped in consume_token")
 """Parts of llguidance's messages about a token that the grammar does not allow. All its other
@@ -63,9 +65,8 @@ class ConstraintState:
 
     Args:
         grammar: Matcher at the beginning of a text; it is copied.
-        vocab_size: Vocabulary size of the model.
         eos_token_ids: Tokens that end a text; a matcher never sees them.
-        charged: Shared by all samples of a request; None: this is the only one.
+        charged: Shared by all samples of a request; None: the request has one sample.
     """
 
     def __init__(
@@ -91,19 +92,13 @@ class ConstraintState:
 
     @property
     def in_group(self) -> ConstraintState | None:
-        """This state, if its next mask may be computed in a group with others; else None."""
+        """This state, if its next mask may be computed in a group with other samples; else None."""
         is_timed = self.num_alone > 0 or self.is_lost
         return None if is_timed or not isinstance(self.matcher, LLMatcher) else self
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Follows more tokens of the sample.
-
-        Args:
-            tokens: Those from `num_accepted` on.
-
-        Raises:
-            Internal: A token is not of the grammar.
-            InvalidRequest: The grammar takes too long to follow.
+        """Follows more tokens of the sample, those from `num_accepted` on. Raises Internal if a
+        token is not of the grammar, and InvalidRequest if the grammar takes too long to follow.
         """
         if self.is_lost:
             raise _too_slow()
@@ -142,8 +137,9 @@ class ConstraintState:
                 after each.
 
         Returns:
-            New arrays, their bits from vocab_size on 0: the mask of the next token, then the mask
-            behind each of these. Behind one that the grammar does not allow, no token may come.
+            New arrays, whose bits from vocab_size on are 0: the mask of the next token, then the
+                mask that follows each of `ahead`. After a token that the grammar does not allow,
+                the mask allows no token.
 
         Raises:
             Internal: A token is not of the grammar.
@@ -220,7 +216,7 @@ _Member = tuple[int, ConstraintState, MaskJob]
 
 
 class MaskMaker:
-    """Computes the masks of a step, in a thread of its own while the model computes. If the caller
+    """Computes the masks of a step, in a separate thread while the model computes. If the caller
     would only wait, it computes them at once in the caller's thread.
 
     Args:
@@ -247,8 +243,8 @@ class MaskMaker:
 
         Args:
             jobs: The samples that draw in the step.
-            rows: The masks of jobs with a slot are written here, until they are taken; None:
-                nowhere.
+            rows: The masks of jobs with a slot are written here, until they are taken; None: they
+                are returned alone.
             is_awaited: Whether the caller calls `take` at once.
         """
         if is_awaited:
@@ -264,7 +260,6 @@ class MaskMaker:
         return self._made.get()
 
     def close(self) -> None:
-        """Stops the thread."""
         if self._thread is not None:
             self._orders.put(None)
             self._thread = None
@@ -327,7 +322,7 @@ class MaskMaker:
 
 
 def _of_llguidance(pairs: list[tuple[Matcher, int]]) -> list[tuple[LLMatcher, int]]:
-    """The same: `in_group` keeps other matchers out of groups."""
+    """Changes only the type: `in_group` keeps other matchers out of groups."""
     return cast("list[tuple[LLMatcher, int]]", pairs)
 
 
@@ -344,7 +339,7 @@ def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None)
             continue
         try:
             state.follow(tokens)
-        except Exception as error:  # An error of one sample must not affect the others.
+        except Exception as error:  # An error of one sample must not affect other samples.
             made[place] = _failure(error)
     if executor is not None and pairs:
         are_right = executor.consume_token_par(_of_llguidance(pairs))

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def has_names(pattern: str, *, but: Iterable[str]) -> bool:
-    """Whether a pattern, as llguidance spells it, matches any name but the given ones.
+    """Whether a pattern, as llguidance spells it, matches any name except those of `but`.
 
-    llguidance leaves the names of listed properties out of a pattern. If that leaves none, it
-    still lets a text begin one more property, and then nothing can follow.
+    llguidance excludes the names of listed properties from a pattern. If no name remains, it still
+    lets a text begin one more property, and then nothing can follow.
     """
     # Imported here, as below: reading a schema needs no llguidance.
     from llguidance import LLMatcher
@@ -31,7 +31,7 @@ def has_names(pattern: str, *, but: Iterable[str]) -> bool:
     }
     matcher = LLMatcher(_one_byte_tokens(), f"start: %json {json.dumps(schema)}", log_level=0)
     if matcher.is_error() or not matcher.consume_token(ord("{")):
-        return True  # Compiling the whole schema tells what is wrong.
+        return True  # Compiling the whole schema reports the error.
     matcher.compute_bitmask()
     return not matcher.is_error()
 

@@ -22,7 +22,7 @@ _MOST = 2**63 - 1
 MAX_MULTIPLE = 10_000
 """Largest `multipleOf`, without its decimals: a larger one takes long to compile."""
 MAX_MERGED = 1_000
-"""Largest `multipleOf`, in hundredths, beside other schemas."""
+"""Largest `multipleOf`, in hundredths, where other schemas hold at the same place."""
 MAX_LISTED = 1024
 """Most multiples between two bounds that are written out as a list."""
 _BETWEEN = {"minimum": -LARGEST, "maximum": LARGEST}
@@ -47,19 +47,13 @@ def prepare_number(
     is_integer: bool,
     is_merged: bool = False,
 ) -> Json:
-    """Rewrites the keywords of numbers.
+    """Rewrites the keywords of numbers. Returns a schema; False if no number satisfies the
+    keywords. Raises ValueError if the keywords cannot be enforced.
 
     Args:
-        schema: The schema with these keywords.
         at: The schema's JSON pointer, for messages.
         is_integer: Whether only whole numbers are wanted.
         is_merged: Other schemas hold at the same place.
-
-    Returns:
-        A schema; False if no number satisfies the keywords.
-
-    Raises:
-        ValueError: The keywords cannot be enforced.
     """
     given = {name: _number(schema, name, at) for name in ("minimum", "maximum", "multipleOf")}
     step, decimals = _step(given["multipleOf"], f"{at}/multipleOf", is_integer=is_integer)
@@ -76,7 +70,7 @@ def prepare_number(
             message = f"is supported up to {MAX_MULTIPLE:,} without its decimals"
             raise ValueError(f"at {at}/multipleOf: {message}")
         return {"enum": [_json(low + i * step) for i in range(int(count) + 1)]}
-    # llguidance multiplies steps that meet, in 32 bits.
+    # llguidance multiplies the steps of schemas that hold together, in 32 bits.
     is_small = step * 100 <= MAX_MERGED and (step * 100).denominator == 1
     if is_merged and given["multipleOf"] is not None and not is_small:
         message = f"beside other schemas it is supported up to {MAX_MERGED // 100}"
@@ -178,12 +172,8 @@ def _bounds(
 
 
 def _json(value: Fraction, outward: int = 0) -> int | float:
-    """A number for JSON. If the value cannot be represented exactly, the result is a neighbour.
-
-    Args:
-        value: The exact value.
-        outward: Side of the value on which the neighbour must not lie: -1 below, 1 above; 0:
-            either.
+    """A number for JSON. If `value` cannot be represented exactly, the result is a neighbour, which
+    must not lie on the side `outward` of it: -1 below, 1 above; 0: either.
     """
     if value.denominator == 1 and abs(value) <= 2**53:
         return int(value)

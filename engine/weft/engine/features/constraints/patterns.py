@@ -1,7 +1,7 @@
 """Regular expressions as clients write them (ECMA-262, Python), in the syntax of llguidance.
 
-The syntaxes agree on most things. What differs is spelled out: classes of characters, escapes,
-what a dot matches. What llguidance has no equal for is refused with its position.
+The syntaxes agree on most things. Differences are spelled out: classes of characters, escapes, the
+characters that a dot matches. A part without an equal in llguidance is refused with its position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _SETS = {
     "S": f"[^{_MORE_SPACES}]",
 }
 _SETS_NEGATED = {**_SETS, "s": f"[{_MORE_SPACES}]", "S": f"[^{_SPACES}]"}
-"""Sets as members of a negated class: what remains belongs to the class in both dialects."""
+"""Sets as members of a negated class. The characters that remain belong to the class in both
+dialects.
+"""
 _CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _ANYTHING = r"[\x{0}-\x{10ffff}]"
@@ -40,7 +42,7 @@ _AHEAD = re.compile(
     r"\(\?!\^?\[(?P<others>(?:[^\\\[\]^]|\\.)+)\]\*\$\)"
     r"|\(\?=(?P<ahead>(?:[^()\[\]\\|]|\\.|\[(?:[^\[\]\\]|\\.)+\])+)\)"
 )
-"""Look-ahead that is a pattern of its own: `(?![-+.]*$)`, `(?=.*[A-Z])`."""
+"""Look-ahead that is a complete pattern: `(?![-+.]*$)`, `(?=.*[A-Z])`."""
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
@@ -76,10 +78,10 @@ def convert_regex(regex: str) -> str:
 
 
 def without_lookahead(pattern: str) -> list[str]:
-    """Patterns that together match what a pattern with look-ahead at its start matches.
+    """Patterns that together match the strings that a pattern with look-ahead at its start matches.
 
-    What an ahead expression says of the whole text is a pattern of its own. The opposite of one is
-    known where it is a class that is repeated to the end: some character is of no such class.
+    Each look-ahead becomes a separate pattern of the whole text. The opposite of one is known where
+    it is a class that is repeated to the end: some character is of no such class.
     """
     if pattern in _WITHOUT_LOOKAHEAD or not pattern.startswith("^"):
         return [pattern]
@@ -89,7 +91,7 @@ def without_lookahead(pattern: str) -> list[str]:
         others = ahead["others"]
         found.append(f"[^{others}]" if others is not None else f"^(?:{ahead['ahead']})")
     rest = f"^{pattern[at:]}"
-    # A branch beside the look-ahead is free of it.
+    # The look-ahead does not apply to a branch outside of it.
     return [rest, *found] if found and not _has_branches(rest) else [pattern]
 
 
@@ -108,7 +110,7 @@ class _Converter:
     def __init__(self, text: str, *, keeps_anchors: bool) -> None:
         self._text = text
         self._end = len(text.rstrip(")"))
-        """Where nothing but the ends of groups follows."""
+        """Index after which nothing but the ends of groups follows."""
         self._keeps_anchors = keeps_anchors
         self._at = 0
 

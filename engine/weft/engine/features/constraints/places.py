@@ -1,4 +1,6 @@
-"""Where a JSON text is in its schema: the parts of a rewritten schema that may hold for a value."""
+"""The position of a JSON text in its schema: the parts of a rewritten schema that may hold
+there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ Json = Any
 
 UNIQUE = "x-unique"
 """Marks an array without duplicates in a rewritten schema; its value is the JSON pointer of the
-array's schema as the client wrote it. llguidance passes over it.
+array's schema as the client wrote it. llguidance ignores it.
 """
 MAX_PLACES = 20_000
 """Most places of one schema that are looked at."""
@@ -27,7 +29,9 @@ class Place:
         self.is_unique = any(UNIQUE in node for node in nodes)
         """Whether an array here may have no value twice."""
         self.has_many_strings = False
-        """Whether, of an array without duplicates, more items are strings than it can have."""
+        """Whether the possible items of an array without duplicates are more strings than it can
+        have items.
+        """
         self._of_name: dict[str | None, Place] = {}
         self._of_index: dict[int, Place] = {}
 

@@ -1,13 +1,13 @@
 """Brings JSON schemas into the part of the language that llguidance enforces, or refuses them.
 
 llguidance enforces most keywords, refuses some, and enforces a few in a way that lets too much
-through. So this module reads each schema keyword by keyword and writes it anew, in JSON Schema
-2020-12, with keywords that llguidance enforces exactly. What cannot be written so is refused with
-the JSON pointer of its place.
+through. So this module reads each schema keyword by keyword and rewrites it in JSON Schema 2020-12,
+with keywords that llguidance enforces exactly. A part that cannot be written so is refused with the
+JSON pointer of its place.
 
 An object that lists properties has no others, and an array that lists items has no others, unless
 the schema allows them (`additionalProperties`, `items`) or combines several schemas (`allOf`, or
-keywords beside `$ref`, `anyOf` and `oneOf`).
+keywords next to `$ref`, `anyOf` and `oneOf`).
 """
 
 from __future__ import annotations
@@ -92,17 +92,12 @@ _ESCAPED = "\b\t\n\f\r"
 
 
 def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
-    """Rewrites a schema, given as JSON text, for llguidance.
-
-    Arrays without duplicates are marked by `UNIQUE`; `UniqueMatcher` keeps them so.
+    """Rewrites a schema, given as JSON text, for llguidance. Arrays without duplicates are marked
+    by `UNIQUE`; `UniqueMatcher` keeps them so. Raises ValueError if the text is no schema, or a
+    part of it cannot be enforced; the message says where.
 
     Args:
-        text: The schema.
         is_closed: Whether objects and arrays may have only what the schema lists.
-
-    Raises:
-        ValueError: The text is no schema, or a part of it cannot be enforced; the message says
-        where.
     """
     try:
         schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -135,7 +130,7 @@ class _Rewriter:
         given = root.get("$schema", "") if isinstance(root, dict) else ""
         self._require(isinstance(given, str), "#/$schema", "a string is expected")
         self._is_old = any(f"draft-0{number}/" in given for number in (3, 4, 6, 7))
-        """Whether the schema's draft ignores keywords beside `$ref`."""
+        """Whether the schema's draft ignores keywords next to `$ref`."""
         self._definitions: dict[str, Json] = {}
         self._names: dict[tuple[str, bool, bool], str] = {}
         """Names of definitions, by the schema's place and whether it is closed and merged."""
@@ -224,8 +219,9 @@ class _Rewriter:
         return parts[0] if len(parts) == 1 else {"allOf": parts}
 
     def _with_values(self, schema: Mapping[str, Json], at: str) -> Mapping[str, Json]:
-        """The schema with the values that a part of its `allOf` lists: they can be checked by it,
-        whereas llguidance finds no common text of some lists and schemas.
+        """The schema with the values that a part of its `allOf` lists. The rest of the schema can
+        then be checked against them, whereas llguidance finds no common text of some lists and
+        schemas.
         """
         parts = schema.get("allOf")
         for part in parts if isinstance(parts, list) else ():
@@ -295,7 +291,7 @@ class _Rewriter:
         return f"#{fragment}", found
 
     def behind_references(self, schema: Json, at: str = "#") -> Json:
-        """The schema that a chain of references without other keywords ends in."""
+        """The schema at the end of a chain of references without other keywords."""
         self._num_looks += 1
         self._require(self._num_looks <= MAX_LOOKS, at, "is too complex: too much is compared")
         for _ in range(32):
@@ -367,8 +363,8 @@ class _Rewriter:
     def _telling(
         self, parts: Sequence[Json], overlaps: Mapping[int, list[int]]
     ) -> list[list[str]] | None:
-        """For each of several schemas of objects, properties that tell it from those which it
-        overlaps, once they are required; None: there are none.
+        """For each of several schemas of objects, properties that distinguish it from those which
+        it overlaps, once they are required; None: there are none.
         """
         found: list[list[str]] = []
         for i, others in overlaps.items():
@@ -389,7 +385,7 @@ class _Rewriter:
         return found
 
     def _told_apart(self, parts: Sequence[Json], telling: Sequence[list[str]], at: str) -> Json:
-        """Alternatives, each with the properties that tell it from the others."""
+        """Alternatives, each with the properties that distinguish it."""
         cases = []
         for i, (part, names) in enumerate(zip(parts, telling, strict=True)):
             place = f"{at}/{i}"
@@ -476,7 +472,7 @@ class _Rewriter:
         return {"enum": [_plain(value) for value in kept]}
 
     def _valid(self, values: list[Json], schema: Mapping[str, Json], at: str) -> list[Json]:
-        # Imported here: most schemas do not need it, and it takes a tenth of a second.
+        # Imported here: most schemas do not need it, and the import takes a tenth of a second.
         from jsonschema import validators
 
         kind = validators.validator_for(self._root, default=validators.Draft202012Validator)

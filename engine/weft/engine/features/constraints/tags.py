@@ -1,12 +1,12 @@
 """Structural tags: texts that consist of free text, fixed texts, JSON and other parts.
 
 The form is xgrammar's, `{"format": FORMAT}`, or the older one of vLLM, `{"structures": [{"begin",
-"schema", "end"}], "triggers": [...]}`; each alone or as the object of `response_format`. Beside
-what xgrammar has, JSON may have `lenient_defs`: names in the schema's `$defs` that allow any object
-where their schemas cannot be enforced.
+"schema", "end"}], "triggers": [...]}`; each alone or as the object of `response_format`. In
+addition to xgrammar's fields, JSON may have `lenient_defs`: names in the schema's `$defs` that
+allow any object where their schemas cannot be enforced.
 
 A free text ends where the first of the texts begins that may follow it. So each format is written
-together with what follows it: a list of alternatives, whose first texts a free text looks for.
+together with the text after it: a list of alternatives, whose first texts a free text looks for.
 """
 
 from __future__ import annotations
@@ -35,36 +35,30 @@ _UNSUPPORTED = {
     ),
     "qwen_xml_parameter": "give json_schema",
 }
-"""Formats that xgrammar has besides, and what to do instead."""
+"""Formats that xgrammar also has, and what to use instead."""
 
 
 class _Part(NamedTuple):
-    """One alternative of a text: a fixed text, then what a rule generates."""
+    """One alternative of a text: a fixed text, then the text that a rule generates."""
 
     head: str | None
     """The fixed text, which may be empty; None: no fixed text begins it."""
     rule: str
-    """Notation of what comes behind the fixed text; empty: nothing."""
+    """Notation of the rule after the fixed text; empty: nothing follows."""
     is_end: bool = False
     """Whether the whole text ends here."""
 
 
 _END = [_Part("", "", is_end=True)]
 _UNKNOWN = [_Part(None, "")]
-"""What follows an item of a list that may go on or end."""
+"""The alternatives that follow an item of a list, which may continue or end."""
 
 Alternatives = Sequence[_Part]
 
 
 def convert_tags(text: str, json_rule: Callable[[str], str]) -> str:
-    """A grammar of text with tags.
-
-    Args:
-        text: The tags, as JSON.
-        json_rule: Writes the grammar's rule for a value of a JSON schema.
-
-    Raises:
-        ValueError: The tags are malformed, or a part cannot be enforced.
+    """A grammar of text with tags. `json_rule` writes the grammar's rule for a value of a JSON
+    schema. Raises ValueError if the tags, as JSON, are malformed, or if a part cannot be enforced.
     """
     try:
         given = json.loads(text)
@@ -98,7 +92,7 @@ class _Writer:
         self._places = places or {}
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
-        """Names of rules and terminals by what they generate."""
+        """Names of rules and terminals by their notation."""
         self._ends: list[Sequence[str]] = [()]
         """Ends of the tags around; no free text has the last ones."""
         self._depth = 0
@@ -347,7 +341,7 @@ class _Writer:
         return found
 
     def _until(self, text: str, excludes: Sequence[str], most: int | None) -> str:
-        """A rule of free text up to and with the first occurrence of a text."""
+        """A rule of free text up to the end of the first occurrence of a text."""
         others = [one for one in (*excludes, *self._ends[-1]) if one != text]
         before = self._named("FREE", _without(others, most))
         return self._named("until", f"{before} {_quoted(text)}", "[lazy]")

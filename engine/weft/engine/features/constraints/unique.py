@@ -1,10 +1,10 @@
-"""Keeps arrays free of duplicates, beside a grammar, which cannot remember what was written.
+"""Keeps arrays free of duplicates, since a grammar cannot remember earlier items.
 
 `UniqueMatcher` follows the text that a sample writes. From each mask it clears the tokens that
-would end an item equal to an earlier one of its array, and those behind which every item would be
-such a one. A second matcher of the same grammar, whose tokens are single bytes, tells what may come
-within an item. Where a grammar has more than JSON, it has a mark before each schema with such
-arrays, so it tells also where a schema's text begins.
+would end an item equal to an earlier one of its array, and those after which every possible item
+would be equal to one. A second matcher of the same grammar, whose tokens are single bytes, shows
+which bytes may come within an item. Where a grammar has more than JSON, the second grammar has a
+mark before each schema with such arrays, so it also shows where a schema's text begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.engine.features.constraints.places import Place
 
 UNCLEAR = "two parts begin alike, and one is a schema with uniqueItems: give each a text before it"
-"""Error of a text whose arrays without duplicates cannot be told."""
+"""Error message for a text in which duplicates cannot be recognised."""
 _BLANKS = b" \t\n\r"
 _QUOTE, _BACKSLASH = b'"\\'
 _OUTSIDE_STRINGS = re.compile(
@@ -33,7 +33,9 @@ _OUTSIDE_STRINGS = re.compile(
     re.DOTALL,
 )
 _OPEN_NUMBER = re.compile(rb"(?:^|[\[:,])(?:-?[0-9]+\.(?:[0-9]*0)?|-?0|-)$")
-"""A number that may become another text of one with other digits: `1.`, `1.50`, `-0`, `-`, `0`."""
+"""The beginning of a number that may become a second spelling of a value: `1.`, `1.50`, `-0`, `-`,
+`0`.
+"""
 
 
 _UP_TO_QUOTE = re.compile(rb'[^"\\]*')
@@ -41,7 +43,7 @@ _ARRAY_AND_ITEM = re.compile(rb"\[[^\]]*,")
 
 
 class Matcher(Protocol):
-    """What is used of llguidance's matcher."""
+    """The part of llguidance's matcher that this package uses."""
 
     def deep_copy(self) -> Matcher: ...
     def is_error(self) -> bool: ...
@@ -71,7 +73,7 @@ class Vocabulary:
         self._by_text = dict(zip(reversed(self.spelled), reversed(numbers), strict=True))
         of_text = map(self._by_text.__getitem__, self.spelled)
         self._again = [token for token, first in enumerate(of_text) if token != first]
-        """Tokens that spell what another one spells."""
+        """Tokens that spell the same text as another token."""
         self._blanks = {b""} | {
             spelled[: len(spelled) - len(spelled.lstrip(_BLANKS))]
             for spelled in self.spelled
@@ -90,7 +92,9 @@ class Vocabulary:
         """Tokens that may be the last digits of a number so far."""
 
     def spelled_as(self, text: bytes, *, is_string: bool) -> Iterator[int]:
-        """Tokens that spell a text, in a string or elsewhere, where blanks may come before it."""
+        """Tokens that spell a text, in a string, or outside of strings, where blanks may precede
+        it.
+        """
         for blanks in (b"",) if is_string else self._blanks:
             if (token := self._by_text.get(blanks + text)) is not None:
                 yield token
@@ -105,15 +109,15 @@ class _Level(NamedTuple):
     place: Place
     is_array: bool
     inner: Place | None
-    """Place of the next value; None: its name is to come."""
+    """Place of the next value; None: its name has not come yet."""
     start: int
     """Where the item of an array, or the last name of an object, begins in the text."""
     number: int = 0
-    """Of the next item."""
+    """Number of the next item."""
     seen: frozenset[Hashable] | None = None
     """The items of an array without duplicates; None: it may have duplicates."""
     exhausted: frozenset[bytes] = frozenset()
-    """Beginnings of items, without blanks, behind which all items are among those seen."""
+    """Beginnings of items, without blanks, after which all items are among those seen."""
     ended: tuple[int, int] | None = None
     """Where the item is that the last token has ended."""
 
@@ -122,7 +126,7 @@ class _State(NamedTuple):
     """The facts known after a token."""
 
     length: int
-    """Of the text."""
+    """Length of the text."""
     levels: tuple[_Level, ...] = ()
     is_string: bool = False
     is_escaped: bool = False
@@ -133,14 +137,12 @@ class _Wrong(Exception):
 
 
 class UniqueMatcher:
-    """A grammar's matcher that allows no duplicate in some arrays.
+    """A grammar's matcher that allows no duplicate in some arrays. It takes over both matchers.
 
     Args:
-        matcher: Of the grammar; it is taken over, as is the next one.
-        by_bytes: Of the same grammar, with the tokens of `byte_tokens`.
-        roots: The places of the texts behind each mark; without marks, the place of the whole text
+        by_bytes: Matcher of the same grammar with the tokens of `byte_tokens`.
+        roots: The places of the texts after each mark; without marks, the place of the whole text
             alone.
-        vocabulary: Of the model.
         has_marks: Whether the second grammar has marks.
     """
 
@@ -158,9 +160,9 @@ class UniqueMatcher:
         self._text: list[int] = []
         """Bytes and marks."""
         self._num_followed = 0
-        """How much of the text `by_bytes` has consumed."""
+        """Bytes and marks of the text that `by_bytes` has consumed."""
         self._states = [_State(0)]
-        """Behind each token so far, and before the first."""
+        """Before the first token, and after each token so far."""
         self._problem = ""
 
     def deep_copy(self) -> UniqueMatcher:
@@ -275,7 +277,7 @@ class UniqueMatcher:
             return False
         begun = reader.since(level.start)
         if level.ended is not None and begun and level.ended[1] <= level.start:
-            # What has come to be exhausted is known behind the token only.
+            # Exhausted beginnings are known only after the token.
             return not (begun == b'"' and level.place.has_many_strings)
         if level.exhausted and _plain(begun) in level.exhausted:
             return True
@@ -298,7 +300,7 @@ class UniqueMatcher:
         for byte in sorted(may_come, key=b"-0.".__contains__):
             whole = begun
             if byte in _BLANKS and not is_scalar and not _in_string(begun):
-                continue  # The same item goes on without it.
+                continue  # The same item continues without it.
             if not (is_scalar and byte in b",] \t\n\r"):
                 whole = begun + bytes([byte])
                 is_end = byte in b'"]}' and _is_whole(whole)

@@ -14,14 +14,9 @@ _SPACE = "\u2581"
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """The bytes of each token of a model.
-
-    Special tokens have no bytes, because their text may be dropped from the answer. Ids that the
-    tokenizer does not have have none either.
-
-    Args:
-        tokenizer: The model's.
-        vocab_size: Vocabulary size of the model; it may be larger than the tokenizer's.
+    """The bytes of each token of a model. Special tokens have no bytes, because their text may be
+    dropped from the answer; nor have ids that the tokenizer lacks. `vocab_size` may be larger than
+    the tokenizer's.
     """
     decoders = decoder_types(tokenizer)
     byte_of = _byte_of_char() if "ByteLevel" in decoders else None
@@ -70,26 +65,16 @@ class _Spelling:
 
 
 def tokenizer_of(tokens: Sequence[bytes], eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Makes llguidance's tokenizer from the bytes of a model's tokens.
-
-    Args:
-        tokens: Bytes of each token, by id.
-        eos_token_ids: Tokens that may follow when a grammar is complete.
+    """Makes llguidance's tokenizer. `tokens` has the bytes of each token, by id; `eos_token_ids`
+    may follow when a grammar is complete.
     """
     wrapped = TokenizerWrapper(_Spelling(tokens, eos_token_ids[0]))
     return LLTokenizer(wrapped, eos_token=list(eos_token_ids))
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Reads the tokenizer of a model directory.
-
-    Args:
-        model_dir: Directory with `tokenizer.json`.
-        vocab_size: Vocabulary size of the model.
-        eos_token_ids: Tokens that may follow when a grammar is complete.
-
-    Raises:
-        ModelError: The files give no tokenizer.
+    """Reads the `tokenizer.json` of a model directory. `eos_token_ids` may follow when a grammar is
+    complete. Raises ModelError if the files give no tokenizer.
     """
     tokenizer = read_tokenizer(model_dir).tokenizer
     return tokenizer_of(token_bytes(tokenizer, vocab_size), eos_token_ids)

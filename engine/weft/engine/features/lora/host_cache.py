@@ -29,7 +29,7 @@ class HostCache:
         return digest in self._kept
 
     def get(self, digest: bytes) -> HostWeights | None:
-        """An adapter's weights; counts as a use."""
+        """Counts as a use of the adapter."""
         weights = self._kept.pop(digest, None)
         if weights is not None:
             self._kept[digest] = weights
@@ -37,10 +37,8 @@ class HostCache:
 
     def put(self, weights: HostWeights, wanted: Sequence[bytes] = ()) -> bool:
         """Caches an adapter and evicts others for it. Returns whether the cache kept the adapter.
-
-        Args:
-            wanted: Adapters that requests wait for, the most wanted first. The cache evicts them
-                last, and only for adapters that are wanted more.
+        `wanted` are adapters that requests wait for, the most wanted first: the cache evicts them
+        last, and only for adapters that are wanted more.
         """
         self._kept.pop(weights.digest, None)
         rank = {digest: index for index, digest in enumerate(wanted)}

@@ -6,7 +6,7 @@
                                        disk
 
 No method waits: threads read and write adapters. Requests whose adapter is not on the device wait
-before the scheduler's queue, while other requests go on.
+before the scheduler's queue, while other requests continue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 READ_STALL_S = 30.0
 """Seconds after which the manager abandons a read, since a disk may never answer."""
 MAX_TOLD = 100
-"""Most left-out tensors that a report names."""
+"""Most ignored tensors that a report names."""
 MAX_STALLED = 4
 """Most threads that are still blocked by abandoned reads. With that many, further reads fail while
 the current one stalls.
@@ -81,7 +81,6 @@ class AdapterManager(Adapters):
     Args:
         wake: Called from other threads when `turn` has something to take.
         host: Priority of the engine thread, to which the manager's threads yield.
-        clock: Monotonic seconds.
         on_order: Called with each order, for parts of the engine that must follow it too.
     """
 

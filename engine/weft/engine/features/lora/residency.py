@@ -4,7 +4,7 @@
                                           |
                                           | others need its place
                                           v
-                                        leaving: its users go on, no more are admitted
+                                        leaving: its users continue, no more are admitted
 
 An adapter without users keeps its place until another adapter needs it; the least recently used
 adapter is evicted first. When all have users, some adapters must leave for those that requests wait
@@ -170,7 +170,7 @@ class Residency:
         return place
 
     def place_if_free(self, digest: bytes, needs: Needs, *, is_pinned: bool) -> DevicePlace | None:
-        """Like `place`, without evicting another adapter."""
+        """`place`, without evicting another adapter."""
         if self._rows.lacks(needs, {}, 0):
             return None
         return self.place(digest, needs, is_pinned=is_pinned)

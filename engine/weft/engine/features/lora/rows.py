@@ -1,6 +1,6 @@
 """Allocation of the rows of the device's adapter memory. Pure Python.
 
-Each kind of projection has rows of its own. A row holds ROW_RANK ranks of one layer's projection.
+Each kind of projection has separate rows. A row holds ROW_RANK ranks of one layer's projection.
 An adapter takes as many rows as its ranks need, at any positions, and one slot, which is its number
 in the tables.
 """

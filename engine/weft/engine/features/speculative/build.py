@@ -60,7 +60,7 @@ def make_drafter(
     plain = of(drafted)
     if plain.is_on_device or not config.enable_lora or config.tp > 1:
         return plain
-    # Each draft adapter needs a copy of the head and a drafter of its own.
+    # Each draft adapter needs a copy of the head and a separate drafter.
     adapted = AdaptedDrafter(
         plain, lambda folder: of(drafted.adapted(folder)), drafted.head.layer_bytes, wake
     )

@@ -1,7 +1,8 @@
 """A separate, smaller model that drafts: loading, and its memory.
 
-The draft model runs beside its target on decode workers only, with a small KV pool of its own. The
-pages of that pool are neither cached nor shipped, and the draft model is part of no digest.
+The draft model runs together with its target, on decode workers only, with a separate small KV
+pool. The pages of that pool are neither cached nor shipped, and the draft model is part of no
+digest.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def load_draft_model(
 
 
 class DraftModel:
-    """A loaded draft model, and the memory that it needs beside its target."""
+    """A loaded draft model, and the memory that it needs in addition to its target."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self._config = config
@@ -66,9 +67,7 @@ class DraftModel:
 
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
         """Pages of its pool, the null page included; enough for at least one longest request.
-
-        Args:
-            num_target_pages: Pages of the target's pool, without the null page.
+        `num_target_pages` does not include the target's null page.
         """
         usable, page_size = num_target_pages - 1, self._config.page_size
         longest = -(-min(self._longest(max_context_tokens), usable * page_size) // page_size)
@@ -79,13 +78,8 @@ class DraftModel:
         self, needs: MemoryNeeds, max_context_tokens: int, page_bytes: int, device: torch.device
     ) -> MemoryNeeds:
         """Adds this model's memory needs to the target's. Runs its largest steps once to measure
-        them.
-
-        Args:
-            needs: Needs of the target, with this model's weights on the device.
-
-        Raises:
-            ConfigError: The steps or graphs do not fit.
+        them, so its weights must be on the device. Raises ConfigError if the steps or graphs do not
+        fit.
         """
         own = measure_needs(
             self._loaded.model,
@@ -110,13 +104,8 @@ class DraftModel:
     def drafter(
         self, num_pages: int, max_context_tokens: int, device: torch.device, progress: Progress
     ) -> ModelDrafter:
-        """Makes the pool, and on a GPU the graphs.
-
-        Args:
-            num_pages: From `num_pages`.
-
-        Raises:
-            ConfigError: There is not enough memory.
+        """Makes the pool, of `num_pages` from the method of this name, and on a GPU the graphs.
+        Raises ConfigError if there is not enough memory.
         """
         longest = self._longest(max_context_tokens)
         executor = LocalExecutor(

@@ -55,8 +55,8 @@ SETTLED_AFTER = 8
 FIRST_GAIN = 1.04
 """Factor by which drafting must be faster than not drafting before the gate starts it."""
 OVERLAPPED_GAIN = 1.15
-"""The same factor if steps overlap. It is larger because each change costs time, and because the
-cost of drafts is less certain.
+"""`FIRST_GAIN` if steps overlap. It is larger because each change costs time, and because the cost
+of drafts is less certain.
 """
 OVERLAPPED_LEAST = 1.06
 """Factor by which drafting must stay faster if steps overlap."""
@@ -71,10 +71,10 @@ OWN_DECAY = 0.95
 OWN_WEIGHT = 6.0
 """Weight of the statistics of all requests when a new request begins."""
 OVERLAPPED_TRIAL = 4
-"""Steps of a trial if steps overlap. Only the inner ones have neighbours of their own kind."""
+"""Steps of a trial if steps overlap. Only the inner ones have neighbours of the same kind."""
 FIRST_TIMED_AFTER, FIRST_TRIAL_AFTER = 12, 24
 """Steps of one size class before the gate times or tries one, if steps overlap. The first steps of
-a size are often slow, and drafts would look cheap beside them.
+a size are often slow, and drafts would look cheap compared with them.
 """
 MAX_ASKED = 16
 """Most requests whose acceptance is evaluated before a step. More would cost more time than they

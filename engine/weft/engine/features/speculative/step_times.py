@@ -149,7 +149,7 @@ class StepTaken:
 
 
 class StepTimes:
-    """The recorded durations of such steps.
+    """The recorded durations of steps with tokens of running requests only.
 
     Steps slow down as contexts grow and as other processes use the machine. The pace is that
     slowdown. The kind of steps that runs most of the time determines the pace, and times of other
