@@ -1,1 +1,3 @@
-"""What all parts of Weft agree on: requests, messages, errors, keys, layouts of pages. No torch."""
+"""The types that all parts of Weft share: requests, messages, errors, keys, layouts of pages. No
+torch.
+"""

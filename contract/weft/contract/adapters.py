@@ -27,14 +27,14 @@ class AdapterOrder:
     digest: bytes
     """Content digest, 32 bytes; the files must have it when they are read."""
     name: str = ""
-    """Name for people; the engine does not tell adapters apart by it."""
+    """Name for people; the engine does not distinguish adapters by it."""
     directory: str = ""
     """Directory of the adapter. It must not change before the unload: the engine may read it again.
     """
     is_pinned: bool = False
     """Whether the adapter stays on the device."""
     is_lenient: bool = False
-    """For a load: whether to leave out tensors that the model or this worker cannot apply. The
+    """For a load: whether tensors that the model or this worker cannot apply are ignored. The
     digest depends on this.
     """
 
@@ -74,4 +74,4 @@ class AdapterState:
     error: str = field(default="", metadata=wire(cut_bytes=MAX_MESSAGE_BYTES))
     """Error message of the state `failed`."""
     left_out: tuple[str, ...] = field(default=(), metadata=wire(cut_bytes=_MAX_NAME_BYTES))
-    """Some of the tensors that a lenient read left out."""
+    """Some of the tensors that a lenient read did not apply."""

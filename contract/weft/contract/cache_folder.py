@@ -1,4 +1,4 @@
-"""Where files lie that Weft makes on a machine and can make again."""
+"""The folder of files that Weft makes on a machine and can make again."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def num_cores() -> int:
     """Cores by the process's affinity and its control group's quota, rounded up; at least 1."""
-    # Python tells the affinity on Linux only.
+    # Python knows the affinity on Linux only.
     is_told = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if is_told else os.cpu_count() or 1
     try:

@@ -110,7 +110,7 @@ class WorkerNotFound(WeftError):
 
 
 class AdapterNotFound(ModelNotFound):
-    """The worker was not told to load this adapter, or was told to unload it."""
+    """The worker was never ordered to load this adapter, or was ordered to unload it."""
 
     reason = "ADAPTER_NOT_FOUND"
     is_of_worker = True

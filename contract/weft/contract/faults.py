@@ -6,7 +6,7 @@
 A point costs one attribute look-up while nothing is armed. Nothing can be armed before the process
 has called `enable` (the services' `--enable-faults`). Like loggers, points are known by name in the
 whole process. This module declares the points of product code. Points that break a guarantee of the
-product are declared beside the wrappers that hold them (`weft.chaos.sabotage`).
+product are declared with the wrappers that hold them (`weft.chaos.sabotage`).
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ class FaultState:
 
 
 class _Armed:
-    """A fault armed at a point."""
-
     def __init__(self, spec: FaultSpec) -> None:
         self.state = FaultState(spec=spec)
         self.random = random.Random(spec.seed)
@@ -177,7 +175,7 @@ class FaultPoint:
         return kind
 
     def arm(self, spec: FaultSpec) -> None:
-        """Arms a fault at this point, beside those already armed."""
+        """Arms a fault at this point, in addition to those already armed."""
         with self._lock:
             self._armed.append(_Armed(spec))
             self.is_armed = True
@@ -192,7 +190,6 @@ class FaultPoint:
         return len(gone)
 
     def states(self) -> list[FaultState]:
-        """States of the faults armed at this point."""
         with self._lock:
             return [fault.state for fault in self._armed]
 
@@ -209,18 +206,17 @@ class FaultBoard:
         self.is_enabled = True
 
     def add(self, *points: FaultPoint) -> None:
-        """Registers further points, by their names."""
+        """Registers further points."""
         self._points |= {point.name: point for point in points}
 
     @property
     def points(self) -> Sequence[FaultPoint]:
-        """All registered points."""
         return tuple(self._points.values())
 
     def arm(self, spec: FaultSpec) -> None:
         """Arms a fault at its point. Raises FaultsDisabled if this process was not started with
-        fault injection. Raises InvalidRequest if there is no such point or kind, or a value is out
-        of range.
+        fault injection, and InvalidRequest if there is no such point or kind, or a value is out of
+        range.
         """
         self.check_enabled()
         self.check(spec)
@@ -259,7 +255,6 @@ class FaultBoard:
         return sum(point.clear() for point in self.points if name in ("", point.name))
 
     def states(self) -> list[FaultState]:
-        """States of all armed faults."""
         return [state for point in self._points.values() for state in point.states()]
 
 

@@ -49,9 +49,9 @@ class KvHandle:
     start_token: int
     end_token: int
     pages: list[int]
-    """Destinations, from page start_token / page_size on; behind these, `companion_pages` of what
-    the request needs beside pages of KV to go on: a block of states, or pages of the window group
-    end to end, the last one first.
+    """Destinations, from page start_token / page_size on. `companion_pages` more pages follow, for
+    the data that the request needs in addition to pages of KV to continue: a block of states, or
+    pages of the window group end to end, the last one first.
     """
     filler_epoch: int
     nixl: NixlTargetInfo | None = None
@@ -65,17 +65,17 @@ class KvHandle:
         metadata=wire(name="adapter.digest", least=ADAPTER_DIGEST_BYTES, most=ADAPTER_DIGEST_BYTES),
     )
     """Content digest (`ADAPTER_DIGEST_BYTES`) of the adapter with which the pages are computed;
-    empty: the base model. It is part of `namespace`; here it tells the filler which adapter to use.
+    empty: the base model. It is also part of `namespace`, from which the filler could not read it.
     """
 
     block_pages: int = 0
-    """Asks a KV store for blocks of so many pages each behind those of the tokens; see
-    `weft.contract.keys.blocks_keys`. 0: for one block, or it goes to a worker.
+    """Asks a KV store for blocks of so many pages each after those of the tokens; see
+    `weft.contract.keys.blocks_keys`. 0: for one block, or the handle goes to a worker.
     """
 
     @property
     def companion_pages(self) -> int:
-        """Pages behind those of the tokens."""
+        """Number of pages after those of the tokens."""
         return len(self.pages) - (self.end_token - self.start_token) // self.page_size
 
 
@@ -85,7 +85,7 @@ EventKind = Literal[
 
 
 LAST_EVENTS = frozenset({"declined", "stopped", "done", "failed"})
-"""Kinds of events that end a fill; `broken` stands for a stream that ends."""
+"""Kinds of events that end a fill; a stream that ends counts as `broken`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class FillTimings:
     """When the post of the last chunk's write returned; over some lanes a post moves the bytes."""
     last_write_complete_s: float = 0.0
     reported_s: float = 0.0
-    """When the engine noticed that and sent `done`."""
+    """When the engine noticed that the last write was done, and sent `done`."""
     computed_tokens: int = 0
     bytes: int = 0
 
@@ -133,7 +133,7 @@ class FillEvent:
     end_token: int = 0
     digests: list[int] = field(default_factory=list)
     computed_tokens: int | None = None
-    """Prompt tokens that the filler computed, told with the last chunk; None: not known yet."""
+    """Prompt tokens that the filler computed, sent with the last chunk; None: not known yet."""
     offset: int = 0
     data: bytes = b""
     is_stopped: bool = False

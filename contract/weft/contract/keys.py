@@ -25,7 +25,7 @@ _OF_PAGES = hashlib.blake2b(digest_size=32, person=b"weft-page")
 """Hash object that is copied for each digest: a new one takes longer than hashing a page's tokens.
 """
 _OF_BLOCKS = hashlib.blake2b(digest_size=32, person=b"weft-block")
-"""The same for pages of blocks."""
+"""Hash object that is copied for each digest of a page of a block."""
 
 
 def _page_digest(parent: bytes, namespace: bytes, tokens: bytes) -> bytes:
@@ -68,7 +68,7 @@ def page_key(parent: bytes, tokens: Sequence[int], namespace: bytes) -> bytes:
 
 
 def block_keys(key: bytes, num_pages: int) -> list[bytes]:
-    """Keys of the pages that carry the block of recurrent layers behind the page `key`, wherever
+    """Keys of the pages that carry the block of recurrent layers after the page `key`, wherever
     blocks are kept in pages; 32 bytes each.
     """
     keys = []
@@ -106,7 +106,6 @@ def short_key(key: bytes) -> int:
 
 
 def short_keys(keys: Sequence[bytes]) -> list[int]:
-    """`short_key` of each."""
     words = np.frombuffer(b"".join(keys), "<u8")
     found: list[int] = words[:: len(ROOT_KEY) // SHORT_KEY_BYTES].tolist()
     return found
@@ -168,7 +167,7 @@ class ShortKeys:
 
     Args:
         tokens: The prompt; must not change.
-        page_size: Token positions a page.
+        page_size: Token positions per page.
         namespace: 32 bytes.
         recent: Prompts that it may continue, to which it is added; None: it is hashed by itself.
     """
@@ -214,7 +213,7 @@ class ShortKeys:
         return keys
 
     def _begin(self) -> None:
-        """Packs the prompt, and takes the keys of what it has in common with a recent one."""
+        """Packs the prompt, and takes the keys of the pages that it shares with a recent one."""
         self._data = token_bytes(self._tokens)
         if self._recent is not None:
             self._known = self._recent.longest(self._group, self._data)
@@ -224,14 +223,13 @@ class ShortKeys:
 
 
 class PageKeys:
-    """Keys of the full pages of a growing token sequence, each computed once.
-
-    The sequence is given with each call; it is always the same one, perhaps longer.
+    """Keys of the full pages of a growing token sequence, each computed once. The sequence is given
+    with each call; it is always the same one, perhaps longer.
 
     Args:
         namespace: 32 bytes.
-        page_size: Token positions a page.
-        packed: `token_bytes` of its first tokens, where they are at hand.
+        page_size: Token positions per page.
+        packed: `token_bytes` of its first tokens, if the caller has them.
     """
 
     __slots__ = ("_keys", "_packed", "_page_size", "namespace")

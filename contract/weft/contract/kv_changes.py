@@ -1,4 +1,4 @@
-"""Changes of a prefix cache, as routers and services hear of them."""
+"""Changes of a prefix cache, as routers and services receive them."""
 
 from __future__ import annotations
 

@@ -5,14 +5,14 @@ group is one range of bytes, in which the planes follow one another. The pool of
 `[num_pages, heads, layers, parts, page_size, dim]`, contiguous within a page: a head range of a
 page is one range of bytes, and each (page, head, layer, part) is a dense `[page_size, dim]` matrix
 for attention. The tensor's first stride is the distance between pages. Most groups have one plane,
-and its pool is contiguous as a whole. Layers with other heads have a plane of their own; the pool
-of a group of several planes is `[num_pages, elements]`, and `PlaneInPage` finds a plane in it. Each
-group after the first has a pool and page
-numbers of its own; a request keeps only those of its pages that its window still reaches.
+and its pool is contiguous as a whole. Layers with other heads have a separate plane; the pool of a
+group of several planes is `[num_pages, elements]`, and `PlaneInPage` finds a plane in it. Each
+group after the first has a separate pool and separate page numbers; a request keeps only those of
+its pages that its window still reaches.
 
-Recurrent layers have no pages. What they know at a page border is a block, which never changes once
-it is written: `[num_blocks, layers, ...]` for each part of a `StatePlane`. What they read of the
-positions behind a slot's last block is in its ring, `[slots + 1, ring_rows, layers, ...]`.
+Recurrent layers have no pages. Their state at a page border is a block, which never changes once
+it is written: `[num_blocks, layers, ...]` for each part of a `StatePlane`. Their inputs at the
+positions after a slot's last block are in its ring, `[slots + 1, ring_rows, layers, ...]`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PagedPlane:
     """Entries of one shape for each position; independent of tensor parallelism."""
 
     name: str = "target"
-    """`target`, or `window_plane(reach)` for sliding-window layers with a group of their own."""
+    """`target`, or `window_plane(reach)` for sliding-window layers with a separate group."""
     layers: int
     """Number of layers; the KV of a draft head counts as one more, the last."""
     heads: int
@@ -143,7 +143,7 @@ class StatePlane:
     layers: int
     """Number of recurrent layers."""
     parts: tuple[StatePart, ...]
-    """What summarises all tokens before a page border: recurrent state, last inputs of the short
+    """The summary of all tokens before a page border: recurrent state, last inputs of the short
     convolution. All zeros before the first token.
     """
     ring: tuple[StatePart, ...]
@@ -153,8 +153,8 @@ class StatePlane:
     them again (`weft.kernels.slot_states.LayerMemory.found`).
     """
     rows: tuple[StatePart, ...] = ()
-    """What is kept of the rows themselves, once for all layers: a ring has it of each position, a
-    block of the last one before its border. Draft heads continue from such rows.
+    """Data of the rows themselves, once for all layers: a ring has it for each position, a block
+    for the last position before its border. Draft heads continue from such rows.
     """
 
     @property
@@ -175,8 +175,8 @@ class StatePlane:
         return self.layers * sum(part.num_bytes for part in self.found)
 
     def over_ranks(self, size: int) -> StatePlane:
-        """The plane of all of `size` ranks, of which this is one's: each has a range of the first
-        axis of every part.
+        """The plane of all of `size` ranks, of which this is the plane of one: each has a range of
+        the first axis of every part.
         """
         return self._with_first_axes(lambda length: length * size)
 

@@ -61,7 +61,8 @@ class Inbox:
     store_put_results: list[StorePutResult] = field(default_factory=list)
     drains: list[bool] = field(default_factory=list)
     """Orders to drain (True: the engine takes no new work and hands waiting requests back; running
-    ones go on) and to take work again (False), in their order."""
+    requests continue) and to take work again (False), in their order.
+    """
     hand_back: bool = False
     """Hand running requests back too, so that gateways can resume them on other workers."""
     flush_cache: list[int] = field(default_factory=list)

@@ -33,7 +33,9 @@ class TierReport:
 
 @dataclass(slots=True, kw_only=True)
 class WindowCounts:
-    """Pages by state in a page group whose pages are freed behind a sliding window."""
+    """Pages by state in a page group whose pages are freed after a sliding window has
+    passed them.
+    """
 
     free: int
     cached: int
@@ -42,7 +44,7 @@ class WindowCounts:
 
 @dataclass(slots=True, kw_only=True)
 class StateCounts:
-    """Blocks of recurrent layers by state, and what of the prefix cache they make of use."""
+    """Blocks of recurrent layers by state, and how much of the prefix cache they make usable."""
 
     free: int
     cached: int
@@ -52,13 +54,13 @@ class StateCounts:
     prefix_pages: int
     """Pages of KV in the prefix cache, in use or not."""
     continuable_pages: int
-    """Pages among them that save a request anything: a block lies behind them or a later page."""
+    """Pages among them that save a request work: a block follows them or a later page."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadReport:
-    """The engine's state, sent every 100 ms, after changes of note, and less often by an engine in
-    which nothing happens.
+    """The engine's state, sent every 100 ms, after important changes, and less often by an engine
+    in which nothing happens.
     """
 
     running_requests: int
@@ -81,7 +83,7 @@ class LoadReport:
     prefill_tokens_per_second: float
     """Measured; 0: not known yet."""
     recent_prefill_tokens_per_second: float
-    """The same; 0: no prompt was computed lately."""
+    """The recent rate; 0: no prompt was computed lately."""
     decode_tokens_per_second: float
     decode_step_s: float
     """Mean time of the latest steps in which requests decoded; 0: none did yet."""
@@ -92,14 +94,15 @@ class LoadReport:
     stale_after_s: float
     is_draining: bool
     is_idle: bool
-    """Whether there is no request, lease or put, so that the engine can end without harm."""
+    """Whether no request, lease or put exists, so that the engine can end without harm."""
     transport_detail: str
     """Transports and lanes in use; lanes are known only after pages have travelled."""
     counters: dict[str, int]
     tiers: list[TierReport] = field(default_factory=list)
     adapters: list[AdapterState] = field(default_factory=list)
-    """Adapters whose state has changed since the last report. Others are left out, since there may
-    be thousands."""
+    """Adapters whose state has changed since the last report. Unchanged adapters are not listed,
+    since there may be thousands.
+    """
     gone_adapters: list[bytes] = field(default_factory=list)
     """Digests of adapters that were removed since the last report."""
     sessions: int = 0
@@ -107,7 +110,7 @@ class LoadReport:
     pinned_pages: int = 0
     """Number of pages pinned for them, cached or used."""
     window_pages: dict[str, WindowCounts] = field(default_factory=dict)
-    """Pages of the planes whose pages are freed behind a window, by name."""
+    """Pages of the planes whose pages are freed after a window, by name."""
     state_counts: StateCounts | None = None
     """Blocks of recurrent layers; None: the model has no such layers."""
     draft_depths: dict[int, int] = field(default_factory=dict)
@@ -123,7 +126,7 @@ class EngineInfo:
     model_digest: bytes
     dtype: str
     weight_format: str
-    """Number formats that the layers' products are computed with, bytes a weight, and the format
+    """Number formats that the layers' products are computed with, bytes per weight, and the format
     of the file, in words.
     """
     vocab_size: int = field(metadata=wire(name="vocabulary_size"))
@@ -155,6 +158,6 @@ class EngineInfo:
     states: StatePlane | None = None
     """What blocks of recurrent layers contain; None: the model has no such layers."""
     further_planes: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """Numbers of layers, heads and elements of a head in the planes after the first, by name: those
-    whose pages are freed behind a window, and those of layers with other heads.
+    """Numbers of layers, heads and elements of a head in the planes after the first, by name:
+    planes whose pages are freed after a window, and planes of layers with other heads.
     """

@@ -85,8 +85,8 @@ class Constraint:
     None: the worker's own form.
     """
     reasoning: Reasoning | None = field(default=None, compare=False)
-    """Reasoning that may precede the constrained text; None: none may. This field and
-    `alternatives` take no part in comparisons, since they do not change the grammar.
+    """Reasoning that may precede the constrained text; None: none may. Comparisons ignore this
+    field and `alternatives`, since they do not change the grammar.
     """
     alternatives: tuple[int, ...] = field(
         default=(), compare=False, metadata=wire(most=MAX_MARK_TOKENS, param="constraint")
@@ -129,7 +129,7 @@ class Parameter(NamedTuple):
     of_model: bool = False
     """Whether a model's generation_config.json may give another default."""
     says_more: bool = True
-    """Whether its description states range and default beside `help`."""
+    """Whether its description states range and default in addition to `help`."""
     names: Mapping[str, str] = {}
     """Its name in dialects where that differs; empty where a dialect lacks it."""
     aliases: Mapping[float, float | None] = {}
@@ -141,7 +141,7 @@ class Parameter(NamedTuple):
 
     @property
     def description(self) -> str:
-        """What it does, its range and its default, for clients."""
+        """Purpose, range and default, for clients."""
         if not self.says_more:
             return self.help
         told = [self.help, self._range]
@@ -343,7 +343,7 @@ class CallParams:
         MAX_TOP_LOGPROBS,
         names={"openai": "", "anthropic": "", "pooling": "", "grpc": ""},
     )
-    """None: no log-probabilities. OpenAI's two bodies have fields of their own for it."""
+    """None: no log-probabilities. OpenAI's two bodies have separate fields for it."""
     prompt_logprobs: int | None = _parameter(
         None,
         "log-probabilities of the prompt's tokens: alternatives per position; only with n: 1, not "

@@ -73,7 +73,7 @@ OF_NAMES = {
 FREE = frozenset(
     {"binary", "password", "text", "string", "textarea", "multiline", "markdown", "path"}
 )
-"""Formats that say how a string is treated, and nothing about what is in it."""
+"""Formats that say how a string is treated, and do not restrict it."""
 
 
 def is_known(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema that assert something, and the words of a schema that are none."""
+"""The keywords of JSON Schema that assert something, and the words of a schema that do not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def unknown_parts(schema: Json) -> list[Unknown]:
 
 
 def _unknown(schema: Json, at: str) -> Iterator[tuple[str, str]]:
-    """Names and places of what is unknown. It takes no recursion, however deep the schema is."""
+    """Names and places of unknown words. Does not recurse, however deep the schema is."""
     left: list[tuple[Json, str]] = [(schema, at)]
     while left:
         here, place = left.pop()

@@ -1,4 +1,6 @@
-"""How a setting is declared: once, with its default, its bounds and the words that users read."""
+"""The declaration of settings: each once, with its default, its bounds and the words that users
+read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ TransportName = Literal["auto", "nixl", "data"]
 
 
 class Setting(NamedTuple):
-    """What a setting is for, in words for users, and the bounds of a number."""
+    """The purpose of a setting, in words for users, and the bounds of a number."""
 
     help: str
     ge: float | None = None

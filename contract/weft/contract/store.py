@@ -73,11 +73,11 @@ class StoreLookup:
     keys: list[bytes] = field(metadata=wire(most=MAX_LOOKUP_KEYS, entry_bytes=KEY_BYTES))
     block_pages: int = field(default=0, metadata=wire(low=0, high=MAX_STORED_BLOCK_PAGES))
     """Pages of a block of recurrent layers or of a window page. Pages count up to the last one
-    where a request can go on, and all of a prompt are on the replica of its first page. 0: the
-    model has no blocks.
+    after which a request can continue, and all pages of a prompt are on the replica of its first
+    page. 0: the model has no blocks.
     """
     window_pages: int = field(default=0, metadata=wire(low=0, high=MAX_LOOKUP_KEYS))
-    """Number of last pages whose blocks a request needs to go on; 0: of one."""
+    """Number of last pages whose blocks a request needs to continue; 0: it needs one block."""
     request_id: str = ""
     traceparent: str = ""
 

@@ -247,8 +247,9 @@ class GatewayBatch:
     vectors: list[PooledVectors] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)
     has_first_tokens: bool = False
-    """Whether a sample has its first tokens of this attempt here, or those behind a pre-emption:
-    a client waits for them."""
+    """Whether a sample has its first tokens of this attempt here, or the first after a pre-emption:
+    a client waits for them.
+    """
     preempted: list[Preempted] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
@@ -256,7 +257,7 @@ class GatewayBatch:
 
     @property
     def may_wait(self) -> bool:
-        """Whether there is nothing but tokens, each of which follows one that was told before."""
+        """Whether the batch has only tokens, each of which follows one that was already sent."""
         if self.accepted or self.computed_here or self.preempted:
             return False
         if self.prompt_logprobs or self.vectors:

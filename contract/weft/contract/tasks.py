@@ -21,7 +21,7 @@ late interaction; classes: values of the classification head; label_logits: logi
 `PoolingParams.label_ids` for the token after the prompt.
 """
 HEADED_OUTPUTS: frozenset[Output] = frozenset({"sparse", "multi_vector"})
-"""Outputs for which a model needs a head of its own."""
+"""Outputs for which a model needs a separate head."""
 TOKEN_OUTPUTS: frozenset[Output] = HEADED_OUTPUTS | {"token_embeddings"}
 """Outputs with one vector for each token of a prompt."""
 Pooling = Literal["last", "mean", "first"]

@@ -1,4 +1,5 @@
-"""How a field of a declared type travels: its name in messages, and what may arrive in it.
+"""The form in which a field of a declared type travels: its name in messages, and its checks on
+arrival.
 
 `weft.contract.codec` reads these declarations. A field without one has the same name in its
 message, or that name without the `is_`, `has_` or `num_` of a flag or a count, or with `_time` or
@@ -18,7 +19,7 @@ them the error's type.
 
 
 class Wire(NamedTuple):
-    """What a field's declaration says of its messages."""
+    """The declaration of a field in messages."""
 
     name: str = ""
     """Name in the message; `outer.inner` for a field of the message in a field; empty: by rule."""

@@ -30,8 +30,8 @@ from weft.v1 import admin_pb2, common_pb2, decode_pb2, kv_pb2, kvstore_pb2, work
 
 MAX_PAGES = 1 << 24
 MAX_BLOCK_PAGES = 1 << 20
-"""Most pages of a handle behind those of its tokens (`KvHandle.companion_pages`): a window of 2**18
-positions in 63 layers beside one, in pages of 16 tokens, takes about as many.
+"""Most pages of a handle after those of its tokens (`KvHandle.companion_pages`): a window of 2**18
+positions in 63 layers next to one other layer, in pages of 16 tokens, takes about as many.
 """
 _PLANES = ["target"]
 
@@ -75,7 +75,7 @@ SAMPLING = Codec(SamplingParams, common_pb2.SamplingParams)
 STOP = Codec(
     StopCriteria,
     common_pb2.StopCriteria,
-    # These are the gateway's affair.
+    # Only the gateway uses these.
     apart=("stop", "stop_regex", "include_stop_in_output"),
 )
 POOL = Codec(PoolingParams, decode_pb2.PoolOptions, apart=("pooling", "is_whole"))
@@ -89,7 +89,7 @@ SUBMIT = Codec(
 CANCEL = Codec(Cancel, decode_pb2.Cancel, apart=("gateway",))
 SESSION_END = Codec(SessionEnd, decode_pb2.EndSession)
 
-# -- what becomes of them --------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 FILL_RECORD = Codec(
     FillRecord,
@@ -109,7 +109,7 @@ FINISHED = Codec(Finished, decode_pb2.SessionEvent.Finished)
 
 
 def page_runs(pages: Sequence[int]) -> list[dict[str, int]]:
-    """Page numbers as runs of consecutive ones, in order."""
+    """Page numbers as runs of consecutive numbers, in order."""
     runs: list[dict[str, int]] = []
     end = -1
     for page in pages:
@@ -141,7 +141,7 @@ def _handle_values(message: kv_pb2.KvHandle) -> dict[str, Any]:
 
 
 def _tokens_of(message: kv_pb2.KvHandle) -> TokenIds:
-    """The tokens of a handle, in whichever of two forms it has them."""
+    """A handle has its tokens in one of two forms."""
     if message.token_words and message.tokens.ids:
         raise InvalidRequest("tokens and token_words are given", param="token_words")
     try:
@@ -214,13 +214,12 @@ _EVENTS: dict[EventKind, Codec[FillEvent, Any]] = {
 
 
 def event_to_proto(event: FillEvent) -> kv_pb2.FillEvent:
-    """Converts a filler's event for the wire."""
     fields: dict[str, Any] = {event.kind: _EVENTS[event.kind].plain(event)}
     return kv_pb2.FillEvent(**fields)
 
 
 def event_from_proto(message: kv_pb2.FillEvent) -> FillEvent:
-    """Converts a filler's event from the wire; an unknown one counts as a broken stream."""
+    """An event of an unknown kind counts as a broken stream."""
     kind = message.WhichOneof("event")
     if kind is None:
         return FillEvent(kind="broken", message="an event that this version does not know")
@@ -245,10 +244,10 @@ LOAD = Codec(
     LoadReport,
     worker_pb2.WatchLoadResponse,
     apart=(
-        # Of the engine alone.
+        # Only the engine has these.
         *("quarantine_over_s", "staging", "new_token_ratio", "is_idle", "transport_detail"),
         *("window_pages", "draft_depths"),
-        # In another form, or of the server.
+        # In another form, or known to the server alone.
         *("state_counts", "state_blocks", "decode_step_s", "decode_step", "decode_step_requests"),
         *("adapters", "gone_adapters", "adapter_generation", "adapters_are_changes"),
         *("worker_id", "epoch", "loop_age"),
@@ -261,7 +260,7 @@ INFO = Codec(
         # In another form.
         *("layers", "kv_heads", "head_dim", "kv_parts", "draft", "states", "further_planes"),
         *("page_bytes", "planes", "max_loras", "max_lora_rank", "adapters"),
-        # Of the server.
+        # Only the server has these.
         *("worker_id", "role", "model", "server_pid", "kvstores", "advertised_address"),
         "admin_port",
     ),

@@ -36,8 +36,8 @@ class Codec(Generic[T, M]):
 
     Args:
         kind: The declared type, a dataclass.
-        message: Its message.
-        apart: Names of fields of either that the codec leaves to its callers and to the next two.
+        apart: Names of fields of either that the codec leaves to its callers, to `more_plain` and
+            to `more_values`.
         more_plain: Further fields of the message, from a value.
         more_values: Further fields of a value, from the message.
         is_part: Whether the message has only some of the type's fields.
@@ -64,7 +64,7 @@ class Codec(Generic[T, M]):
         self._reads: list[tuple[str, _Convert]] = []
         same_puts: dict[str, str] = {}
         same_reads: dict[str, str] = {}
-        descriptor: Any = message.DESCRIPTOR  # Of a class of its own in protobuf's C library.
+        descriptor: Any = message.DESCRIPTOR  # Its class is private to protobuf's C library.
         for one in _paired(kind, descriptor, frozenset(apart), is_part):
             if one.put is None and not one.inner:
                 same_puts[one.name] = one.outer
@@ -79,12 +79,12 @@ class Codec(Generic[T, M]):
         _known[kind, descriptor.full_name] = self
 
     def encode(self, value: T, **given: Any) -> M:
-        """The message of a value; `given` are fields of it that are apart."""
+        """The message of a value; `given` has further fields of the message."""
         return self._message(**{**self.plain(value), **given})
 
     def plain(self, value: T) -> Any:
-        """The message as a mapping, which the constructor of a message takes in place of it. What
-        is in it is then not copied once more.
+        """The message as a mapping, which the constructor of a message takes in place of it. Its
+        content is then not copied once more.
         """
         found: dict[str, Any] = dict(zip(self._put_heads, self._get_same(value), strict=True))
         for name, outer, inner, default, put in self._puts:
@@ -102,8 +102,8 @@ class Codec(Generic[T, M]):
         return found
 
     def decode(self, message: M, **given: Any) -> T:
-        """The value of a message; `given` has those of its fields that are not in the message.
-        Raises InvalidRequest if a field is not what its declaration allows.
+        """The value of a message; `given` has further fields of the value. Raises InvalidRequest if
+        a field is not what its declaration allows.
         """
         values = dict(zip(self._read_names, self._read_same(message), strict=True))
         for name, read in self._reads:
@@ -117,7 +117,7 @@ _known: dict[tuple[type, str], Codec[Any, Any]] = {}
 
 
 def _codec_of(kind: type, message: Descriptor) -> Codec[Any, Any]:
-    """The codec of a message in a field: one made before, or one in which every field is paired."""
+    """The codec of a message in a field: an earlier one, or one in which every field is paired."""
     known = _known.get((kind, message.full_name))
     return known or Codec(kind, GetMessageClass(message))
 
@@ -142,7 +142,6 @@ class EnumNames:
 
 @cache
 def enum_names(enum: EnumDescriptor) -> EnumNames:
-    """The names of an enum."""
     return EnumNames(enum)
 
 
@@ -186,7 +185,7 @@ class _Pair:
 
     @property
     def is_same(self) -> bool:
-        """Whether a value is read as it is in the message, whether it is there or not."""
+        """Whether a value is read as the message has it, whether it is set or not."""
         return not self._steps and not (self._has_presence and self._may_lack)
 
     @property
@@ -195,7 +194,6 @@ class _Pair:
         return self._is_optional or has_default
 
     def reader(self) -> _Convert:
-        """Reads the value from the message."""
         get, steps = self._getter, tuple(self._steps)
         if len(steps) == 1:
             (step,) = steps
@@ -262,7 +260,6 @@ def _name_of(name: str, message: Descriptor) -> str:
 
 
 def _getter(names: Collection[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads attributes as a tuple."""
     if not names:
         return lambda value: ()
     get = attrgetter(*names)
@@ -280,7 +277,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 def _conversion(
     hint: Any, field: FieldDescriptor, declared: Wire
 ) -> tuple[_Convert | None, _Convert | None]:
-    """How a value is put into a message and taken from it; None: as it is."""
+    """How a value is put into a message and taken from it; None: unchanged."""
     origin = get_origin(hint)
     if origin is dict:
         return None, dict
@@ -328,7 +325,7 @@ class _Checks:
         self._param = param
 
     def of_size(self) -> Iterator[_Convert]:
-        """Those of texts, bytes and numbers of entries."""
+        """Checks of texts, bytes and numbers of entries."""
         declared = self._declared
         if declared.least is not None or declared.most is not None:
             yield partial(self._bound_size, declared.least or 0, declared.most or math.inf)
@@ -336,7 +333,7 @@ class _Checks:
             yield partial(self._bound_entries, declared.entry_bytes)
 
     def of_value(self) -> Iterator[_Convert]:
-        """Those of numbers and names, and the field's own."""
+        """Checks of numbers and names, and the field's own check."""
         declared = self._declared
         if declared.is_required:
             yield self._require
