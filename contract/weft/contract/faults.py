@@ -91,7 +91,6 @@ class FaultPoint:
 
     Args:
         name: Part and action, as `ship.post`.
-        where: Description of the point, for people.
         kinds: Kinds of faults that can happen there besides delay, stall and kill. A point of kind
             `sabotage` supports no other kind: it breaks a guarantee of the product.
     """

@@ -59,7 +59,7 @@ class PagedPlane:
 
 
 def in_8_bits(layout: CacheLayout, dtype: str) -> CacheLayout:
-    """The same layout with vectors in FP8 or INT8, for models that `why_not_8_bits` allows."""
+    """`layout` with vectors in FP8 or INT8, for models that `why_not_8_bits` allows."""
     groups = tuple(
         replace(group, planes=tuple(replace(plane, dtype=dtype) for plane in group.planes))
         for group in layout.groups

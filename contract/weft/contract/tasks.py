@@ -16,7 +16,7 @@ Output = Literal[
     "embedding", "token_embeddings", "sparse", "multi_vector", "classes", "label_logits"
 ]
 """embedding: one vector per prompt; token_embeddings: one vector per token; sparse: the lexical
-weight of each token, one number; multi_vector: one vector per token from a head of its own, for
+weight of each token, one number; multi_vector: one vector per token from a separate head, for
 late interaction; classes: values of the classification head; label_logits: logits of
 `PoolingParams.label_ids` for the token after the prompt.
 """

@@ -199,7 +199,7 @@ _EVENTS: dict[EventKind, Codec[FillEvent, Any]] = {
         FillEvent,
         kv_pb2.FillEvent.Done,
         is_part=True,
-        # Times that a filler leaves out are 0.
+        # Times that a filler does not send are 0.
         more_values=lambda message: {"timings": TIMINGS.decode(message.timings)},
     ),
     "failed": Codec(

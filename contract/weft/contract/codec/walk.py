@@ -35,7 +35,6 @@ class Codec(Generic[T, M]):
     """Converts between a declared type and its message.
 
     Args:
-        kind: The declared type, a dataclass.
         apart: Names of fields of either that the codec leaves to its callers, to `more_plain` and
             to `more_values`.
         more_plain: Further fields of the message, from a value.
@@ -136,7 +135,6 @@ class EnumNames:
         self._names = {number: name for name, number in self.numbers.items()}
 
     def __getitem__(self, number: int) -> str:
-        """The name of a value; empty for an unknown one."""
         return self._names.get(number, "")
 
 

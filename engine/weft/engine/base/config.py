@@ -21,8 +21,8 @@ DraftGateName = Literal["measured", "fixed"]
 PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
 """Admission policies (`weft.engine.scheduler.policies`)."""
 HEAD_DRAFTERS = ("mtp", "eagle", "eagle3")
-"""Drafters that use a draft head: mtp that of the checkpoint, the others that in `draft_dir`; eagle
-covers EAGLE-1 and EAGLE-2 heads.
+"""Drafters that use a draft head. mtp uses that of the checkpoint; eagle (EAGLE-1 and EAGLE-2) and
+eagle3 use that in `draft_dir`.
 """
 _NEED_NO_DIR = ("none", "ngram", "mtp")
 
@@ -556,10 +556,9 @@ class EngineConfig(PageConfig):
 
     @property
     def decodes_beside(self) -> int:
-        """Rows of running requests that a step takes in addition to `max_step_tokens`.
-
-        Only on a GPU: a separate step for the last few tokens of prompts would take nearly as long
-        as a step of some hundred.
+        """Rows of running requests that a step takes in addition to `max_step_tokens`. Only on a
+        GPU: a separate step for the last few tokens of prompts would take nearly as long as a step
+        of some hundred tokens.
         """
         return min(MAX_DECODES_BESIDE, self.max_running_requests) if self.is_on_gpu else 0
 

@@ -64,7 +64,7 @@ class PinnedBuffers:
         return self._buffers[self._next]
 
     def sent(self) -> None:
-        """Notes that the copy out of the buffer taken last has been enqueued."""
+        """Call it when the copy out of the buffer taken last has been enqueued."""
         group, place = divmod(self._next, _GROUP)
         if self._is_cuda and place == _GROUP - 1:
             event = self._copied[group] or torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -177,9 +177,6 @@ class Fetched:
 class HostCopies:
     """Copies of int64 tensors to the host. They share memory, so a copy is valid only until
     `number` further copies were begun.
-
-    Args:
-        size: Elements of the largest one.
     """
 
     def __init__(self, device: torch.device, size: int, number: int) -> None:

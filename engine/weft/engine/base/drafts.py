@@ -91,7 +91,7 @@ class LaterDrafts(Sequence[list[int]]):
         """
 
     def come_with(self, fetch: Fetch) -> None:
-        """Notes that the drafts are being copied to the host, for example with the tokens of the
+        """Call it when the drafts are being copied to the host, for example with the tokens of the
         step that verifies them. `fetch` waits for the copy.
         """
         self._fetch = fetch

@@ -458,9 +458,7 @@ def group_step(
     """A step as a further page group sees it.
 
     Args:
-        first: The step as the first group sees it.
         page_table: [R, max_pages] int32: the further group's, one row per request of the step.
-        pool: The further group's.
         positions: [T] int64, with the values that only the device knows filled in.
     """
     places = group_places(positions, first.cu_q_lens, page_table, page_size, first.places)

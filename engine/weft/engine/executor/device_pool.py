@@ -79,7 +79,6 @@ class CopyRows:
         return row
 
     def on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        """A context whose copies go to the stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:

@@ -50,8 +50,8 @@ class RowsOnDevice(NamedTuple):
 
 
 class RowsBehindDrafts(NamedTuple):
-    """Rows of a step that verifies drafts, some of whose requests have penalties and so count their
-    tokens.
+    """Rows of a step that verifies drafts, some of whose requests have penalties, so that their
+    tokens are counted.
     """
 
     firsts: Int64Array

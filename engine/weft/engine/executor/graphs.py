@@ -4,7 +4,7 @@ A graph is captured for fixed numbers of rows and requests, and a step is padded
 graph. There are three kinds of graphs. Decode steps bring one token per request. Steps that verify
 drafts bring a few tokens or a tree per request. Ragged steps also bring prompts. Where another
 attention kernel is faster for long prompts with nothing before them, further graphs use it: for any
-number of prompts beside decodes ("prompts"), or for one prompt alone ("cold").
+number of prompts with decodes ("prompts"), or for one prompt alone ("cold").
 """
 
 from __future__ import annotations
@@ -356,7 +356,6 @@ class StepGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all graphs."""
         return sum(self.bytes_of_each)
 
     @property
@@ -570,7 +569,7 @@ def _with_bounds(group: AttentionMetadata, bucket: GraphBucket) -> AttentionMeta
     if bucket.kind in ("verify", "tree"):
         return group._replace(max_q_len=1 + bucket.drafts)
     if bucket.kind == "cold":
-        # With one request, a context as long as the number of rows tells that nothing comes before
+        # With one request, a context as long as the number of rows shows that nothing comes before
         # them. Rows of padding come last, so no other row sees them.
         return group._replace(max_kv_len=bucket.tokens)
     return group._replace(is_cold=bucket.kind == "prompts")

@@ -81,7 +81,6 @@ class LocalExecutor:
         window_pages: Pages of each further page group, the null page included.
         num_blocks: Blocks of recurrent layers, the null block included; unused without such layers.
         max_requests: Rows of the page table.
-        max_step_tokens: Most rows of a step.
         cuda_graphs: Whether to capture steps; only a CUDA device does.
         lora: Adapters on the device; None: none are served.
         drafted: The model with its draft head; None: there is no head.
@@ -150,7 +149,7 @@ class LocalExecutor:
         if layout.states is not None:
             ring_rows = num_ring_rows(layout.page_size, 1 + max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
-            # On GPUs each rank has blocks of its own, and `layout` is already one rank's there.
+            # On GPUs each rank has separate blocks, and `layout` is already one rank's there.
             plane = layout.states if blocks is None else layout.states.of_rank(num_ranks)
             self.states = StateMemory(plane, *sizes, device, blocks)
         max_pages = -(-max_context_tokens // layout.page_size)

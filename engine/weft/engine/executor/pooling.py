@@ -48,8 +48,8 @@ class Pooler:
         Args:
             pieces: At least one piece of a prompt.
             hidden: [S, hidden]: the pieces' wanted rows after the final norm, piece after piece.
-            logits_of: Computes logits, [n, vocab] float32, of n of these rows, given the numbers of
-                the pieces that they belong to.
+            logits_of: Computes logits, [n, vocab] float32, of n of these rows. The second argument
+                has the number of each row's piece.
         """
         output = pieces[0].pool.output
         if (pooled := self._of_whole_prompts(pieces, hidden)) is not None:
@@ -180,7 +180,6 @@ class PooledStates:
     def of_rows(
         cls, pieces: Sequence[PooledRows], rows: Sequence[torch.Tensor] | torch.Tensor
     ) -> PooledStates:
-        """The vectors of pieces that have one each."""
         flat = rows.reshape(-1) if isinstance(rows, torch.Tensor) else None
         return cls(list(zip(pieces, rows, strict=True)), flat)
 

@@ -129,9 +129,6 @@ class Executor(Protocol):
         """Copies pages of a further group, one after another, into pages of the first group.
 
         Args:
-            pages: Pages of the further group.
-            group: Number of the further group.
-            into: Pages of the first group.
             is_each: Each page gets an equal share of `into` to itself.
         """
         ...

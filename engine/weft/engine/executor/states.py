@@ -40,7 +40,6 @@ class StateMemory:
 
     Args:
         num_blocks: The null block included.
-        ring_rows: Positions of one ring.
         blocks: Blocks of all ranks; None: this process allocates its own.
 
     Raises:
@@ -358,7 +357,7 @@ def _rounds(
     borders: Int64Array, starts: Int64Array, ends: Int64Array, rows: StateRows
 ) -> tuple[Int64Array, tuple[_Round, ...]]:
     """Cuts each request's positions where states are written. The first pieces of all requests are
-    one round, the second ones another, and so on. Also returns `StateStep.order`.
+    one round, their second pieces the next one, and so forth. Also returns `StateStep.order`.
     """
     num_old, counts = starts - borders, ends - starts
     first_old = np.cumsum(num_old) - num_old

@@ -1,6 +1,6 @@
 """Refuses combinations of settings and a model that no engine runs, as far as the settings and the
-model's configuration files tell. Imports no torch: `weft up` asks before it starts a worker, the
-engine before it loads weights.
+model's configuration files show them. Imports no torch: `weft up` asks before it starts a worker,
+the engine before it loads weights.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ STANDSTILL_S = 0.001
 """Longest time between two turns while requests wait for something that no message announces."""
 ARRIVAL_POLL_S = 2e-4
 """Interval between two looks for NIXL's notifications, which do not wake this process. The engine
-looks only while a notification is due, or, if a device computes beside this process, while any may
+looks only while a notification is due, or, if a device computes and not this process, while any may
 come.
 """
 MOVE_POLL_S = 5e-5
@@ -405,7 +405,7 @@ class Engine:
             if self.parts.states is not None:
                 self._executor.poison_blocks(self.parts.states.memory.take_freed())
             if self.tiers is not None:
-                # Loads run beside steps, so the device must have poisoned the pages before one
+                # Loads run during steps, so the device must have poisoned the pages before one
                 # begins.
                 self._executor.mark().wait()
         goes = self._pace.should_flush(self._out.gather(), len(self.scheduler.running))

@@ -19,7 +19,6 @@ class ComputeJobs:
 
     Args:
         config: Bounds of queued work.
-        intake: Makes requests and knows namespaces.
         look_up: Asks the KV store about a new request.
         has_adapter: Whether pages can be computed with the adapter of this digest.
     """

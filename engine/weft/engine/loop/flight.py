@@ -36,9 +36,6 @@ def _rows(count: int) -> struct.Struct:
 class FlightRecorder:
     """Writes each plan over the previous one. The file is mapped, so the kernel keeps it however
     the process ends.
-
-    Args:
-        path: The file, which is overwritten.
     """
 
     def __init__(self, path: Path, clock: Clock = monotonic) -> None:

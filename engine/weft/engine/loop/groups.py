@@ -12,13 +12,7 @@ from weft.engine.scheduler.scheduler import Scheduler
 
 
 class RequestGroups:
-    """Follows the samples of each request to their ends, and reports to its gateway.
-
-    Args:
-        intake: Makes the samples after the first one.
-        constraints: Compiles the requests' constraints.
-        out: Outbox for the messages to gateways.
-    """
+    """Follows the samples of each request to their ends, and reports to its gateway."""
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ def describe_engine(
     Args:
         num_pages: Pages of the pool, the null page included.
         max_tokens: Length of the longest request.
-        notices: Sentences for the log and for status.
     """
     return EngineInfo(
         epoch=secrets.randbits(64) | 1,

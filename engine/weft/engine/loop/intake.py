@@ -59,7 +59,7 @@ class Intake:
     ) -> None:
         self._page_size = config.page_size
         self._layout = layout.describe()
-        # The projections decide what a lenient load leaves out of an adapter, and so its pages.
+        # The projections decide which tensors a lenient load ignores, and so an adapter's pages.
         self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
         self._model_digest = model_digest
         self.vocab_size = vocab_size

@@ -43,7 +43,6 @@ class Outgoing:
 
     @property
     def outbox(self) -> Outbox:
-        """The outbox, for messages that belong to no gateway."""
         return self._outbox
 
     def gather(self) -> list[GatewayBatch]:
@@ -55,7 +54,7 @@ class Outgoing:
         return self._gathered
 
     def take(self, *, with_batches: bool) -> Outbox:
-        """Returns what was collected and starts a new collection. Without `with_batches`, the
+        """Returns the collected messages and starts a new collection. Without `with_batches`, the
         gathered batches stay.
         """
         taken, self._outbox = self._outbox, Outbox()
@@ -64,7 +63,7 @@ class Outgoing:
         return taken
 
     def gateway(self, gateway: int) -> GatewayBatch:
-        """The batch of one gateway, created on first use."""
+        """Created on first use."""
         batch = self._gateways.get(gateway)
         if batch is None:
             batch = self._gateways[gateway] = GatewayBatch(gateway=gateway)
@@ -111,7 +110,6 @@ class Outgoing:
         self.gateway(key.gateway).tokens.append(event)
 
     def preempted(self, request: Request) -> None:
-        """Reports that a running sample went back into the queue."""
         key = request.key
         event = Preempted(request_id=key.request_id, attempt=key.attempt, sample=request.sample)
         self.gateway(key.gateway).preempted.append(event)

@@ -26,12 +26,7 @@ class End(NamedTuple):
 
 
 class OutputProcessor:
-    """Takes the tokens that steps sample.
-
-    Args:
-        out: Outbox for the messages to gateways.
-        running: Plans of the requests that run.
-    """
+    """Takes the tokens that steps sample."""
 
     def __init__(self, out: Outgoing, running: RunningPlans) -> None:
         self._out = out
@@ -101,7 +96,6 @@ class OutputProcessor:
         return ends, num_surplus
 
     def take_prompt(self, plan: Plan, scores: LaterScores) -> None:
-        """Sends the log-probabilities of the prompts of a plan's chunks."""
         before = len(plan.decodes) + len(plan.verifies)
         for scored, logprobs in scores.wait():
             request, start, *_ = plan.chunks[scored.request - before]

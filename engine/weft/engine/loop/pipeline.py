@@ -136,7 +136,6 @@ class StepPipeline:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that have begun and are not committed."""
         return (self._flying is not None) + (self._behind is not None)
 
     @property

@@ -88,12 +88,7 @@ def block_access(parts: EngineComponents, states: StateBlocks, pages: RequestPag
 
 
 class StatePacker:
-    """Carries blocks of recurrent layers in pages of KV, so that leases ship them alike.
-
-    Args:
-        layout: Of pages and blocks.
-        executor: Has the bytes of both.
-    """
+    """Carries blocks of recurrent layers in pages of KV, so that leases ship them alike."""
 
     def __init__(
         self, layout: CacheLayout, states: StateBlocks, memory: PageMemory, executor: Executor

@@ -22,7 +22,6 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
     between two turns.
 
     Args:
-        now: On the engine's clock.
         max_entries: Most entries of each list.
     """
     memory, staging, states = engine.memory, engine.staging_counts(), engine.parts.states

@@ -1,4 +1,4 @@
-"""The engine's measurements of its own steps."""
+"""The engine's measurements of its steps."""
 
 from __future__ import annotations
 

@@ -50,8 +50,6 @@ def make_tiers(
     """Creates the tiers (None: there are none), the scheduler's `Fills`, and the policy of both.
 
     Args:
-        owner: Asks other workers and the KV store for pages.
-        pages: Knows which pages of a request are in the pool.
         prefill_tokens_per_s: Measured; 0: unknown.
     """
     policy = TierPolicy(config.write_through_threshold, config.load_back_threshold)

@@ -32,7 +32,6 @@ def num_pages_of_window_page(layout: CacheLayout) -> int:
 def window_access(
     parts: EngineComponents, windows: WindowPages, pages: RequestPages
 ) -> WindowAccess:
-    """Access to the window group, for tiers."""
     num_pages, page_bytes = num_pages_of_window_page(parts.layout), parts.layout.page_bytes
     return WindowAccess(
         owner=windows,
@@ -48,8 +47,6 @@ class WindowPacker:
     last one lies first, so that both sides find it whatever their number.
 
     Args:
-        layout: Of the first group and the window group.
-        executor: Has the bytes of both.
         has_store: Whether leases may be of a KV store.
     """
 
@@ -137,8 +134,6 @@ class StoredWindows:
     """Implements `StoredBlocks`: each page of the window group is a separate block.
 
     Args:
-        layout: Of the first group and the window group.
-        executor: Has the bytes of both.
         on_allocated: Called before writing to pages that may have been taken from the prefix cache.
     """
 

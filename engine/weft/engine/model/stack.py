@@ -133,7 +133,6 @@ class Stack:
             embed_tokens: [vocab, hidden], whole on every rank.
             multiplier: Factor on rows of the embedding as they enter the stream, rounded to their
                 dtype.
-            per_layer: A second embedding, or None.
             positions: [max_positions, hidden], added to each row by its position, or None.
             copies: Makes the copies of the stream that the layers take, or None.
         """

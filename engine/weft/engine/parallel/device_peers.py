@@ -218,7 +218,7 @@ def link_of(devices: Sequence[int]) -> str:
         detect: Any = c10d._detect_dma_connectivity  # type: ignore[attr-defined]
         links = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
     except (RuntimeError, AttributeError, ImportError):
-        # NVML does not tell, or torch no longer has this private function.
+        # NVML does not say, or torch no longer has this private function.
         return "over a link that is not known"
     return "over NVLink" if all(links[one][other] for one, other in pairs) else "over PCIe"
 

@@ -41,7 +41,6 @@ class RequestPages:
     """Finds, publishes and drops the pages of requests.
 
     Args:
-        memory: The owner of the pages.
         cache: Index of cached pages; None: nothing is cached.
         windows: The pages of further groups, which are freed once the window has passed them.
         states: Blocks of recurrent layers; None: the model has no such layers.
@@ -88,7 +87,7 @@ class RequestPages:
         return self._newest_step
 
     def end_step(self, number: int) -> None:
-        """Notes that a step, and all before it, have ended on the device too."""
+        """A step, and all before it, must have ended on the device too."""
         while self._returning and self._returning[0][0] <= number:
             _, pages = self._returning.popleft()
             self.num_returning -= len(pages)

@@ -188,8 +188,8 @@ class Request:
     seed: int
     top_logprobs: int | None
     prompt_logprobs: int | None = None
-    """Number of alternatives wanted for each prompt token; the prompt is then computed anew.
-    None: no log-probabilities are wanted, or all have been sent.
+    """Number of alternatives wanted for each prompt token; the prompt is then computed again. None:
+    no log-probabilities are wanted, or all have been sent.
     """
     keys: PageKeys
     arrival: int

@@ -8,10 +8,10 @@ that steps under way write. The inputs of its rows since that border are in the 
     |-- block ------|-- computed again --------|-- rows ----|
                  the newest block      inputs in the ring
 
-What a step writes is decided when the step begins. It writes the block of a border if the rows
-before the border are a prompt's, or reach at most one row past the request's last token. Drafts
-being verified cross a border only in the next step, which knows which of them were accepted. So no
-state ever includes a token that was not accepted.
+The blocks that a step writes are chosen when the step begins. It writes the block of a border if
+the rows before the border are a prompt's, or reach at most one row past the request's last token.
+Drafts being verified cross a border only in the next step, which knows which of them were accepted.
+So no state ever includes a token that was not accepted.
 
 Blocks are kept for later requests at the end of a prompt, every `checkpoint_tokens`, where a prompt
 left a path of cached pages or another prompt leaves this one, and where a request was when it ended
@@ -62,7 +62,7 @@ class _Held:
     blocks: dict[int, _Block] = field(default_factory=lambda: {0: _ZEROS})
     """Blocks by border, in pages; borders rise."""
     keeps: set[int] = field(default_factory=set)
-    """Borders at which a block is kept besides the checkpoints."""
+    """Borders at which a block is kept in addition to the checkpoints."""
     num_reserved: int = 0
     spare: set[int] = field(default_factory=set)
     """Borders of `blocks` that the request does not need itself; reserved in addition."""
@@ -169,7 +169,7 @@ class StateBlocks:
             held.keeps.add(len(found.path))
 
     def note_hit(self, request: Request) -> None:
-        """Notes that a request was admitted with the block that `take` gave it."""
+        """Call it when a request was admitted with the block that `take` gave it."""
         held = self._held.get(request)
         if self._index is not None and held is not None:
             for block in held.pages:
@@ -180,8 +180,6 @@ class StateBlocks:
         """Lets a request continue from another request's block at a page border.
 
         Args:
-            first: The request whose block it is.
-            request: The request that continues there.
             num_pages: Number of pages before the border; 0: the request begins with zeros.
 
         Returns:
@@ -310,7 +308,6 @@ class StateBlocks:
 
         Args:
             slots: [R], of all requests in the step's order: decodes, verifies, chunks.
-            decodes: Requests with one row each.
             verifies: Requests with drafts: position after their first row, and whether only the
                 device knows it, of which this is then the largest possible one.
             chunks: Pieces of prompts: their first positions and numbers of tokens.

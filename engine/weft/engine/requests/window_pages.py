@@ -68,7 +68,6 @@ class WindowPages:
     Args:
         index: Its index; None: nothing is cached.
         reach: Most positions that a row attends to, its own included.
-        max_step_tokens: Most new tokens of a step.
         max_rows: Most rows of a running request in a step.
     """
 

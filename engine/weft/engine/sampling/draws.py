@@ -247,12 +247,7 @@ def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
 
 
 class StepSampler:
-    """Samples the tokens of a step; keeps a sampler row for each slot.
-
-    Args:
-        sampler: Rows by slot.
-        constraints: Make masks while the forward pass runs.
-    """
+    """Samples the tokens of a step; keeps a sampler row for each slot."""
 
     def __init__(self, sampler: Sampler, constraints: MaskSource) -> None:
         self._sampler = sampler

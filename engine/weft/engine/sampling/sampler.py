@@ -236,7 +236,7 @@ class Sampler:
         return self._columns.masks if self._device is None else self._device.mask_memory()
 
     def set_masks(self, slots: Int64Array, num_generated: Sequence[int]) -> None:
-        """Like `set_mask` for each of these slots, with the mask in its row of `mask_memory`.
+        """`set_mask` for each of these slots, with the mask in its row of `mask_memory`.
 
         Args:
             slots: [M], distinct.
@@ -352,12 +352,8 @@ class Sampler:
         positions: Int64Array,
         slot_override: Int64Array | None = None,
     ) -> PendingRows:
-        """Like `begin`, by a graph.
-
-        Args:
-            slots: As for `begin`; the device has the same ones.
-            positions: As for `begin`.
-            slot_override: As for `begin`.
+        """`begin` by a graph. `slots`, which the device has too, `positions` and `slot_override`
+        are as for `begin`.
         """
         if slot_override is not None:
             way = "any"

@@ -35,11 +35,11 @@ class AdapterResidency(Protocol):
         ...
 
     def step_began(self, number: int) -> None:
-        """Notes that a step has begun. Numbers increase."""
+        """Numbers increase."""
         ...
 
     def step_ended(self, number: int) -> None:
-        """Notes that a step, and all before it, have ended on the device too."""
+        """The step, and all before it, have ended on the device too."""
         ...
 
 
@@ -167,8 +167,6 @@ class Adapters:
 
         Args:
             waitlist: Holds requests back until their adapter is loaded.
-            reply: Takes the outcomes of orders.
-            fail: Ends requests whose adapter cannot be loaded.
         """
         self._waitlist, self._reply, self._fail = waitlist, reply, fail
 

@@ -24,7 +24,6 @@ class Deadlines:
         """Returns the requests whose time is over, each with its error.
 
         Args:
-            now: Time on the engine's clock.
             requests: All requests that are not finished; walked only when one may be late.
         """
         if now < self._next:

@@ -93,7 +93,6 @@ def fitting_budget(num_tokens: int, budget: int, sizes: Sequence[int]) -> int:
     Args:
         num_tokens: Number of tokens already in the step.
         budget: Prompt tokens that the step may bring.
-        sizes: Token counts of the captured steps.
 
     Returns:
         The number nearest to `budget` that needs no padding, if it is not much less; else `budget`.

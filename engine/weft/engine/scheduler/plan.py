@@ -1,4 +1,4 @@
-"""The plan of a step: columns for requests that get one token each, items for the others.
+"""The plan of a step: columns for requests that get one token each, items for all other requests.
 
 The running requests of a large batch, often hundreds, are treated alike in every step. They are
 kept in columns, so that Python touches a single request only when it changes.

@@ -32,7 +32,7 @@ class MaskSource(Protocol):
     """
 
     lost_s: float
-    """Seconds that steps have waited for masks. Whoever reads it sets it back to 0."""
+    """Seconds that steps have waited for masks. Its reader sets it back to 0."""
 
     @property
     def grammars(self) -> Mapping[RequestKey, object]:

@@ -40,7 +40,7 @@ class RunningPlans:
         """Columns of the running requests; None: the next plan makes them."""
         self._num_plain = 0
         """Plans launched since the last one with drafts. The two plans after one with drafts read
-        the requests' positions anew.
+        the requests' positions again.
         """
         self._planned: tuple[RunningColumns, BoolArray] | None = None
         """Columns of the last plan until it is launched, and which requests bring a token each."""
@@ -75,7 +75,6 @@ class RunningPlans:
             self._columns = self._columns.joined(request, self._page_size)
 
     def left(self, request: Request) -> None:
-        """Notes that a request does not run any more."""
         if self._columns is not None:
             self._columns = self._columns.without(request)
 
@@ -145,7 +144,7 @@ class RunningPlans:
         plan.columns = fixed
 
     def launch(self, plan: Plan) -> None:
-        """Notes that the step planned last begins."""
+        """Call it when the step planned last begins."""
         is_plain = not plan.verifies and plan.is_late is None
         self._num_plain = self._num_plain + 1 if is_plain else 0
         for request in plan.decodes:
@@ -159,7 +158,8 @@ class RunningPlans:
 
     def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
         """Adds the chunks to a plan. Without chunks, adds the drafts that were held back. With
-        chunks, turns trees into chains, since a tree's rows are not cheap beside many others.
+        chunks, turns trees into chains, since a tree's rows are not cheap together with many other
+        rows.
         """
         plan.chunks = chunks
         if self._drafts is not None and not chunks:

@@ -49,10 +49,8 @@ class Scheduler:
 
     Args:
         pages: Pages of requests, and lookups in the prefix cache.
-        waiting: The admission queue, in the order of a policy.
         fills: Other sources of pages; None: there are none.
         on_finish: Called once for each request when it reaches FINISHED, its pages released.
-        on_slot_free: Called with a slot when it is given back.
         adapters: Which adapters are on the device; None: none are served.
         events: Callbacks about requests' pages; None: there are none.
         prompt_budget: Returns the most prompt tokens of a step that also decodes; None: the step's
@@ -478,7 +476,7 @@ class Scheduler:
     # -- remote fills ----------------------------------------------------------------------------
 
     def fill_completed(self, request: Request) -> None:
-        """Notes that a filler has done its part. Another filler or this engine does the rest."""
+        """A filler has done its part. Another filler or this engine does the rest."""
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:

@@ -44,7 +44,6 @@ class PrefixSharing:
 
         Args:
             request: A waiting request, without pages.
-            found: The cached prefix of its prompt.
         """
         size, num_pages = self._page_size, len(found.path)
         start, end = num_pages * size, (num_pages + 1) * size

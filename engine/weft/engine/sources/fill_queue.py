@@ -40,8 +40,6 @@ class FillQueue:
         next lease while it writes this one. After `patience_s` it is at most `least`.
 
         Args:
-            request: Request that may begin.
-            wanted: Pages that the request lacks.
             most: Pages that all fills together can hold.
             least: Least number of pages that is worth a request to the filler.
         """

@@ -62,12 +62,12 @@ class Landing:
         return list(pages)
 
     def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
-        """Notes that the port got a chunk. Until `verified` the port may write to the chunk's pages
-        of the pool.
+        """The port got a chunk. Until `verified` the port may write to the chunk's pages of the
+        pool.
         """
 
     def verified(self, tag: ChunkTag) -> None:
-        """Notes that the port has finished with a chunk, whose fill may have ended meanwhile."""
+        """The port has finished with a chunk, whose fill may have ended meanwhile."""
 
     @property
     def num_verifying(self) -> int:

@@ -62,8 +62,6 @@ class OwnerFills:
 
     Args:
         epoch: Incarnation of this engine.
-        transport: Access of fillers to the pool.
-        send: Puts a command into the outbox.
     """
 
     def __init__(

@@ -108,7 +108,6 @@ class StoreLink:
     Args:
         num_cached_pages: Returns how many of a request's first n pages are cached here.
         transport: Digests, and the pool from which the store reads.
-        send: Puts a lookup or a put into the outbox.
         blocks: States or window pages that the model needs in addition to pages of the first group;
             None: it needs none.
     """

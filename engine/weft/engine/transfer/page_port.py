@@ -47,7 +47,6 @@ class PagePort(Protocol):
         Args:
             tag: (lease, chunk); `OwnerFills.on_digested` gets the digests under this tag.
             landed: Pages in which the chunk has arrived.
-            pages: Destination pages in the pool.
             after: Mark after which earlier uses of the destination pages are over.
         """
         ...

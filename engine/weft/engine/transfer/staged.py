@@ -97,7 +97,6 @@ class StagedPort:
 
     Args:
         wake: Called by any thread after a result was queued.
-        has_digests: Whether to compute digests of landed pages.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class StagingMemory(Protocol):
     pages: StagingPages
     """The pages' bytes, as the host sees them."""
     tensor: torch.Tensor
-    """The same memory as a tensor, uint8 `[num_pages, page_bytes]`, for the device's copies."""
+    """This memory as a tensor, uint8 `[num_pages, page_bytes]`, for the device's copies."""
     is_of_device: bool
     """Whether it is memory of the pool's device, so that the device's kernels reach it."""
 

@@ -33,7 +33,6 @@ class Transport:
 
     Args:
         config: Role and transport. `auto` uses NIXL if it works, and logs why if it does not.
-        exchange: Memory that peers access.
         wake: Called by background threads when there are results to take.
 
     Raises:

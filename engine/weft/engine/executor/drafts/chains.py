@@ -59,10 +59,8 @@ class StaticChains:
     """Runs a head's chains from inputs in fixed memory.
 
     Args:
-        model: Target and head.
         pool: The target's.
         known: State of the slots on the device; receives the drafts.
-        largest: Largest of the shapes to be captured.
         adapters: Draft adapters of the requests' rows; None: no shape has any.
     """
 
@@ -203,7 +201,6 @@ class LaterChains(LaterDrafts):
     """Chains of drafts by graphs, which the executor starts before the step that verifies them.
 
     Args:
-        counts: Number of drafts of each request.
         requests: Returns the requests to draft for, if they were not sent with a step.
         to_host: Whether the drafts are copied to the host before the verifying step has run, so
             that masks can be made meanwhile.

@@ -96,7 +96,6 @@ class AdapterRows:
         return bool(self._adapters.has_drafts[adapter_slots].any())
 
     def send(self, adapter_slots: Int32Array | Int64Array, requests: int) -> None:
-        """Sends the draft adapters of requests, padded to `requests`, without waiting."""
         # Adapters without a draft adapter do not change the head; slot 0 costs least.
         used = np.where(self._adapters.has_drafts[adapter_slots], adapter_slots, 0)
         all_columns = self._columns(requests)

@@ -37,8 +37,6 @@ class EagerChains:
     wrote for the drafts.
 
     Args:
-        model: Target and head.
-        pool: The target's KV pool.
         table: Page numbers by slot.
     """
 

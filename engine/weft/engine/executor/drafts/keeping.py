@@ -28,7 +28,6 @@ class DraftKeeper:
 
         Args:
             tokens: [L] int64, by row of the logits; negative where there is none.
-            step: The step that drew.
         """
         if step.ancestors is None:
             last_rows, slots = accept_drafts(tokens, step, verified, self.known)

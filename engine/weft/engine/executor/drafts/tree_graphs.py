@@ -51,7 +51,6 @@ class StaticTrees:
         pool: The target's.
         known: State of the slots on the device; receives the trees.
         inputs: Inputs of the steps, on the same device.
-        max_requests: Most requests of a step with trees.
         adapters: Draft adapters of the requests' rows, for one row per request and for as many as
             trees are wide; None: no bucket has any.
     """
@@ -82,7 +81,6 @@ class StaticTrees:
         return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
 
     def send(self, arrays: TreeArrays, bucket: TreeBucket) -> None:
-        """Sends inputs, padded to `bucket`, without waiting."""
         *columns, adapter_slots = arrays
         self._columns.send(columns, bucket.requests)
         if bucket.has_lora:
@@ -90,7 +88,6 @@ class StaticTrees:
             self._adapters.send(adapter_slots, bucket.requests)
 
     def send_nothing(self, bucket: TreeBucket) -> None:
-        """Sends inputs of no request, for capture."""
         nothing = np.zeros(0, np.int64)
         self.send(TreeArrays(*[nothing] * 5), bucket)
 

@@ -31,8 +31,6 @@ class EagerTrees:
     """Grows trees without graphs, for steps whose start the host knows.
 
     Args:
-        model: Target and head.
-        pool: The target's KV pool.
         table: Page numbers by slot.
     """
 
@@ -53,7 +51,6 @@ class EagerTrees:
         Args:
             limits: [R]: first position at which each request has no page.
             depths: [R]: levels of each request's tree.
-            shape: Shape of the largest tree.
 
         Returns:
             Tokens and ancestor masks, [nodes, R], on the host.

@@ -223,7 +223,7 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
     die_with_parent(int(argv[1]))
-    # Ctrl-C reaches the whole process group; rank 0 decides when the others end.
+    # Ctrl-C reaches the whole process group; rank 0 decides when all ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = RankLink(socket.socket(fileno=int(argv[0])))

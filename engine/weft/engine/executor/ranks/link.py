@@ -28,7 +28,6 @@ class RankLink:
         self._socket = sock
 
     def send(self, message: Mapping[str, object], memory: int | None = None) -> None:
-        """Sends a message, with `memory` as a file descriptor unless it is None."""
         body = json.dumps(message).encode()
         try:
             descriptors = [] if memory is None else [memory]
@@ -38,7 +37,6 @@ class RankLink:
             raise LinkClosed from error
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """The next message, and the file descriptor that came with it, if any."""
         try:
             header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
             if len(header) < _HEADER.size:

@@ -50,7 +50,6 @@ class Compiler:
     """Compiles constraints; reads the model's vocabulary at once.
 
     Args:
-        config: The model's vocabulary.
         timeout_s: Seconds that one constraint may take.
         wake: Called from a thread when `take` has something.
     """

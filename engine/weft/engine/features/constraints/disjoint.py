@@ -37,7 +37,6 @@ _BEYOND = {
 
 
 def type_names(value: Json) -> set[str]:
-    """Names of the JSON types that a value has."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int | float):
@@ -97,7 +96,7 @@ def are_disjoint(
 
 
 def _plain(schema: Json) -> Json:
-    """The same schema, with an enum where a pattern spells all strings that it allows."""
+    """The schema with an enum where a pattern spells all strings that it allows."""
     if not isinstance(schema, dict) or schema.get("type") != "string":
         return schema
     pattern = schema.get("pattern")
@@ -111,8 +110,8 @@ def _plain(schema: Json) -> Json:
 def _differ_in_a_property(
     first: Mapping[str, Json], second: Mapping[str, Json], resolve: Resolve
 ) -> bool:
-    """Whether a property that one of two schemas requires is different in the other one, or is not
-    allowed there.
+    """Whether a property that one of two schemas requires is different in the other schema, or is
+    not allowed there.
     """
     for one, other in ((first, second), (second, first)):
         names = one.get("required", ())

@@ -65,7 +65,6 @@ def _key(value: Json) -> Hashable:
 
 
 def has_unique_arrays(schema: Json) -> bool:
-    """Whether a rewritten schema has arrays without duplicates."""
     return UNIQUE in json.dumps(schema)
 
 

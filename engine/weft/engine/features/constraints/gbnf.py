@@ -61,7 +61,7 @@ _Node = _Text | _Reference | _Sequence | _Choice | _Repeated
 
 
 class _Sets(NamedTuple):
-    """Facts about the texts of a node. Each bit stands for one class of characters that the grammar
+    """Facts about the texts of a node. Each bit represents one class of characters that the grammar
     treats alike.
     """
 

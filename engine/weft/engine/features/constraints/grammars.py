@@ -22,8 +22,6 @@ class Grammars:
 
     Args:
         config: The model's vocabulary, which is read when it is first needed.
-        timeout_s: Seconds that compiling one constraint may take.
-        max_kept: Number of compiled constraints that are kept.
         wake: Called from another thread when `take` has something.
     """
 
@@ -62,7 +60,6 @@ class Grammars:
         self.start().order(constraint)
 
     def start(self) -> Compiler:
-        """Starts the compiler if it is not running."""
         if self._compiler is None:
             self._compiler = Compiler(self._config, self._timeout_s, self._wake)
         return self._compiler

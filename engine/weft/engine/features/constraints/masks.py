@@ -166,9 +166,7 @@ class ConstraintState:
     def _fill_behind(self, ahead: Sequence[int], words: npt.NDArray[np.uint32]) -> None:
         """Writes the mask that follows each of these tokens into its row."""
         paths: list[list[int] | None] = [[]]
-        """For each row, the rows from the first one to it; None: the grammar does not allow
-        them.
-        """
+        """For each row, the rows from the root to it; None: the grammar does not allow them."""
         behind: list[int] = []
         """The path of rows that the matcher has consumed."""
         for row, (token, parent) in enumerate(zip(ahead, parents_of(ahead), strict=True), 1):
@@ -242,7 +240,6 @@ class MaskMaker:
         """Starts computing the masks of a step; those of the previous step must have been taken.
 
         Args:
-            jobs: The samples that draw in the step.
             rows: The masks of jobs with a slot are written here, until they are taken; None: they
                 are returned alone.
             is_awaited: Whether the caller calls `take` at once.
@@ -327,7 +324,7 @@ def _of_llguidance(pairs: list[tuple[Matcher, int]]) -> list[tuple[LLMatcher, in
 
 
 def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None) -> None:
-    """Has the members' matchers consume their tokens; writes errors into `made`."""
+    """The members' matchers consume their tokens; errors go into `made`."""
     single: list[_Member] = []
     pairs: list[tuple[Matcher, int]] = []
     for member in group:

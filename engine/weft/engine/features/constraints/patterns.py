@@ -197,7 +197,7 @@ class _Converter:
         return code
 
     def _escape(self, sets: Mapping[str, str] = _SETS, *, in_class: bool = False) -> str | int:
-        """The class or the character that an escape stands for."""
+        """The class or the character that an escape denotes."""
         code = self._code()
         if code is not None:
             return code

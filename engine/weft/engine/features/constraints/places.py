@@ -133,7 +133,7 @@ def _item(node: dict[str, Json], index: int) -> Json:
 
 
 def _may_match(pattern: str, name: str) -> bool:
-    """Whether a pattern in llguidance's syntax matches a name, as far as Python can tell."""
+    """Whether a pattern in llguidance's syntax matches a name. True if Python cannot decide."""
     try:
         written = _CODE.sub(lambda found: rf"\U{int(found[1], 16):08x}", pattern)
         return re.search(written, name) is not None

@@ -766,7 +766,6 @@ class _Rewriter:
         Args:
             free: By pattern, rewritten.
             given: The patterns as they are in the schema.
-            names: The schema of names.
         """
         has_no_empty = not self._valid([""], {"allOf": [names]}, at)
         is_all = given <= {*_ALL_NAMES, *(_NAMES if has_no_empty else ())}

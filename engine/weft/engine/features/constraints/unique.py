@@ -61,11 +61,7 @@ Words = npt.NDArray[np.uint32]
 
 
 class Vocabulary:
-    """The spelling of each token, and sets of tokens as masks.
-
-    Args:
-        tokenizer: The model's tokens.
-    """
+    """The spelling of each token, and sets of tokens as masks."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.spelled = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
@@ -143,7 +139,6 @@ class UniqueMatcher:
         by_bytes: Matcher of the same grammar with the tokens of `byte_tokens`.
         roots: The places of the texts after each mark; without marks, the place of the whole text
             alone.
-        has_marks: Whether the second grammar has marks.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ class HostCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory of all cached adapters."""
         return sum(weights.num_bytes for weights in self._kept.values())
 
     def __len__(self) -> int:

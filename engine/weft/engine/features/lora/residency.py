@@ -116,7 +116,6 @@ class Residency:
         return digest in self._residents
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Whether the adapter's weights are on the device."""
         resident = self._residents.get(digest)
         return resident is not None and resident.is_here
 
@@ -125,7 +124,6 @@ class Residency:
         return self._num_requests.get(digest, 0)
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of the parts that grow with requests."""
         counts = self._residents.values()
         return {
             "adapters_with_requests": len(self._num_requests),

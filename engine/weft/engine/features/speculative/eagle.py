@@ -27,10 +27,7 @@ class EagleDrafter(Drafter):
     needs them; without graphs, `draft` waits for them.
 
     Args:
-        model: Target and head.
-        pool: The target's pool.
         table: Page table, in which the drafter enters the pages of its requests.
-        chains: Makes chains without graphs.
         graphs: Captured chains; None: drafting is not captured.
         tree_graphs: Captured trees; given only together with `graphs`.
         waits_for_trees: Whether trees must reach the host before the step, because the host draws

@@ -221,7 +221,7 @@ class MeasuredGate(DraftGate):
         num_requests = len(plan.decodes) + len(plan.verifies)
         if not num_requests:
             return None
-        # The same requests whose acceptance `shape` evaluates.
+        # These are the requests whose acceptance `shape` evaluates.
         for index, (item, run) in enumerate(zip(plan.verifies, runs[:MAX_ASKED], strict=False)):
             if item.tree is not None:
                 self._observe_tree(item, run, plan.drafts[index])

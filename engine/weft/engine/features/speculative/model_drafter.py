@@ -32,8 +32,6 @@ class ModelDrafter(Drafter):
     seen, one chunk per step.
 
     Args:
-        executor: The draft model with its pool.
-        memory: Owner of that pool's pages.
         max_tokens: Positions that the draft model has; a longer request gets no drafts.
         chunk_tokens: Most unseen tokens of all requests that the model reads in one step.
     """

@@ -129,7 +129,6 @@ def host_weights(
     Args:
         adapter: In the model's dtype.
         projections: Projections that the adapter may change, as one rank has them.
-        max_rank: Largest rank of any adapter.
         own_weight: Called only if the adapter has whole rows of the vocabulary.
         vocab_size: Tokens of the model itself.
         for_gpu: Whether rows lie in page-locked memory, from which a GPU copies directly; if not, B

@@ -88,7 +88,7 @@ class DraftedModel:
         """The rows of the last step; on a GPU in fixed memory, as captured graphs need it."""
 
     def adapted(self, folder: Path) -> DraftedModel:
-        """The same model with an adapted head. Both share states and pages. Raises WeftError if the
+        """This model with an adapted head. Both share states and pages. Raises WeftError if the
         draft adapter cannot be used, or does not fit this head.
         """
         if not isinstance(self.head, Eagle3Head) or self._draft_dir is None:

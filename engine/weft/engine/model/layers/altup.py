@@ -1,5 +1,5 @@
 """Alternating updates (AltUp, arXiv 2301.13310): a residual stream of several copies, of which each
-layer computes the first and predicts the others. The forms are Gemma 3n's.
+layer computes the first and predicts all later ones. The forms are Gemma 3n's.
 """
 
 from __future__ import annotations

@@ -80,13 +80,11 @@ class LatentAttention:
         Args:
             layer: The layer's number, and its index in the pool unless `move` follows.
             rotary: Rotation of `rope_dim` elements.
-            scale: Factor on the scores.
             first_position: First position to which rows attend.
             down_proj: [hidden] -> the queries' latent, or all queries, followed by latent and
                 shared key.
             q_norm: Norm of the queries' latent, or None.
             q_proj: The queries' latent -> all queries; None: queries have no latent.
-            kv_norm: Norm of the latent.
             absorbed: Matrices from latents to keys, [H, nope, rank], and to values, [H, rank,
                 value].
             o_proj: Values of all heads -> [hidden].

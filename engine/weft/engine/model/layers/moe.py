@@ -43,8 +43,6 @@ class SparseMLP:
         """Reads the router and all experts.
 
         Args:
-            hidden: Width of the stream.
-            weights: Parameters of the block.
             beside: Parameters of the layer, where the shared experts may be; None: they are in the
                 block.
         """
@@ -121,7 +119,6 @@ def _shared(
 
 
 def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
-    """Reads the form in which a router's logits become weights of experts."""
     router, correction = config.router, None
     if router.has_correction:
         axes = (1,) * names.correction_axes

@@ -35,7 +35,7 @@ class PerLayerEmbedding:
         layers, P].
         """
         of_table, of_projection, of_both = self._factors.unbind()
-        # Tokens of images and audio have no rows of their own. In Gemma 3n and 4 they use row 0.
+        # Tokens of images and audio have no rows. In Gemma 3n and 4 they use row 0.
         token_ids = torch.where(token_ids < self._table.shape[0], token_ids, 0)
         by_token = self._table.index_select(0, token_ids) * of_table
         projected = (linear(hidden, self._proj) * of_projection).view(-1, self._shape[1])

@@ -49,9 +49,7 @@ class CheckpointReader(Protocol):
         """
 
     def skip(self, prefix: str) -> None:
-        """Notes that another rank reads the tensors whose names begin with `prefix`, which ends in
-        a dot.
-        """
+        """Another rank reads the tensors whose names begin with `prefix`, which ends in a dot."""
 
     def finish(self) -> None:
         """Ends reading. Raises ModelError if tensors are missing, no part of some tensor was read,

@@ -107,7 +107,7 @@ class _Buffer:
         return self._memory[:size]
 
     def sent(self) -> None:
-        """Notes that copies out of the buffer were enqueued on the current stream."""
+        """Call it when copies out of the buffer were enqueued on the current stream."""
         if self._copied is None:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()

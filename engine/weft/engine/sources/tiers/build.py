@@ -47,12 +47,11 @@ def load_tiers(
 ) -> TierComponents | None:
     """Creates the tiers, with the pages that the disk holds; None: none are configured.
 
-    A tier that is not available now is left out, with a log message.
+    A tier that is not available now is skipped, with a log message.
 
     Args:
         block_pages: Pages that a block of recurrent layers, or a page of the window group, takes;
             0: there are none.
-        make_pool: Creates access to the pool for one thread.
         pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
             to it; raises ConfigError if that fails. None: the pool is in host memory.
         wake: Called by other threads when the engine should take a turn.

@@ -17,7 +17,6 @@ class TieredFills:
     Args:
         tiers: Tiers of this engine; None: there are none.
         owner: Requests fills from KV store and prefill workers.
-        policy: Decides whether a load from the store pays.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
     """
 

@@ -81,7 +81,6 @@ class Tiers:
     """Host memory and disk below one pool. Used by the engine's thread.
 
     Args:
-        parts: The tiers and the way to the pool.
         policy: Decides what is copied down, and when loading pays.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
         num_cached_pages: Returns how many of a request's first n pages are in the pool.
