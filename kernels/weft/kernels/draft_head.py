@@ -308,7 +308,6 @@ def draft_entries_reference(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """`draft_entries` as its single operations; it does not wait for a device."""
     g = linear(aux, w.fc)
     kv = linear(_join_shifted(w, rows, g, kept), w.kv)
     _keep_last(g, rows, kept)

@@ -7,14 +7,9 @@ from weft.kernels.sampling_reference import ERROR_NOT_FINITE
 
 
 def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row, on the device of the logits.
-
-    Args:
-        logits: [L, vocab_size] float32, rows contiguous; not changed.
-
-    Returns:
-        [L] int64: the lowest id among equally likely ones; ERROR_NOT_FINITE where a row holds NaN
-        or an infinity.
+    """The most likely token of each row, on the device of the logits, [L, vocab_size] float32, rows
+    contiguous, which are not changed. Returns [L] int64: the lowest id among equally likely ones;
+    ERROR_NOT_FINITE where a row holds NaN or an infinity.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")

@@ -18,15 +18,9 @@ _ALIGNMENT_BYTES = 64
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in huge pages where the system has them, else in normal ones.
-
-    The system gives the memory only as it is first written.
-
-    Returns:
-        A contiguous CPU tensor that begins at a huge page.
-
-    Raises:
-        OSError: The system refuses the memory.
+    """Zeros in huge pages where the system has them, else in normal ones: a contiguous CPU tensor
+    that begins at a huge page. The system gives the memory only as it is first written. Raises
+    OSError if the system refuses the memory.
     """
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
@@ -59,10 +53,8 @@ class WeightArena:
         self._used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` zeros, contiguous, that begin at a cache line.
-
-        Raises:
-            OSError: The system refuses the memory.
+        """`count` zeros, contiguous, that begin at a cache line. Raises OSError if the system
+        refuses the memory.
         """
         size = count * dtype.itemsize
         if self._used + size > self._block.numel():

@@ -85,8 +85,8 @@ class RouterForm(NamedTuple):
     jitter: float | None = None
     """Jitter of SparseMixer (Liu et al., arXiv 2409.12136), used without noise; None: another form.
     The best expert's share is its softmax among the experts whose logits are within twice the
-    jitter of the largest, relative to it; the next one's is found alike without the experts chosen
-    before.
+    jitter of the largest, relative to it. The next expert's share is computed in the same way,
+    without the experts chosen before.
     """
 
     @property
@@ -360,14 +360,9 @@ def _mixed_route(logits: torch.Tensor, top_k: int, jitter: float) -> Routing:
 
 
 def by_pair(x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:
-    """Multiplies rows by their experts' shares, one row for each pair: for shares that scale the
-    input.
-
-    Args:
-        x: [T, H].
-
-    Returns:
-        [T * k, H], dtype of `x`, and the routing of these rows, one expert each with share 1.
+    """Multiplies rows x, [T, H], by their experts' shares, for shares that scale the input. Returns
+    a row for each pair, [T * k, H], dtype of `x`, and the routing of these rows, one expert each
+    with share 1.
     """
     ids, shares = routing
     scaled = (x.unsqueeze(1) * shares.to(x.dtype).unsqueeze(2)).flatten(0, 1)
@@ -421,7 +416,6 @@ def moe_reference(
     residual: torch.Tensor | None = None,
     lora: ExpertAddition | None = None,
 ) -> torch.Tensor:
-    """`moe` as single operations, expert by expert."""
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
         if w.placement is not None and expert == w.num_experts:

@@ -24,15 +24,9 @@ def native_recurrence_for(
 def native_recurrence(
     native: cpu.NativeCpu, rows: HeadRows, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes rows through states one after another, so that a row's result has the same bits
-    wherever its sequence is cut.
-
-    Args:
-        rows: Of S sequences.
-        states: [S, H, Dk, Dv] float32; not changed.
-
-    Returns:
-        [T, H, Dv] of the dtype of `v`, and the states after the last rows.
+    """Takes rows of S sequences through states one after another, so that a row's result has the
+    same bits wherever its sequence is cut. `states`, [S, H, Dk, Dv] float32, are not changed.
+    Returns [T, H, Dv] of the dtype of `v`, and the states after the last rows.
     """
     q, k, v, decay, sequences, beta, steps, skips, scale, is_unit = rows.packed()
     bounds = sequences.cu_lens.contiguous()

@@ -158,13 +158,8 @@ QuantisedMatrix: TypeAlias = Int8Channels | Fp8Channels | Fp8Blocks
 
 
 def quantise_channels(weight: torch.Tensor) -> Int8Channels:
-    """Rounds each row to int8, so that its largest magnitude becomes 127.
-
-    Args:
-        weight: [N, K], any float dtype.
-
-    Raises:
-        ValueError: A number is not finite.
+    """Rounds each row of `weight`, [N, K], any float dtype, to int8, so that its largest magnitude
+    becomes 127. Raises ValueError if a number is not finite.
     """
     if (native := cpu.native_cpu_for(weight)) is None:
         data, scales = _quantise_reference(weight)
@@ -190,13 +185,8 @@ def _quantise_reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def quantise_fp8_channels(weight: torch.Tensor) -> Fp8Channels:
-    """Rounds each row to FP8, so that its largest magnitude becomes FP8_MAX.
-
-    Args:
-        weight: [N, K], any float dtype.
-
-    Raises:
-        ValueError: A number is not finite.
+    """Rounds each row of `weight`, [N, K], any float dtype, to FP8, so that its largest magnitude
+    becomes FP8_MAX. Raises ValueError if a number is not finite.
     """
     wide = weight.float()
     largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
@@ -205,7 +195,6 @@ def quantise_fp8_channels(weight: torch.Tensor) -> Fp8Channels:
 
 
 def _fp8_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, and the factors to apply before rounding."""
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("a weight that is not finite cannot be quantised")
     scales = largest / FP8_MAX
@@ -218,7 +207,7 @@ def _rounded_fp8(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(data: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Indexing has no operation for FP8, so that it goes through bytes."""
+    """Takes rows as bytes, since indexing has no operation for FP8."""
     return data.view(torch.uint8)[rows].view(FP8)
 
 

@@ -66,12 +66,7 @@ def multiplies_rotated(dtype: torch.dtype, device: torch.device, columns: int) -
 
 def rotate(matrix: torch.Tensor) -> torch.Tensor:
     """Multiplies each block of columns by the Hadamard matrix of norm 1, which is its own inverse.
-
-    Args:
-        matrix: [N, K], any float dtype; K is a multiple of BLOCK.
-
-    Returns:
-        [N, K] float32.
+    `matrix` is [N, K], any float dtype, K a multiple of BLOCK. Returns [N, K] float32.
     """
     hadamard = torch.ones(1, 1)
     while len(hadamard) < BLOCK:
@@ -82,14 +77,9 @@ def rotate(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rotated(weight: torch.Tensor) -> RotatedChannels:
-    """Rotates each block of columns and rounds each row to int8, so that its largest magnitude
-    becomes 127.
-
-    Args:
-        weight: [N, K], any float dtype; K is a multiple of BLOCK.
-
-    Raises:
-        ValueError: A number is not finite.
+    """Rotates each block of columns of `weight`, [N, K], any float dtype, K a multiple of BLOCK,
+    and rounds each row to int8, so that its largest magnitude becomes 127. Raises ValueError if a
+    number is not finite.
     """
     n, k = weight.shape
     made = Int8Channels(weight.new_empty((n, k), dtype=torch.int8), weight.new_empty(n).float())

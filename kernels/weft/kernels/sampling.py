@@ -106,7 +106,6 @@ class SamplingColumns:
     """
 
     def __init__(self, vocab_size: int, max_slots: int, *, use_native: bool = True) -> None:
-        """Creates the columns with all slots greedy."""
         if vocab_size < 1 or max_slots < 1:
             raise ValueError(f"no vocabulary or no slots: {vocab_size}, {max_slots}")
         self.vocab_size = vocab_size
@@ -128,12 +127,10 @@ class SamplingColumns:
             self.pointers_address = ctypes.addressof(self._pointers)
 
     def set(self, slot: int, params: SlotParams) -> None:
-        """Sets how a slot draws."""
         for name in _COLUMNS:
             getattr(self, name)[slot] = getattr(params, name)
 
     def threads_for(self, num_rows: int) -> int:
-        """Threads that a native call over `num_rows` rows uses."""
         is_small = num_rows < 2 or num_rows * self.vocab_size < MIN_PARALLEL_LOGITS
         return 1 if is_small else self.num_threads
 

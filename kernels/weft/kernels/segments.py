@@ -53,10 +53,8 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, cu_lens: torch.Tensor, longest: int = LONGEST) -> Segments:
-        """Cuts rows into pieces.
-
-        Args:
-            cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
+        """Cuts rows into pieces. `cu_lens`, [S + 1] int64, says where each sequence begins; each
+        has at least one row.
         """
         return _segments(tuple(cu_lens.tolist()), longest, cu_lens.device)
 
@@ -84,7 +82,7 @@ class Segments(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _segments(cu_lens: tuple[int, ...], longest: int, device: torch.device) -> Segments:
-    """Cached, so that it runs once for all layers of a step."""
+    """Cached by bounds, so that it runs once for all layers of a step."""
     bounds = torch.tensor(cu_lens, dtype=torch.int64)
     lengths = bounds.diff()
     waves = []

@@ -1,5 +1,5 @@
-"""Where the ragged sequences of a step lie, in the form that recurrent operations read. It is made
-once a step, for all layers.
+"""Where the ragged sequences of a step begin and end, in the form that recurrent operations read.
+It is made once a step, for all layers.
 """
 
 from __future__ import annotations

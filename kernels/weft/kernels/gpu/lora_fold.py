@@ -48,10 +48,7 @@ NOTHING = (None, None, None, 0, 0, 0)
 
 def ranks_at_once(columns: int, element_bytes: int) -> int:
     """Number of ranks that a program multiplies by B at once, so that they fit the registers of at
-    most 16 warps.
-
-    Args:
-        columns: Columns of the program, a power of two.
+    most 16 warps. `columns`, those of the program, are a power of two.
     """
     return max(1, min(16, (1 << 17) // (columns * element_bytes)))
 

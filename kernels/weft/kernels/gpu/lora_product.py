@@ -79,10 +79,8 @@ NOTHING: dict[str, Any] = {"added": None, "layer": 0, "ADDED": None}
 
 
 def can_add_within(rows: int, columns_at_once: int, addition: LoraAddition) -> bool:
-    """Whether a product's kernel can add what adapters add to so many rows.
-
-    Args:
-        columns_at_once: Columns of a program: all of them belong to one part, or to none.
+    """Whether a product's kernel can add what adapters add to so many rows. Each `columns_at_once`
+    columns of a program must belong to one part, or to none.
     """
     places = [place for p in addition.parts for place in (p.column, p.out_features)]
     are_whole = all(place % columns_at_once == 0 for place in places)

@@ -40,13 +40,8 @@ FIXED_FP8 = Tiles(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
 
 
 def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
-    """The tiles measured to be fastest for the nearest number of rows; for other shapes a default.
-
-    Args:
-        rows: T.
-        experts: E.
-        hidden: H.
-        width: I.
+    """The tiles measured to be fastest for the nearest number of rows, T; for other shapes a
+    default. `hidden` is H, `width` is I.
     """
     measured = _tables().get((top_k, experts, hidden, width))
     if measured is None:
@@ -95,7 +90,7 @@ def _octave(rows: int) -> float:
 
 @functools.cache
 def _tables() -> dict[tuple[int, int, int, int], dict[int, Tiles]]:
-    """The measured tiles by top_k, experts, hidden and width; then by row count."""
+    """Keys: top_k, experts, hidden and width; then the number of rows."""
     if not _TABLE.is_file():
         return {}
     tables = {}

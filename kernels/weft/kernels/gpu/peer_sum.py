@@ -7,8 +7,8 @@ the order of the ranks, then the residual, and round once, so that all ranks get
 norm that follows is computed in the same launch.
 
 Flags say which parts have arrived. They count a row's exchanges (`turns`), since a captured launch
-cannot carry a number of its own. Parts alternate between two places: a rank that writes a row's
-next part but one has seen the other ranks begin the exchange in between, and so end the one before.
+cannot carry a number of its own. Parts alternate between two places. A rank writes a row's part of
+exchange n + 2 only after all ranks have begun exchange n + 1, and so no longer read exchange n.
 
 A program that has waited for about a tenth of a second reads the group's stop word on the host, and
 sets it when its time limit has passed. Results are then meaningless, and a reader of the results

@@ -345,7 +345,9 @@ def _decide_kernel(source: Source, work: Work, tokens: tl.tensor, CAPACITY: tl.c
 def _threshold_of_few(
     keys: tl.tensor, weights: tl.tensor, below: tl.tensor, best: tl.tensor, limit: tl.tensor
 ) -> tl.tensor:
-    """The least key in (below, best] above which the weights sum to less than `limit`."""
+    """The least key in (below, best] for which the weights of larger keys sum to less than
+    `limit`.
+    """
     while best - below > 1:
         middle = below + (best - below) // 2
         mass = tl.sum(tl.where(keys > middle, weights, 0), axis=0)
@@ -400,7 +402,9 @@ def _threshold(
     BY_WEIGHT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The least key in (below, best] with less than `limit`, in tokens or mass, above it."""
+    """The least key in (below, best] for which larger keys have less than `limit`, in tokens or
+    mass.
+    """
     while best - below > 1:
         step = (best - below + 3) // 4
         first = below + step

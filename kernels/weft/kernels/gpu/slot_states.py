@@ -1,12 +1,12 @@
 """`weft.kernels.slot_states` on a GPU.
 
 A row adds the product of its key and an update to a head's state; the ring keeps both (arXiv
-2412.06464, equation 10 unrolled). So a key or query reads from the state what it reads from the
-block, plus its products with the ring's keys times their updates, and the state itself is computed
-only where a block is written. One launch convolves rows and one computes the products with the
-ring's keys. In the last launch a program has some values of one head of one request, and reads its
-part of the block once for all rows. For gated delta nets `delta_steps` does the first two in one
-launch.
+2412.06464, equation 10 unrolled). So the product of a key or query with the state is its product
+with the block, plus its products with the ring's keys times their updates. The state itself is
+computed only where a block is written. One launch convolves rows and one computes the products with
+the ring's keys. In the last launch a program has some values of one head of one request, and reads
+its part of the block once for all rows. For gated delta nets `delta_steps` does the first two in
+one launch.
 """
 
 from __future__ import annotations
@@ -493,7 +493,7 @@ def _heads_kernel(
             taken = tl.load(row + of_value, mask=is_value, other=0.0).to(tl.float32)
             of_row = (request * RING_ROWS + ring_at) * HEADS + head
             factor = factors + of_row * 4
-            # A row reads from the state what it reads from the block and from all rows since.
+            # The product with the state is the product with the block plus those with all rows since.
             mine = rows - 2 * (position - begin)
             found = tl.sum(tl.where((mine == 0)[:, None], products, 0.0), axis=0)
             made = tl.sum(tl.where((mine == 1)[:, None], products, 0.0), axis=0)
