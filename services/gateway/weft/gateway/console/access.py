@@ -126,7 +126,6 @@ class OperatorsAccess(MeshAccess):
 
 
 def _is_command_line(context: Context) -> bool:
-    """Operators' certificates name the command line."""
     names = [name.decode() for name in context.auth_context().get("peer_dns", ())]
     return not OPERATORS.isdisjoint(services_of(names))
 

@@ -497,7 +497,6 @@ def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
 
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
-    """Most tokens that a request may come to, as far as it says."""
     if request.pooling is not None:
         return sum(len(prompt.ids) for prompt in prompts)
     given = request.stop.max_tokens
@@ -512,7 +511,6 @@ def _routing(
     pooling: PoolingConfig,
     recent: RecentPages,
 ) -> list[RoutingRequest]:
-    """Each prompt as policies see it, with its name on Sessions."""
     base = request.request_id
     return [
         RoutingRequest(
@@ -534,7 +532,6 @@ def _routing(
 
 
 def _is_computed_anew(wanted: PoolingOptions | None, of_model: PoolingConfig) -> bool:
-    """Whether all of a prompt is computed, whatever is cached."""
     if wanted is None:
         return False
     is_whole = of_model.is_encoder or of_model.pooling != "last"

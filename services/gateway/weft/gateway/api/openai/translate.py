@@ -79,7 +79,6 @@ def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest:
 
 
 def _chosen_tools(body: ChatBody, prompt: ChatPrompt) -> tuple[ChatPrompt, ToolUse]:
-    """The prompt with the tools that the body's choice leaves, and what the answer may be."""
     choice = body.tool_choice
     if choice == "none":
         prompt = replace(prompt, tools=())
