@@ -41,8 +41,6 @@ class AdapterOrder:
 
 @dataclass(slots=True, kw_only=True)
 class AdapterReply:
-    """Result of an AdapterOrder."""
-
     query: int
     failure: Failure | None = None
     """The failure; None: the order succeeded."""

@@ -59,8 +59,6 @@ class FaultSpec:
 
 @dataclass(slots=True, kw_only=True)
 class FaultState:
-    """An armed fault and its counts."""
-
     spec: FaultSpec
     reached: int = 0
     """Number of times that its point was passed since it was armed."""
@@ -205,7 +203,6 @@ class FaultBoard:
         self.is_enabled = True
 
     def add(self, *points: FaultPoint) -> None:
-        """Registers further points."""
         self._points |= {point.name: point for point in points}
 
     @property

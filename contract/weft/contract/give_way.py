@@ -48,8 +48,6 @@ class HostPriority:
 
 
 class _Guest:
-    """A thread that gives way."""
-
     def __init__(self, host: HostPriority) -> None:
         self._host = host
         self._began_at = 0.0

@@ -274,6 +274,5 @@ class PageKeys:
         return keys[index]
 
     def adopt(self, keys: Sequence[bytes]) -> None:
-        """Adopts known keys of the first pages."""
         if len(self._keys) < len(keys):
             self._keys[:] = keys

@@ -32,5 +32,4 @@ class KvChange:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages stored and removed."""
         return len(self.removed) + sum(len(run.keys) for run in self.stored)

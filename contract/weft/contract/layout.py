@@ -93,7 +93,6 @@ class PageGroup:
 
     @property
     def layers(self) -> int:
-        """Layers of all planes."""
         return sum(plane.layers for plane in self.planes)
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:

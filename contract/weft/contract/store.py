@@ -55,8 +55,6 @@ class StoreAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class StorePutResult:
-    """Result of a put."""
-
     put: int
     is_answered: bool
     stored_pages: int = 0

@@ -138,8 +138,6 @@ class Accepted:
 
 
 class Tokens(NamedTuple):
-    """New tokens of one sample."""
-
     request_id: str
     attempt: int
     sample: int
@@ -163,7 +161,6 @@ class TokenColumns(NamedTuple):
     """Log-probabilities by row, of the samples that want them."""
 
     def of_rows(self, rows: Sequence[int]) -> TokenColumns:
-        """Returns the columns of some of the samples."""
         return TokenColumns(
             [self.request_ids[row] for row in rows],
             [self.attempts[row] for row in rows],
@@ -223,8 +220,6 @@ class Failed:
 
 @dataclass(slots=True, kw_only=True)
 class Pong:
-    """Answer to a ping."""
-
     nonce: int
     unknown: list[tuple[str, int]] = field(default_factory=list)
     """Requests that the ping asked about and the engine does not have."""

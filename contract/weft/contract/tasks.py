@@ -64,7 +64,6 @@ class PoolingParams:
 
     @property
     def task(self) -> Task:
-        """The task that the model must serve."""
         return _TASK_OF[self.output]
 
     @property
@@ -74,8 +73,6 @@ class PoolingParams:
 
 
 class PooledVectors(NamedTuple):
-    """Vectors of one prompt."""
-
     request_id: str
     attempt: int
     first_row: int

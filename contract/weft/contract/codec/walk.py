@@ -144,7 +144,6 @@ def enum_names(enum: EnumDescriptor) -> EnumNames:
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a protobuf Duration."""
     return Duration(**_duration_fields(seconds))
 
 

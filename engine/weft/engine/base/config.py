@@ -533,7 +533,6 @@ class EngineConfig(PageConfig):
 
     @property
     def has_head(self) -> bool:
-        """Whether pages hold the KV of a draft head."""
         return self.reads_mtp or self.head_dir is not None
 
     @property

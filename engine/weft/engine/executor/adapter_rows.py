@@ -146,8 +146,6 @@ class _Sizes:
 
 
 class _RowComponents:
-    """Cuts memory into tensors."""
-
     def __init__(self, flat: torch.Tensor) -> None:
         self._left = flat
 
@@ -284,7 +282,6 @@ class LoraPool:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether adapters may bring draft adapters."""
         return self._drafts is not None
 
     def draft_step(self, segments: LoraSegments) -> LoraStep:

@@ -117,7 +117,6 @@ class StepArrays:
 
     @classmethod
     def of_step(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
-        """Encodes a step by rows."""
         if step.is_decodes:
             return cls._of_decodes(step, table, page_size)
         num_decodes, num_requests = step.num_decodes, len(step.slots)

@@ -38,5 +38,4 @@ def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device)
 
 
 def dtype_of(plane: PagedPlane) -> torch.dtype:
-    """The dtype of a plane's pool."""
     return _DTYPES.get(plane.dtype) or getattr(torch, plane.dtype)

@@ -532,7 +532,6 @@ class LocalExecutor:
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:
-    """"""
     return pool.view(torch.uint8).view(pool.shape[0], -1)
 
 

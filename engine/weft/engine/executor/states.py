@@ -27,8 +27,6 @@ _HostRows = Int64Array | slice
 
 
 class RankBlocks(NamedTuple):
-    """Memory of the blocks that several ranks share."""
-
     whole: tuple[torch.Tensor, ...]
     """For each part of the plane over all ranks: [num_blocks, layers, *shape]."""
     own: tuple[torch.Tensor, ...]

@@ -52,12 +52,10 @@ class PooledRows(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt ends in this step."""
         return self.start + self.num_tokens == self.prompt_length
 
     @property
     def is_whole(self) -> bool:
-        """Whether the step has all of the prompt."""
         return self.num_tokens == self.prompt_length
 
     @property
@@ -141,7 +139,6 @@ class StepInput:
 
     @property
     def max_count(self) -> int:
-        """Most rows of a request."""
         return int(self.counts.max(initial=0))
 
     @property

@@ -26,8 +26,6 @@ class End(NamedTuple):
 
 
 class OutputProcessor:
-    """Takes the tokens that steps sample."""
-
     def __init__(self, out: Outgoing, running: RunningPlans) -> None:
         self._out = out
         self._running = running

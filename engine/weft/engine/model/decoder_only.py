@@ -35,8 +35,6 @@ BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
 
 
 class LMHead:
-    """Turns hidden states into logits."""
-
     def __init__(self, weight: LinearWeight) -> None:
         self.weight = weight
 

@@ -18,8 +18,7 @@ class Model(Protocol):
 
     config: ModelConfig
 
-    def kv_layout(self, page_size: int) -> CacheLayout:
-        """The shape of one page of this model's KV."""
+    def kv_layout(self, page_size: int) -> CacheLayout: ...
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs one step.

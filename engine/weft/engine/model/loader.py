@@ -73,7 +73,6 @@ class LoadedModel:
 
     @property
     def embedding_size(self) -> int:
-        """Entries of an embedding vector."""
         return self.heads.embedding.out_features or self.config.hidden_size
 
 

@@ -72,8 +72,6 @@ class DenseLayers:
 
 @dataclass(frozen=True, slots=True)
 class PooledHeads:
-    """The heads of a model, by purpose."""
-
     embedding: DenseLayers
     """Head of embeddings, one vector per prompt."""
     classes: DenseLayers | None

@@ -114,8 +114,6 @@ def _dense_layer(layer: StackLayer) -> DenseLayer | None:
 
 
 class Stack:
-    """Embedding, layers and final norm."""
-
     def __init__(
         self,
         embed_tokens: torch.Tensor,

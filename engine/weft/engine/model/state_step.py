@@ -72,7 +72,6 @@ class StatePools:
 
     @cached_property
     def of_layers(self) -> tuple[LayerMemory, ...]:
-        """The memory above, by layer."""
         return tuple(
             LayerMemory(
                 tuple(pool[:, layer] for pool in self.blocks),

@@ -51,7 +51,6 @@ class Step:
         return None if self.lora is None else self.lora.of(group, layer)
 
     def without_additions(self) -> Step:
-        """This step without additions to products."""
         return replace(self, lora=None)
 
     @property

@@ -56,7 +56,7 @@ class RequestKey:
 
 
 class FillTask(NamedTuple):
-    """What makes a request the filler's side of a fill."""
+    """Set on a request that is the filler's side of a fill."""
 
     lease_id: bytes
     companion_pages: int = 0
@@ -66,8 +66,6 @@ class FillTask(NamedTuple):
 
 
 class ChatSession(NamedTuple):
-    """The chat that a request belongs to."""
-
     id: str = ""
     """Empty: none."""
     is_last: bool = False

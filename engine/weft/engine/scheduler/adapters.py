@@ -139,7 +139,6 @@ class AdapterWaitlist:
             self._waiting.add(request)
 
     def goes(self, adapter: bytes) -> None:
-        """Stops admitting requests with the adapter until it is loaded again."""
         self.is_changed = True
         for request in [request for request in self._waiting if request.adapter == adapter]:
             self._waiting.remove(request)

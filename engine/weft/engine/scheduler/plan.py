@@ -90,9 +90,7 @@ class Pooled(Protocol):
     def pool(self) -> PoolingParams: ...
 
     @property
-    def is_last(self) -> bool:
-        """Whether the step computed the last tokens of its prompt."""
-        ...
+    def is_last(self) -> bool: ...
 
 
 class LaterVectors(Protocol):
@@ -163,7 +161,6 @@ class Plan:
         """
 
     def __len__(self) -> int:
-        """Number of requests."""
         return len(self.decodes) + len(self.verifies) + len(self.chunks)
 
     def __iter__(self) -> Iterator[PlanItem]:

@@ -70,7 +70,6 @@ class RunningPlans:
         self._max_chain, self._max_context_tokens = max_chain, max_context_tokens
 
     def joined(self, request: Request) -> None:
-        """Appends a request that runs from now on."""
         if self._columns is not None:
             self._columns = self._columns.joined(request, self._page_size)
 

@@ -146,7 +146,6 @@ class Scheduler:
 
     @property
     def num_request_tokens(self) -> int:
-        """Prompt and generated tokens of all requests."""
         waiting = (self.waiting, self.held, self.waitlist)
         queues = chain(*waiting, self.filling, self.prefilling, self.running)
         return sum(len(request.tokens) for request in queues)
@@ -201,7 +200,6 @@ class Scheduler:
         self._on_finish(request)
 
     def expire(self, now: float) -> None:
-        """Ends every request whose deadline has passed."""
         queues = (self.held, self.waitlist, self.filling, self.prefilling, self.running)
         for request, error in self._deadlines.late(now, chain(self.waiting, *queues)):
             self.finish(request, error)
@@ -464,7 +462,6 @@ class Scheduler:
             self.progressed.append(request)  # Its pages were cached; it computed states.
 
     def publish(self, request: Request) -> None:
-        """Puts the request's full pages into the prefix cache."""
         known = request.held.num_published
         if not self.pages.publish(request):
             return

@@ -41,7 +41,6 @@ class PageAudit:
         self._num_corrupt += sum(a != b for a, b in zip(found, sent, strict=True))
 
     def check(self) -> AuditReport:
-        """Checks every page that is published now."""
         pages = [page for page in self._digests if self._memory.is_published(page)]
         found = self._digest_pages(pages) if pages else []
         changed = sum(self._digests[page] != now for page, now in zip(pages, found, strict=True))

@@ -262,7 +262,6 @@ class OwnerFills:
         self._accept(fill, chunk, known.end_token)
 
     def on_lease_answer(self, answer: LeaseAnswer) -> None:
-        """Handles a filler's answer to a query about one of our leases."""
         fill = self._fills.get(answer.lease_id)
         if fill is None or fill.candidate.worker_id != answer.worker_id:
             return

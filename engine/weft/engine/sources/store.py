@@ -43,8 +43,6 @@ RETRY_S = 2.0
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counters since start, part of the worker's counters."""
-
     store_lookups: int = 0
     store_lookup_pages: int = 0
     store_hit_pages: int = 0

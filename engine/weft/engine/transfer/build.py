@@ -85,7 +85,6 @@ def staged_exchange(
 
 
 def stages_on_device(config: EngineConfig, device: torch.device) -> bool:
-    """Whether staging pages are memory of the pool's device."""
     if config.staging_memory != "auto":
         return config.staging_memory == "device"
     if device.type != "cuda" or config.has_store or config.transport == "data":

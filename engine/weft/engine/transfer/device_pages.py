@@ -15,8 +15,6 @@ from weft.kernels.page_ops import gather_pages, scatter_pages
 
 
 class PagePart(NamedTuple):
-    """The part of every page that one rank has."""
-
     pool: torch.Tensor
     """[num_pages, ...], contiguous within a page; in memory that this process's device maps."""
     begin: int

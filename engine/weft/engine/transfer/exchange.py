@@ -37,7 +37,6 @@ class DirectExchange:
         self._pool = pool
 
     def region(self) -> PoolRegion:
-        """The exchange's memory as described to NIXL."""
         return PoolRegion.of_array(self._pool)
 
     def source(self, *, has_digests: bool) -> PageSource:

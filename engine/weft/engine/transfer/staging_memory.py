@@ -38,9 +38,7 @@ class StagingMemory(Protocol):
     is_of_device: bool
     """Whether it is memory of the pool's device, so that the device's kernels reach it."""
 
-    def region(self) -> PoolRegion:
-        """The region registered with NIXL."""
-        ...
+    def region(self) -> PoolRegion: ...
 
     def describe(self) -> str:
         """Describes the memory, for people."""

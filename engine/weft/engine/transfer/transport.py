@@ -111,11 +111,9 @@ class Transport:
         return ", ".join(filter(None, (transport, self._exchange.describe())))
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of the threads' queues and records."""
         return {**self.shipper.sizes(), **self.port.sizes()}
 
     def close(self) -> None:
-        """Stops threads and agents."""
         self.shipper.close()
         self.port.close()
         if self._senders is not None:

@@ -58,8 +58,6 @@ NO_PAGES = NewPages(*[NO_NUMBERS] * 4)
 
 
 class Step(NamedTuple):
-    """Order to run a step."""
-
     step: StepInput
     pages: NewPages
     draft_limits: Int64Array | None

@@ -32,8 +32,6 @@ STACK_BYTES = 512 << 20
 
 
 class Compiled(NamedTuple):
-    """Outcome of compiling one constraint."""
-
     constraint: Constraint
     outcome: Matcher | WeftError
 
@@ -71,7 +69,6 @@ class Compiler:
         self._thread.start()
 
     def order(self, constraint: Constraint) -> None:
-        """Queues a constraint for compilation."""
         with self._changed:
             self._ordered.append(constraint)
             self._changed.notify()

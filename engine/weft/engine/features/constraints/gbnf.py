@@ -386,7 +386,6 @@ class _Reader:
 
 
 def _others(members: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of all characters outside these ranges."""
     found, begin = [], 0
     for low, high in sorted(members):
         if low > begin:

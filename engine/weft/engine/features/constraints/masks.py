@@ -253,7 +253,6 @@ class MaskMaker:
         self._orders.put((jobs, rows))
 
     def take(self) -> list[Made]:
-        """Waits for the masks or the error of each job."""
         return self._made.get()
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ FREE_NUMBERS: dict[str, Json] = {
 
 
 def check_number(value: float) -> bool:
-    """Whether a constant number can be written exactly."""
+    """Whether a constant number has an exact JSON form."""
     if isinstance(value, int):
         return -(2**63) <= value < 2**63 and int(float(value)) == value
     return math.isfinite(value)

@@ -36,7 +36,6 @@ class Place:
         self._of_index: dict[int, Place] = {}
 
     def property(self, name: str) -> Place:
-        """The place of a property's value."""
         is_listed = any(name in node.get("properties", ()) for node in self.nodes)
         is_free = not any("patternProperties" in node for node in self.nodes)
         key = name if is_listed else None
@@ -60,7 +59,6 @@ class Place:
         return self._places.of(found)
 
     def item(self, index: int) -> Place:
-        """The place of an array's item."""
         most = max((len(node.get("prefixItems", ())) for node in self.nodes), default=0)
         index = min(index, most)
         if index not in self._of_index:

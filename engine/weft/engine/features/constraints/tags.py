@@ -359,7 +359,6 @@ class _Writer:
         return str(_field(tag, "begin", str, at))
 
     def _behind_begin(self, tag: Any, then: Alternatives, at: str) -> list[_Part]:
-        """A tag's content and end."""
         end = tag.get("end")
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not all(isinstance(one, str) for one in ends) or not ends:

@@ -506,7 +506,6 @@ def _is_whole(written: bytes) -> bool:
 
 
 def _in_string(begun: bytes) -> bool:
-    """Whether a text ends within a string."""
     return any(
         found["string"] and found.end() == len(begun) and not _is_whole(found["string"])
         for found in _OUTSIDE_STRINGS.finditer(begun)

@@ -244,7 +244,6 @@ class Residency:
         resident.last_used = self._num_uses
 
     def _is_idle(self, resident: Resident) -> bool:
-        """Whether no request and no started step uses the adapter."""
         return resident.num_active == 0 and resident.last_step <= self._ended_step
 
     def _is_fresh(self, resident: Resident) -> bool:

@@ -96,7 +96,7 @@ class AdaptedDrafter(Drafter):
                 logger.warning("drafts of one more adapter go without its own: %s", self._most)
 
     def make(self, folder: Path) -> Drafter | None:
-        """Reads a folder, if it exists. The background thread calls it."""
+        """The background thread calls it. None: the folder does not exist."""
         if not folder.is_dir():
             return None
         try:

@@ -508,7 +508,6 @@ def _xielu(weights: Weights) -> XIELU:
 
 
 def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:
-    """Reads a norm of the residual stream."""
     if norm.kind == "rms":
         return _rms(norm, weights, name, size)
     if norm.kind == "plain layer":

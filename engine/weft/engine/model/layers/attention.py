@@ -108,7 +108,6 @@ class Gate(NamedTuple):
 def plane_of(
     group: AttentionMetadata, pool: torch.Tensor, plane: PlaneInPage | None
 ) -> torch.Tensor:
-    """A layer's plane of its group's pool."""
     whole = group.pool_of(pool)
     return whole if plane is None else plane.of(whole)
 

@@ -11,8 +11,6 @@ from weft.contract.errors import ModelError
 
 
 class Rotary(NamedTuple):
-    """The rotation of a layer's heads."""
-
     cos_sin: torch.Tensor
     """[max_positions, D] float32, from `cos_sin_table`; with one row heads are not rotated."""
     num_adjacent: int = 0

@@ -21,7 +21,6 @@ class TensorSlice(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Shape of the part."""
         slices = (*self.slices, *[slice(None)] * (len(self.shape) - len(self.slices)))
         axes = zip(self.shape, slices, strict=True)
         return tuple(len(range(size)[one]) for size, one in axes if isinstance(one, slice))

@@ -211,7 +211,6 @@ class ExpertSpec:
 
     @property
     def numbers(self) -> range:
-        """The experts that this rank reads."""
         own = self.shard.of(self.num_experts, 1, may_repeat=False)
         return range(own.start, own.stop)
 

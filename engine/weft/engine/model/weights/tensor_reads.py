@@ -36,8 +36,6 @@ _BUFFERS_A_THREAD = 2
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file."""
-
     path: Path
     begin: int
     """Offset of the first byte in the file."""

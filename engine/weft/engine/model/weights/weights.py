@@ -125,14 +125,12 @@ class Weights:
         return self.reader.dtype_of(self._prefix + name)
 
     def linear(self, spec: LinearSpec) -> LinearWeight:
-        """The projections of a product, packed as one."""
         packed = self._scheme.linear(spec, self)
         if not spec.is_gate:
             self._computed.add_linear(packed)
         return packed
 
     def experts(self, spec: ExpertSpec) -> ExpertWeights:
-        """The experts of a layer that this rank has, packed."""
         if self.expert_shard.size > 1:
             spec = spec.placed(self.expert_shard)
             self.skip_experts(spec)

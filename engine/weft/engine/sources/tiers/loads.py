@@ -27,7 +27,6 @@ class TierRun(NamedTuple):
 
     @property
     def indices(self) -> range:
-        """Page numbers within the prompt."""
         return range(self.first_page, self.end_page)
 
 
