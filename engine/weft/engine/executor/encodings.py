@@ -66,8 +66,8 @@ class StepArrays:
     after a request's last row. None: no request has drafts.
     """
     sources: Int64Array = field(default_factory=_nothing)
-    """[N]: where on the device the token of each of the first N rows lies: decodes, and drafts made
-    on the device (`weft.kernels.step_rows.resolve_rows`).
+    """[N]: location on the device of the token of each of the first N rows: decodes, and drafts
+    made on the device (`weft.kernels.step_rows.resolve_rows`).
     """
     owners: Int64Array = field(default_factory=_nothing)
     """[N]: number of the row's request if only the device knows where it starts, else -1."""

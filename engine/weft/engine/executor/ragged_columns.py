@@ -1,4 +1,4 @@
-"""Layout of a padded ragged step's arrays, which lie one after another in one buffer."""
+"""Layout of a padded ragged step's arrays, one after another in one buffer."""
 
 from __future__ import annotations
 

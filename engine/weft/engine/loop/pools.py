@@ -81,7 +81,7 @@ def size_pools(
         loaded: The model, on the device.
         draft: The pool of a separate draft model; None: there is none.
         lora: Adapters on the device; None: there are none.
-        ranks: The other ranks of the engine; None: there are none.
+        ranks: All ranks but this one; None: there are none.
 
     Raises:
         ConfigError: The pools do not fit, or are too small.

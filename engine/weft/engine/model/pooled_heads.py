@@ -101,8 +101,8 @@ def read_dense(
 def read_embedding_head(
     config: PoolingConfig, device: torch.device, *, dummy: bool = False
 ) -> DenseLayers:
-    """Reads the dense layers of a model's embeddings, each from its own folder. Raises ModelError
-    if a file is missing, or has other shapes.
+    """Reads the dense layers of a model's embeddings, each from a separate folder. Raises
+    ModelError if a file is missing, or has other shapes.
     """
     layers = []
     for dense in config.dense:

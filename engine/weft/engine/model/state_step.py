@@ -11,7 +11,7 @@ that it passes:
                                           a block is written here
 
 A block is never overwritten while a step may read it, and the inputs of a position are written
-once. So rejected drafts need no undoing: the next step's `start` lies before them.
+once. So rejected drafts need no undoing: the next step's `start` is at most their first position.
 """
 
 from __future__ import annotations

@@ -60,9 +60,7 @@ class FillTask(NamedTuple):
 
     lease_id: bytes
     companion_pages: int = 0
-    """Pages that the prompt needs here in addition to those of its tokens, for what follows them
-    (`KvHandle.companion_pages`).
-    """
+    """Pages that the prompt needs here after those of its tokens (`KvHandle.companion_pages`)."""
 
 
 class ChatSession(NamedTuple):

@@ -78,8 +78,8 @@ class RunningPlans:
             self._columns = self._columns.without(request)
 
     def has_exactly(self, columns: RequestColumns | None) -> bool:
-        """Whether the running requests are those of a plan's columns, unchanged since. False may be
-        returned although they are.
+        """Whether the running requests are those of a plan's columns, unchanged since. May return
+        False although they are.
         """
         return self._columns is not None and self._columns.fixed is columns
 

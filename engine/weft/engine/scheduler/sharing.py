@@ -26,7 +26,7 @@ class PrefixSharing:
 
     def still_waits(self, request: Request) -> bool:
         """Whether the request's leader is still computing pages, and has published none since the
-        last look.
+        last call.
         """
         leader = request.sharing.leader
         assert leader is not None

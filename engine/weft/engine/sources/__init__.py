@@ -1,1 +1,1 @@
-"""Where pages come from and go to: prefill workers, tiers, the KV store. No torch."""
+"""The sources and receivers of pages: prefill workers, tiers, the KV store. No torch."""

@@ -94,7 +94,7 @@ class _Writer:
         self._names: dict[str, str] = {}
         """Names of rules and terminals by their notation."""
         self._ends: list[Sequence[str]] = [()]
-        """Ends of the tags around; no free text has the last ones."""
+        """Ends of the enclosing tags; no free text contains the innermost ones."""
         self._depth = 0
 
     def grammar(self, form: Any, at: str) -> str:
@@ -133,7 +133,7 @@ class _Writer:
 
     def _json(self, schema: Any, lenient: set[str], at: str) -> str:
         """The rule of a schema, in which definitions that cannot be enforced allow any object if
-        they are among the lenient ones.
+        they are in `lenient`.
         """
         try:
             return self._json_rule(json.dumps(schema))
@@ -221,7 +221,7 @@ class _Writer:
             return shared
         least = least if len(items) == len(written) else 0  # An item may be empty.
         item = self._named("item", self._any(items))
-        # The first item stands apart, so that a free text before it can look for its beginning.
+        # The first item is separate, so that a free text before it can look for its beginning.
         bounds = f"{{{max(0, least - 1)},{'' if most < 0 else most - 1}}}"
         first = self._before(items, self._joined(f"{item}{bounds}", self._any(shared)))
         return first if least else [*first, *shared]

@@ -291,7 +291,7 @@ class UniqueMatcher:
         assert level.seen is not None
         is_scalar = begun[0] not in b'"[{'
         may_come = [byte for byte in tokens_of(self._by_bytes.compute_bitmask()) if byte < MARK]
-        # Bytes that need a look further come last: a number may have zeros without end.
+        # Bytes that need a look ahead come last: a number may have zeros without end.
         for byte in sorted(may_come, key=b"-0.".__contains__):
             whole = begun
             if byte in _BLANKS and not is_scalar and not _in_string(begun):

@@ -96,7 +96,9 @@ class AdaptedDrafter(Drafter):
                 logger.warning("drafts of one more adapter go without its own: %s", self._most)
 
     def make(self, folder: Path) -> Drafter | None:
-        """The background thread calls it. None: the folder does not exist."""
+        """The background thread calls it. None: the folder is missing or cannot be used, which is
+        logged.
+        """
         if not folder.is_dir():
             return None
         try:

@@ -32,7 +32,7 @@ class WriteThrough:
             self._store.offer(request, first, end)
 
     def on_matched(self, request: Request) -> None:
-        """Called when a request found pages here. Those found often enough are offered."""
+        """Called when a request found pages here. Offers the pages that were found often enough."""
         end, node = request.held.num_published, request.held.leaf
         if self._policy.is_written_through(0):
             # The tiers were offered these pages when they entered the pool.
