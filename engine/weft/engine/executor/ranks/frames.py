@@ -83,7 +83,7 @@ class Tokens(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Order to take part while rank 0 draws from the last step by a graph; `way` is how."""
+    """Order to take part while rank 0 draws from the last step by a graph, in this way."""
 
     way: Way
 

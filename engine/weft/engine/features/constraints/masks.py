@@ -240,8 +240,8 @@ class MaskMaker:
         """Starts computing the masks of a step; those of the previous step must have been taken.
 
         Args:
-            rows: The masks of jobs with a slot are written here, until they are taken; None: they
-                are returned alone.
+            rows: The masks of jobs with a slot are written here, until they are taken; None: `take`
+                returns all masks.
             is_awaited: Whether the caller calls `take` at once.
         """
         if is_awaited:
