@@ -493,7 +493,7 @@ def _heads_kernel(
             taken = tl.load(row + of_value, mask=is_value, other=0.0).to(tl.float32)
             of_row = (request * RING_ROWS + ring_at) * HEADS + head
             factor = factors + of_row * 4
-            # The product with the state is the product with the block plus those with all rows since.
+            # The product with the state is that with the block plus those with all later rows.
             mine = rows - 2 * (position - begin)
             found = tl.sum(tl.where((mine == 0)[:, None], products, 0.0), axis=0)
             made = tl.sum(tl.where((mine == 1)[:, None], products, 0.0), axis=0)
