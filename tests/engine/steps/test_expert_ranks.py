@@ -100,7 +100,7 @@ FORMATS: dict[str, Callable[[Path, Path], Path]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quantization", [*FORMATS, "load fp8", "load int8", "load int4"])
+@pytest.mark.parametrize("quantization", [*FORMATS, "load int8", "load int4"])
 def test_texts_of_quantised_experts_are_those_of_one_rank(
     quantization: str, tmp_path: Path, seed: int
 ) -> None:

@@ -211,7 +211,7 @@ FORMATS: dict[str, Callable[[Path, Path], Path]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("quantization", [*FORMATS, "load fp8", "load int8", "load int4"])
+@pytest.mark.parametrize("quantization", [*FORMATS, "load int8", "load int4"])
 def test_texts_of_quantised_weights_are_those_of_one_rank(
     quantization: str, kind: str, tmp_path: Path, seed: int
 ) -> None:
