@@ -88,14 +88,17 @@ def load_native(
     Returns:
         The library, or the reason why it could not be built or loaded. Never raises for a
         missing compiler, a failing compilation or an unwritable folder.
+
+    Raises:
+        OSError: `source` cannot be read. A package without its sources is broken, not slow.
     """
+    code = source.read_bytes()
     try:
         folder = folder or cache_folder() / "native"
         compiler_path = shutil.which(compiler)
         if compiler_path is None:
             raise _BuildError(f"no C compiler: '{compiler}' is not on PATH")
         all_flags = [*BASE_FLAGS, *flags]
-        code = source.read_bytes()
         key = _build_key(code, all_flags, compiler_path, openmp_library)
         target = folder / f"{key}.so"
         if openmp_library is not None:

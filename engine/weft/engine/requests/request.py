@@ -96,8 +96,9 @@ class HeldPages:
 
     def take_promised(self, memory: PageMemory, num_pages: int, namespace: bytes) -> list[int]:
         """The allocated pages are not yet among `pages`."""
+        pages = memory.allocate(num_pages, namespace, promised=True)
         self.num_promised -= num_pages
-        return memory.allocate(num_pages, namespace, promised=True)
+        return pages
 
     def unpromise(self, memory: PageMemory, num_pages: int) -> None:
         memory.unpromise(num_pages)
