@@ -193,3 +193,16 @@ def test_branches_that_hold_equal_values_exclude_them(first: Any, second: Any) -
     assert accepts(grammar, '"x"')
     assert accepts(grammar, '"y"')
     assert accepts(compiled({"oneOf": [{"enum": [1]}, {"enum": [True]}]}), "true")
+
+
+def test_steps_of_a_listed_property_hold_beside_those_of_patterns() -> None:
+    rng, of_patterns = random.Random(random.random()), {"type": ["number", "string"]}
+    schema = {
+        "properties": {"a": {"type": "number", "multipleOf": 3}},
+        "patternProperties": {"^[ab]": of_patterns | {"maximum": 8.5}},
+    }
+    grammar = compiled({"type": "object", "additionalProperties": False, **schema})
+    for value in ("0", "3", "-3", "6"):
+        assert accepts(grammar, f'{{"a": {value}}}')
+    steps = [rng.randint(-100, 100) * 3 + rng.choice([1, 2, 0.064771072, 0.5]) for _ in range(50)]
+    assert [value for value in steps if accepts(grammar, f'{{"a": {value}}}')] == []

@@ -675,9 +675,17 @@ class _Rewriter:
             others = not (is_closed and "properties" in schema and has_enough)
         out: dict[str, Json] = {"type": "object"}
 
+        # llguidance adds patterns' schemas to those of listed properties that they match, and
+        # multiplies the steps of both in 32 bits.
+        parts = [*properties.values(), *patterns.values()]
+        steps_meet = bool(properties and patterns) and '"multipleOf"' in json.dumps(parts)
+
         def inner(part: Json, place: str) -> Json:
             return self.schema(
-                part, place, is_closed=self._is_closed and not is_merged, is_merged=is_merged
+                part,
+                place,
+                is_closed=self._is_closed and not is_merged,
+                is_merged=is_merged or steps_meet,
             )
 
         named = {
