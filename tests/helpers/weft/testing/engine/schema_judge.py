@@ -47,11 +47,28 @@ def problem(schema: Any, text: str) -> str:
             if quotient.denominator != 1:
                 yield ValidationError(f"{instance!r} is not a multiple of {step}")
 
-    checks = {"pattern": check_pattern, "multipleOf": check_multiple}
+    def check_names(validator: Any, parts: Any, instance: Any, schema: Any) -> Any:
+        for pattern, part in parts.items() if isinstance(instance, dict) else ():
+            flags = 0 if r"\p" in pattern else regex.ASCII
+            for name, value in instance.items():
+                if regex.search(pattern_of_ecma(pattern), name, flags):
+                    yield from validator.descend(value, part, path=name, schema_path=pattern)
+
+    checks = {
+        "pattern": check_pattern,
+        "patternProperties": check_names,
+        "multipleOf": check_multiple,
+    }
     kind = validators.validator_for(schema, default=validators.Draft202012Validator)
     try:
         judge = validators.extend(kind, checks)(schema)
-        found = next(judge.iter_errors(json.loads(text)), None)
+        found = next(judge.iter_errors(json.loads(text, parse_int=_whole)), None)
     except Exception:  # whatever a strange schema makes a validator raise
         return ""
     return "" if found is None else f"{found.message[:200]}: {text[:300]}"
+
+
+def _whole(text: str) -> int | float:
+    """A large number as schemas' own are read: for Python 1e308 differs from its digits."""
+    value = int(text)
+    return value if abs(value) < 2**63 else float(text)
