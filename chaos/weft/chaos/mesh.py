@@ -106,7 +106,8 @@ class ChaosMesh:
     async def running(
         cls, settings: UpSettings, model_dir: Path, model_name: str
     ) -> AsyncIterator[ChaosMesh]:
-        """A mesh that is ready, by settings of `weft up` with a state folder and `enable_faults`.
+        """Starts a mesh and waits until it is ready. The settings of `weft up` must name a state
+        folder and set `enable_faults`.
         Everything is gone when the block ends. Raises ExitedEarly or TimeoutError if the mesh does
         not start.
         """

@@ -1,4 +1,4 @@
-"""The folder of files that Weft makes on a machine and can make again."""
+"""The cache folder of a host: compiled libraries, converted models; deleting it loses only time."""
 
 from __future__ import annotations
 

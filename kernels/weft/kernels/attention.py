@@ -319,7 +319,7 @@ def paged_attention_reference(
 
 
 def first_in_window(at: torch.Tensor, window: int, is_chunked: bool) -> torch.Tensor:
-    """May be negative. Rows are at positions `at`."""
+    """First position that a row at position `at` attends to; negative for the first rows."""
     return at // window * window if is_chunked else at + 1 - window
 
 

@@ -208,6 +208,6 @@ def _some_values(matcher: LLMatcher, begin: bytes) -> set[Hashable] | range:
 
 
 def _next(matcher: LLMatcher) -> Iterator[int]:
-    """The tokens that may come; those that end a value soon are first."""
+    """Allowed tokens; the end token first, then closing brackets and quotes."""
     may_come = [token for token in tokens_of(matcher.compute_bitmask()) if token not in _BLANKS]
     return iter(sorted(may_come, key=lambda token: (token != END, token not in _CLOSING)))

@@ -87,8 +87,8 @@ async def run_answer(
 def field_names(
     names: Mapping[str, str], parts: Mapping[str, str], too_long: str = ""
 ) -> Iterator[None]:
-    """Names a field at fault as the dialect does. `names` are the dialect's, by those of the
-    internal request.
+    """Errors raised inside get `param` in the dialect's spelling. `names` maps fields of the
+    internal request to the dialect's.
 
     Args:
         parts: Parts of names, such as ".function." of a tool's fields.

@@ -32,7 +32,7 @@ class _OperatorsPort(NamedTuple):
 
 
 class OperatorsRelay:
-    """Reaches the operators' ports of workers and stores, at the hosts of their addresses."""
+    """Calls the admin ports of workers and stores, on the hosts that serve their gRPC ports."""
 
     def __init__(self, fleet: Fleet, stores: StoreWatch, identity: Identity | None) -> None:
         self._fleet = fleet

@@ -23,8 +23,8 @@ class _Gap(Exception):
 
 
 class KvFollower:
-    """Follows one worker's KV events, incarnation after incarnation, and keeps `index` equal to
-    them.
+    """Keeps `index` equal to the pages that one worker reports as cached, also after the worker
+    has restarted.
 
     After a broken stream it continues after the last change applied. A missing change, and any
     other inconsistency, is repaired by a snapshot.

@@ -28,8 +28,8 @@ class PromptLogprobs:
         num_listed: int | None = None,
         num_echoed: int | None = None,
     ) -> None:
-        """Takes one generation of one sample for each prompt. Workers may have sent more
-        alternatives than the answer shows.
+        """Expects a generation with one sample for each prompt. Alternatives beyond the number
+        that the client asked for are dropped.
 
         Args:
             num_listed: Alternatives in `prompt_logprobs`; None: there is no such field.
