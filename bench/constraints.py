@@ -57,9 +57,9 @@ from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.features.constraints.vocabulary import load_vocabulary, tokenizer_of
+from weft.engine.loop.draws import StepSampler
 from weft.engine.loop.llm import LLM
 from weft.engine.requests.request import RequestKey, State
-from weft.engine.sampling.draws import StepSampler
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.engine.features.speculative.step_times import size_class
+from weft.engine.loop.draws import SampledTokens
 from weft.engine.loop.engine import Engine
-from weft.engine.sampling.draws import SampledTokens
 from weft.engine.scheduler.plan import Plan
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.executor import device_check
-from weft.engine.executor.device_sampling import RowsOnDevice
-from weft.engine.sampling.draws import StepSampler
+from weft.engine.loop.draws import StepSampler
+from weft.engine.sampling import device_check
+from weft.engine.sampling.device_sampling import RowsOnDevice
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan
 from weft.testing.scheduling.bare_request import bare_request

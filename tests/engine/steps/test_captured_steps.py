@@ -20,9 +20,9 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.fixed_gate import FixedGate
+from weft.engine.loop.draws import PendingTokens
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.requests.request import Request
-from weft.engine.sampling.draws import PendingTokens
 from weft.engine.sampling.sampler import PendingRows, SamplerRow
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan

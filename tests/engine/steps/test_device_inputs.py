@@ -17,9 +17,9 @@ from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
+from weft.engine.loop.encode import step_input
 from weft.engine.model.step import Step
 from weft.engine.requests.request import Request
-from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.kernels.step_rows import SlotTokens

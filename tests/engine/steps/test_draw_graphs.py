@@ -16,14 +16,14 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.executor.device_inputs import DeviceInputs
-from weft.engine.executor.device_sampling import WAYS, CapturedDraws, Way
 from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.executor.step_input import StepInput
+from weft.engine.loop.encode import step_input
 from weft.engine.requests.request import Request
-from weft.engine.sampling.encode import step_input
+from weft.engine.sampling.device_sampling import WAYS, CapturedDraws, Way
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.kernels.device_sampling import Field

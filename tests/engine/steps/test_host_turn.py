@@ -14,10 +14,10 @@ from weft.contract.give_way import HostPriority
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.step_input import StepInput
+from weft.engine.loop.draws import PendingTokens, SampledTokens
 from weft.engine.loop.llm import LLM
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import host_weights
-from weft.engine.sampling.draws import PendingTokens, SampledTokens
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_models import make_tiny, tiny_config
 

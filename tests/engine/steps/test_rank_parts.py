@@ -29,7 +29,7 @@ from weft.engine.executor.ranks.frames import (
     encode_step,
     encode_tokens,
 )
-from weft.engine.executor.step_input import ScoredRows, StepInput
+from weft.engine.executor.step_input import StepInput
 from weft.engine.model.loader import class_of
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import TensorSlice
@@ -38,6 +38,7 @@ from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
+from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.rank_footprint import footprint_of_rank
 from weft.testing.models.tiny_models import tiny_config

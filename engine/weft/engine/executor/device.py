@@ -7,11 +7,11 @@ from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.gpus import check_device
-from weft.engine.executor.device_check import device_sampler_fault
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.encoder import Encoder
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel
+from weft.engine.sampling.device_check import device_sampler_fault
 from weft.kernels.cpu import native_cpu, native_cpu_missing
 from weft.kernels.latent_attention import LatentSpec
 

@@ -17,7 +17,6 @@ from weft.contract.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import DeviceCopies, PinnedBuffer
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.adapter_rows import LoraPool
-from weft.engine.executor.device_sampling import RowsOnDevice
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.lora_columns import LoraColumns
 from weft.engine.executor.ragged_columns import (
@@ -30,6 +29,7 @@ from weft.engine.executor.states import DeviceStates
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
+from weft.engine.sampling.device_sampling import RowsOnDevice
 from weft.kernels.attention import AttentionMetadata
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.step_requests import (

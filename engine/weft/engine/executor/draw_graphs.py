@@ -15,10 +15,10 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies, Marks
 from weft.engine.executor.device_inputs import DeviceInputs
-from weft.engine.executor.device_sampling import CapturedDraws, Way
 from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
 from weft.engine.model.interface import LogitsInParts, Model
+from weft.engine.sampling.device_sampling import CapturedDraws, Way
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.step_rows import keep_tokens

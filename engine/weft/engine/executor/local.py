@@ -21,7 +21,6 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
-from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
 from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.draw_graphs import DrawGraphs
@@ -31,12 +30,13 @@ from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Launched, Logits
-from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
+from weft.engine.sampling.device_sampling import WAYS, CapturedDraw, Way
+from weft.engine.sampling.prompt_scores import PromptScores
 from weft.engine.transfer.device_pages import DevicePages
 from weft.kernels.device_sampling import SlotTables
 from weft.kernels.memory import huge_zeros

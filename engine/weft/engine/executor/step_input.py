@@ -11,6 +11,7 @@ from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.contract.tasks import TOKEN_OUTPUTS, PoolingParams
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.state_rows import StateRows
+from weft.engine.sampling.prompt_scores import ScoredRows
 
 ON_DEVICE = -1
 """Start position that only the device knows, because it depends on how many drafts the step under
@@ -20,19 +21,6 @@ way accepts.
 
 def _nothing() -> Int64Array:
     return NO_NUMBERS
-
-
-class ScoredRows(NamedTuple):
-    """Rows of a prompt whose next tokens are to be scored."""
-
-    request: int
-    """Index of the request in the step."""
-    num_top: int
-    """Alternatives wanted for each token."""
-    first_row: int
-    """The first of these rows, counted from the request's own first row."""
-    tokens: list[int]
-    """The prompt's token after each of these rows, whose log-probability is wanted."""
 
 
 class PooledRows(NamedTuple):

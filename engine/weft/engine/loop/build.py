@@ -26,7 +26,6 @@ from weft.engine.executor.device import (
     slower_latents,
     wider_experts,
 )
-from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import (
     describe_drafts,
     draft_adapters,
@@ -67,6 +66,7 @@ from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.requests.request import Request
 from weft.engine.requests.window_pages import WindowPages
+from weft.engine.sampling.device_sampling import WAYS
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter

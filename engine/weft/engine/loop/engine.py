@@ -22,6 +22,7 @@ from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import make_store
 from weft.engine.loop.chats import make_sessions
+from weft.engine.loop.draws import SampledTokens, StepSampler
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.groups import RequestGroups, first_to_run
@@ -38,7 +39,6 @@ from weft.engine.loop.tiers import make_tiers
 from weft.engine.loop.windows import StoredWindows, WindowPacker
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import Request, RequestKey, State
-from weft.engine.sampling.draws import SampledTokens, StepSampler
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits

@@ -9,9 +9,9 @@ import numpy as np
 from weft.contract.arrays import Int64Array
 from weft.contract.request import TokenLogprob
 from weft.contract.submits import TokenColumns, Tokens
+from weft.engine.loop.draws import SampledTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.requests.request import Request, State, end_of
-from weft.engine.sampling.draws import SampledTokens
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import LaterScores, Plan, Run
 from weft.engine.scheduler.running import RunningPlans

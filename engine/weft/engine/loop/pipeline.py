@@ -27,11 +27,11 @@ from weft.contract.clock import Clock
 from weft.contract.give_way import HostPriority
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor, Logits
+from weft.engine.loop.draws import PendingTokens, SampledTokens, StepSampler
+from weft.engine.loop.encode import step_input
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
 from weft.engine.requests.request import Request
-from weft.engine.sampling.draws import PendingTokens, SampledTokens, StepSampler
-from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.scheduler import Scheduler

@@ -1,1 +1,1 @@
-"""The host's half of a step: its input from the plan, sampler rows, masks, accepted tokens."""
+"""Draws tokens from logits: parameters by slot, masks, edits of logits, log-probabilities."""

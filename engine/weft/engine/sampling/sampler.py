@@ -12,15 +12,15 @@ from weft.contract.arrays import Int64Array
 from weft.contract.errors import Internal, InvalidRequest, WeftError
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.base.device_copies import Fetched
-from weft.engine.executor.device_sampling import (
+from weft.engine.sampling.device_sampling import (
     CapturedDraw,
     DeviceSampler,
     RowsBehindDrafts,
     RowsOnDevice,
     Way,
 )
-from weft.engine.executor.edits import LogitEdits
-from weft.engine.executor.logprobs import token_logprobs
+from weft.engine.sampling.edits import LogitEdits
+from weft.engine.sampling.logprobs import token_logprobs
 from weft.kernels.device_sampling import SlotTables
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.sampling import (

@@ -201,7 +201,6 @@ class LaterChains(LaterDrafts):
     """Chains of drafts by graphs, which the executor starts before the step that verifies them.
 
     Args:
-        requests: Returns the requests to draft for, if they were not sent with a step.
         to_host: Whether the drafts are copied to the host before the verifying step has run, so
             that masks can be made meanwhile.
     """
@@ -210,20 +209,23 @@ class LaterChains(LaterDrafts):
         self,
         graphs: ChainGraphs,
         counts: Sequence[int],
-        requests: Callable[[], StepInput],
+        requests: StepInput | None = None,
         *,
         to_host: bool,
     ) -> None:
         super().__init__(counts)
         self._graphs = graphs
         self.requests = requests
-        """Returns the requests to draft for."""
+        """The verified requests of the step, which its encoder sets; unused if the step sends them
+        by itself (`begin_within`).
+        """
         self._to_host = to_host
         self._depth = max(self.counts, default=0)
 
     def begin(self) -> None:
         if self._depth:
-            self._fetch_if_needed(self._graphs.forward(self.requests(), self._depth), 0)
+            assert self.requests is not None, "the step is not encoded"
+            self._fetch_if_needed(self._graphs.forward(self.requests, self._depth), 0)
 
     def begin_within(
         self, num_requests: int, adapter_slots: Int32Array | None, num_before: int

@@ -26,7 +26,6 @@ from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device
-from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import head_graphs
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
@@ -63,6 +62,7 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.sampling.device_sampling import WAYS
 
 UNBOUNDED = 1 << 62
 """Number of pages that a rank offers if its own memory sets no bound."""
@@ -111,7 +111,7 @@ class Drafting(NamedTuple):
             adapters=None if step.adapters is None else step.adapters[own],
         )
         counts = (requests.counts - 1).tolist()
-        return LaterChains(self.captured, counts, lambda: requests, to_host=False)
+        return LaterChains(self.captured, counts, requests, to_host=False)
 
 
 def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Drafting | None]:

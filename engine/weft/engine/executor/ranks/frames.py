@@ -16,10 +16,11 @@ import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.contract.pages import PageCopy
 from weft.engine.base.state_rows import StateRows
-from weft.engine.executor.device_sampling import WAYS, Way
 from weft.engine.executor.drafts.chains import LaterChains
 from weft.engine.executor.drafts.eager_chains import LastTokens
-from weft.engine.executor.step_input import ScoredRows, StepInput
+from weft.engine.executor.step_input import StepInput
+from weft.engine.sampling.device_sampling import WAYS, Way
+from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.pages.memory.page_table import PageTable
 
 _STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _BARRIER, _BLOCKS = range(10)
@@ -122,7 +123,8 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
     made: Int64Array | None = None
     if step.drafts is not None:
         assert isinstance(step.drafts, LaterChains), "drafts of another rank's device"
-        made = step.drafts.requests().draft_limits
+        assert step.drafts.requests is not None, "the step is not encoded"
+        made = step.drafts.requests.draft_limits
     assert not step.pooled, "ranks make no vectors"
     scores = NO_NUMBERS
     if step.scores:

@@ -11,7 +11,6 @@ from weft.contract.arrays import Int64Array
 from weft.contract.errors import RanksLost
 from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
-from weft.engine.executor.device_sampling import CapturedDraw, CapturedDraws, Way
 from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.port import Launched
@@ -30,6 +29,7 @@ from weft.engine.executor.ranks.frames import (
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.sampling.device_sampling import CapturedDraw, CapturedDraws, Way
 
 
 class _RankedChains:

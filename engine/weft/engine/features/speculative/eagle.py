@@ -5,7 +5,6 @@ token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from weft.engine.executor.drafts.tree_graphs import TreeArrays, TreeGraphs
 from weft.engine.executor.drafts.trees import EagerTrees, tree_of
 from weft.engine.executor.step_input import ON_DEVICE
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.sampling.encode import verified_input
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
 from weft.pages.memory.page_table import PageTable
@@ -73,9 +71,8 @@ class EagleDrafter(Drafter):
 
     def _chains_on_device(self, graphs: ChainGraphs, items: Sequence[VerifyItem]) -> LaterChains:
         counts = [item.max_drafts for item in items]
-        requests = partial(verified_input, items, counts, self._table, self._page_size)
         are_masked = any(item.request.params.constraint is not None for item in items)
-        return LaterChains(graphs, counts, requests, to_host=are_masked)
+        return LaterChains(graphs, counts, to_host=are_masked)
 
     def _grow_on_device(
         self, graphs: TreeGraphs, items: Sequence[VerifyItem]

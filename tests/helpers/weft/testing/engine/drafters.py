@@ -12,10 +12,10 @@ from weft.engine.base.device_copies import Fetched
 from weft.engine.base.drafts import DraftShape
 from weft.engine.executor.step_input import ON_DEVICE, StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter
+from weft.engine.loop.draws import SampledTokens
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample
 from weft.engine.requests.request import Request, State
-from weft.engine.sampling.draws import SampledTokens
 from weft.engine.sampling.sampler import derive_seed
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Drafter, DraftGate

@@ -12,8 +12,8 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.eagle_config import head_kind
 from weft.contract.keys import PageKeys
+from weft.engine.loop.draws import SampledTokens
 from weft.engine.loop.engine import Engine
-from weft.engine.sampling.draws import SampledTokens
 from weft.engine.scheduler.plan import Plan, VerifyItem
 from weft.engine.scheduler.ports import Drafter, DraftGate
 from weft.testing.engine.drafters import KnownDrafter, RandomGate

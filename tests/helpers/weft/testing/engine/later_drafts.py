@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.engine.base.drafts import LaterDrafts
+from weft.engine.executor.drafts.chains import LaterChains
 from weft.engine.executor.drafts.trees import tree_of
+from weft.engine.features.speculative.eagle import EagleDrafter
+from weft.engine.loop.encode import verified_input
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
 from weft.kernels.step_rows import SlotTokens
@@ -24,6 +27,10 @@ def fetched(
     drafts = drafter.draft(items)
     if not isinstance(drafts, LaterDrafts):
         return drafts
+    if isinstance(drafts, LaterChains):
+        assert isinstance(drafter, EagleDrafter)
+        paged = drafter._table, drafter._page_size
+        drafts.requests = verified_input(items, drafts.counts, *paged)
     drafts.begin()
     found = []
     for item, count in zip(items, drafts.counts, strict=True):

@@ -27,11 +27,11 @@ from weft.engine.base.drafts import DraftShape
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
+from weft.engine.loop.encode import step_input
 from weft.engine.model.state_step import FewRows, StateStep
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.requests.state_blocks import StateBlocks
-from weft.engine.sampling.encode import step_input
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan

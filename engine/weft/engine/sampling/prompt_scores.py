@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import Fetched
-from weft.engine.executor.logprobs import token_logprobs
-from weft.engine.executor.step_input import ScoredRows
+from weft.engine.sampling.logprobs import token_logprobs
 
 ROWS_AT_ONCE = 64
 """Rows whose logits are computed at a time. The logits of a whole chunk would be larger than all
 its other tensors.
 """
+
+
+class ScoredRows(NamedTuple):
+    """Rows of a prompt whose next tokens are to be scored."""
+
+    request: int
+    """Index of the request in the step."""
+    num_top: int
+    """Alternatives wanted for each token."""
+    first_row: int
+    """The first of these rows, counted from the request's own first row."""
+    tokens: list[int]
+    """The prompt's token after each of these rows, whose log-probability is wanted."""
 
 
 class PromptScores:

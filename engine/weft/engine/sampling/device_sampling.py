@@ -15,9 +15,9 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import DeviceCopies, Fetched, Mark
-from weft.engine.executor.device_masks import DeviceMasks
-from weft.engine.executor.edits import LogitEdits
-from weft.engine.executor.logprobs import token_logprobs
+from weft.engine.sampling.edits import LogitEdits
+from weft.engine.sampling.logprobs import token_logprobs
+from weft.engine.sampling.masks import DeviceMasks
 from weft.kernels.device_sampling import (
     ALWAYS_MASKED,
     NUM_FIELDS,

@@ -11,7 +11,9 @@ import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
-from weft.engine.executor.step_input import ON_DEVICE, PooledRows, ScoredRows, StepInput
+from weft.engine.executor.drafts.chains import LaterChains
+from weft.engine.executor.step_input import ON_DEVICE, PooledRows, StepInput
+from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.pages.memory.page_table import PageTable
 
@@ -39,6 +41,8 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     if plan.verifies and drafts is not None:
         found = verified_input(plan.verifies, drafts.counts, table, page_size)
         assert found.draft_limits is not None
+        if isinstance(drafts, LaterChains):
+            drafts.requests = found
         groups.append((found.slots, found.starts, found.max_starts, found.counts))
         draft_limits.append(found.draft_limits)
     elif plan.verifies:

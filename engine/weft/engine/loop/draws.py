@@ -14,10 +14,10 @@ from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import TokenTree, parents_of
-from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.port import Logits
 from weft.engine.requests.request import Request, end_of
+from weft.engine.sampling.device_sampling import RowsBehindDrafts
 from weft.engine.sampling.sampler import PendingRows, SampledRows, Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource

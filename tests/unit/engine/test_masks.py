@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from weft.engine.executor import device_masks
-from weft.engine.executor.device_masks import DeviceMasks
+from weft.engine.sampling import masks as mask_module
+from weft.engine.sampling.masks import DeviceMasks
 
 WORDS = 5
 
@@ -18,12 +18,12 @@ WORDS = 5
 def test_all_that_was_set_is_sent(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = [0]
 
-    class CountedMarks(device_masks.Marks):
-        def add(self) -> device_masks.Mark:
+    class CountedMarks(mask_module.Marks):
+        def add(self) -> mask_module.Mark:
             marks[0] += 1
             return super().add()
 
-    monkeypatch.setattr(device_masks, "Marks", CountedMarks)
+    monkeypatch.setattr(mask_module, "Marks", CountedMarks)
     masks = DeviceMasks(num_slots, WORDS, torch.device("cpu"))
     table, expected = masks.tensor, np.zeros((num_slots, WORDS), np.uint32)
     for step in range(30):
