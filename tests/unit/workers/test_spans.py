@@ -68,7 +68,7 @@ def test_only_sampled_spans_are_exported_and_none_when_off() -> None:
     for is_on in (True, False):
         exporter = InMemorySpanExporter()
         tracer = Tracer("decode", is_on=is_on)
-        tracer.provider.add_span_processor(SimpleSpanProcessor(exporter))
+        tracer.processors.append(SimpleSpanProcessor(exporter))
         for is_sampled in (True, False):
             record(tracer, "r", remote_parent(new_trace(is_sampled).traceparent))
         exported = [span.context.trace_flags.sampled for span in exporter.get_finished_spans()]

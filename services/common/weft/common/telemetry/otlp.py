@@ -33,7 +33,7 @@ class OtlpExport:
     def __init__(self, tracer: Tracer, endpoint: str) -> None:
         self._processor = BatchSpanProcessor(_exporter(endpoint))
         logging.getLogger("opentelemetry").addFilter(_RareRepeats())
-        tracer.provider.add_span_processor(self._processor)
+        tracer.processors.append(self._processor)
 
     def close(self) -> None:
         """Sends the remaining spans; blocks for at most `CLOSE_TIMEOUT_S`."""

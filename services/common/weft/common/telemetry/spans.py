@@ -1,4 +1,4 @@
-"""The spans of one service: OpenTelemetry's tracer, and the newest spans for `weft trace`.
+"""The spans of one service in OpenTelemetry's form, and the newest of them for `weft trace`.
 
 Most spans are made when they have ended, from times that the engine measured. Times are seconds on
 this host's monotonic clock until they become a span's.
@@ -9,32 +9,26 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import (
-    Decision,
-    Sampler,
-    SamplingResult,
-    TraceIdRatioBased,
-)
+from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
-    Link,
     NonRecordingSpan,
-    NoOpTracer,
     Span,
     SpanContext,
     SpanKind,
+    Status,
     StatusCode,
-    TraceState,
+    TraceFlags,
     get_current_span,
-    set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from opentelemetry.util.types import Attributes
+from opentelemetry.util.types import AttributeValue
 from weft.common.version import version
 from weft.contract.errors import InvalidRequest
 
@@ -48,6 +42,7 @@ Attribute = str | bool | int | float
 _CLOCK_STEP_S = 1e-3
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _PROPAGATOR = TraceContextTextMapPropagator()
+_UNSET = Status()
 
 
 def remote_parent(traceparent: str) -> Span:
@@ -95,27 +90,14 @@ def described_error(reason: str, message: str, param: str | None) -> str:
     return f"{reason}: {message}"
 
 
-class RecentSpans(SpanProcessor):
+class RecentSpans:
     """The spans of a service that ended last."""
 
     def __init__(self, max_spans: int) -> None:
         self._spans: deque[ReadableSpan] = deque(maxlen=max_spans)
 
-    def on_end(self, span: ReadableSpan) -> None:
-        # A copy without the SDK's empty lists of events and links takes a quarter of the memory.
-        self._spans.append(
-            ReadableSpan(
-                span.name,
-                context=span.context,
-                parent=span.parent,
-                resource=span.resource,
-                attributes=dict(span.attributes or {}),
-                kind=span.kind,
-                status=span.status,
-                start_time=span.start_time,
-                end_time=span.end_time,
-            )
-        )
+    def add(self, span: ReadableSpan) -> None:
+        self._spans.append(span)
 
     def find(self, wanted: str, limit: int) -> list[ReadableSpan]:
         """The newest spans of a request or trace, oldest first. `wanted` is a request id, which
@@ -134,46 +116,31 @@ class RecentSpans(SpanProcessor):
         return found[-limit:]
 
 
-class _RecordAll(Sampler):
-    """Records each span. It samples (for export) those of sampled callers and a share of the traces
-    that begin here.
+class _OpenSpan(NonRecordingSpan):
+    """A span that a `Tracer` has begun. The SDK's own takes five times as long to make, which a
+    burst of requests waits for.
     """
 
-    def __init__(self, ratio: float) -> None:
-        self._of_new_traces = TraceIdRatioBased(ratio)
+    __slots__ = ("attributes", "kind", "name", "parent", "start_ns")
 
-    def should_sample(
+    def __init__(
         self,
-        parent_context: Context | None,
-        trace_id: int,
         name: str,
-        kind: SpanKind | None = None,
-        attributes: Attributes = None,
-        links: Sequence[Link] | None = None,
-        trace_state: TraceState | None = None,
-    ) -> SamplingResult:
-        caller = get_current_span(parent_context).get_span_context()
-        if not caller.is_valid:
-            decision = self._of_new_traces.should_sample(None, trace_id, name).decision
-            is_exported = decision is Decision.RECORD_AND_SAMPLE
-        else:
-            is_exported = caller.trace_flags.sampled
-        return SamplingResult(
-            Decision.RECORD_AND_SAMPLE if is_exported else Decision.RECORD_ONLY, attributes
-        )
+        context: SpanContext,
+        parent: SpanContext | None,
+        kind: SpanKind,
+        attributes: dict[str, AttributeValue],
+        start_ns: int,
+    ) -> None:
+        super().__init__(context)
+        self.name, self.parent, self.kind = name, parent, kind
+        self.attributes, self.start_ns = attributes, start_ns
 
-    def get_description(self) -> str:
-        return f"RecordAll({self._of_new_traces.get_description()})"
+    def set_attribute(self, key: str, value: AttributeValue) -> None:
+        self.attributes[key] = value
 
-
-class _SpanIds(RandomIdGenerator):
-    """Random ids. The next span gets the id in `given` if it is not 0."""
-
-    given = 0
-
-    def generate_span_id(self) -> int:
-        given, self.given = self.given, 0
-        return given or super().generate_span_id()
+    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
+        self.attributes.update(attributes)
 
 
 class Tracer:
@@ -200,21 +167,14 @@ class Tracer:
         self.service = service
         self.instance = instance
         self.recent = RecentSpans(max_spans)
-        self._ids = _SpanIds()
+        self.processors: list[SpanProcessor] = []
+        """They get each span that has ended; those that export skip what is not sampled."""
+        self.is_on = is_on
+        self._ids = RandomIdGenerator()
+        self._of_new_traces = TraceIdRatioBased(sample_ratio)
         self._offset_s = wall_offset_s()
-        self.provider = TracerProvider(
-            sampler=_RecordAll(sample_ratio),
-            resource=_resource(service, instance),
-            id_generator=self._ids,
-            shutdown_on_exit=False,
-        )
-        self.provider.add_span_processor(self.recent)
-        self._tracer = self.provider.get_tracer("weft", version()) if is_on else NoOpTracer()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether spans are recorded."""
-        return not isinstance(self._tracer, NoOpTracer)
+        self._resource = _resource(service, instance)
+        self._scope = InstrumentationScope("weft", version())
 
     def start(
         self,
@@ -230,20 +190,45 @@ class Tracer:
         """Begins a span, now or at `start_s`, with a random id or `span_id`. A parent without a
         valid context makes it the first span of a new trace.
         """
-        self._ids.given = span_id
-        return self._tracer.start_span(
+        caller = parent.get_span_context()
+        if not self.is_on:
+            return NonRecordingSpan(caller)
+        if caller.is_valid:
+            trace_id, flags = caller.trace_id, TraceFlags(caller.trace_flags & TraceFlags.SAMPLED)
+        else:
+            trace_id = self._ids.generate_trace_id()
+            decision = self._of_new_traces.should_sample(None, trace_id, name).decision
+            is_exported = decision is Decision.RECORD_AND_SAMPLE
+            flags = TraceFlags(TraceFlags.SAMPLED if is_exported else 0)
+        span_id = span_id or self._ids.generate_span_id()
+        return _OpenSpan(
             name,
-            set_span_in_context(parent, Context()),
+            SpanContext(trace_id, span_id, False, flags, caller.trace_state),
+            caller if caller.is_valid else None,
             kind,
             {REQUEST_ID: request_id, **(attributes or {})},
-            start_time=self._wall_ns(start_s),
+            self._wall_ns(start_s),
         )
 
     def end(self, span: Span, error: str = "", end_s: float | None = None) -> None:
         """Ends a span, now or at `end_s`; `error` says why its work failed."""
-        if error:
-            span.set_status(StatusCode.ERROR, error)
-        span.end(self._wall_ns(end_s))
+        if not isinstance(span, _OpenSpan):
+            return
+        ended = ReadableSpan(
+            span.name,
+            context=span.get_span_context(),
+            parent=span.parent,
+            resource=self._resource,
+            attributes=span.attributes,
+            kind=span.kind,
+            status=Status(StatusCode.ERROR, error) if error else _UNSET,
+            start_time=span.start_ns,
+            end_time=self._wall_ns(end_s),
+            instrumentation_scope=self._scope,
+        )
+        self.recent.add(ended)
+        for processor in self.processors:
+            processor.on_end(ended)
 
     def record(
         self,
