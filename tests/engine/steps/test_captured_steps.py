@@ -20,10 +20,10 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.fixed_gate import FixedGate
-from weft.engine.loop.draws import PendingTokens
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.requests.request import Request
-from weft.engine.sampling.sampler import PendingRows, SamplerRow
+from weft.engine.sampling.pending import PendingTokens
+from weft.engine.sampling.sampler import SamplerRow
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
 from weft.kernels import cpu
@@ -360,7 +360,7 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
             num_ended[0] += any(request.slot < 0 for request in requests)
             return draw(plan, requests, logits)
 
-        def begun(*inputs: Any, **named: Any) -> PendingRows:
+        def begun(*inputs: Any, **named: Any) -> PendingTokens:
             num_eager[1] += 1
             return begin(*inputs, **named)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.base.device_copies import Mark
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.keeping import DraftKeeper
@@ -23,7 +23,8 @@ from weft.engine.executor.graphs import GraphBucket
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.encode import step_input
 from weft.engine.requests.request import Request
-from weft.engine.sampling.device_sampling import WAYS, CapturedDraws, Way
+from weft.engine.sampling.device_sampling import WAYS, Way
+from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.kernels.device_sampling import Field
@@ -220,12 +221,9 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             before = [tensor.clone() for tensor in desk.state()]
             assert desk.sampler.common_way(slots) in (way, "greedy")
             begun = desk.sampler.begin_captured(
-                lambda how, slot_override, rows=rows: desk.draws.begin(
-                    bucket, rows, how, slot_override
-                ),
+                partial(desk.draws.begin, bucket, positions),
                 way,
                 slots,
-                positions,
             )
             assert begun.are_kept
             assert begun.wait().token_ids.tolist() == expected.tolist()
@@ -290,14 +288,15 @@ def test_a_graph_draws_for_a_slot_that_became_free_as_it_was() -> None:
     assert sampler.common_way(slots) is None
     add(top_p=0.9)
     sampler.remove(0)
-    tables, mark = sampler.plain_tables, Mark(torch.device("cpu"))
+    tables = sampler.plain_tables
     assert tables is not None
     assert sampler.common_way(slots) == "any"
     seen: list[int] = []
 
-    def draw(way: Way, slot_override: object) -> CapturedDraws:
+    def draw(way: Way, slot_override: object) -> PendingTokens:
         seen.append(int(tables.params[0, Field.COUNT_ROW]))
-        return CapturedDraws(torch.zeros(1, dtype=torch.int64), np.zeros((3, 1), np.int64), mark)
+        nothing = SampledRows(np.zeros(1, np.int64), [None])
+        return PendingTokens(torch.from_numpy(nothing.token_ids), slots, lambda: nothing)
 
-    sampler.begin_captured(draw, "any", slots, np.array([2]))
+    sampler.begin_captured(draw, "any", slots)
     assert seen == [-1]

@@ -14,10 +14,10 @@ from weft.contract.give_way import HostPriority
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.step_input import StepInput
-from weft.engine.loop.draws import PendingTokens, SampledTokens
 from weft.engine.loop.llm import LLM
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import host_weights
+from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_models import make_tiny, tiny_config
 
@@ -34,9 +34,9 @@ def test_the_host_rests_while_it_waits_for_the_device(
     with LLM(model_dir, dtype="float32", num_pages=64, num_threads=1, overlap="on") as llm:
         host = llm.engine.parts.host
 
-        def noted_wait(draw: PendingTokens) -> SampledTokens:
+        def noted_wait(tokens: PendingTokens) -> SampledRows:
             waited.append(host._rests.is_set())
-            return wait(draw)
+            return wait(tokens)
 
         def noted_launch(executor: LocalExecutor, step: StepInput) -> object:
             computed.append(host._rests.is_set())

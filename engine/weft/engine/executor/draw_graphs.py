@@ -18,7 +18,8 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
 from weft.engine.model.interface import LogitsInParts, Model
-from weft.engine.sampling.device_sampling import CapturedDraws, Way
+from weft.engine.sampling.device_sampling import Way
+from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.step_rows import keep_tokens
@@ -99,7 +100,10 @@ class DrawGraphs:
         self._copies = DeviceCopies(device)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
-        """Tokens on the device and their copy on the host, by graph and number of wanted rows."""
+        """By graph and number of wanted rows: tokens on the device, and [3, L] on the host: these
+        tokens; in steps with drafts also the rows' own tokens, and with trees the rows' ancestor
+        masks (`StepRows.ancestors`).
+        """
         keys = {
             bucket: [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]
             for bucket in sorted(steps, reverse=True)
@@ -121,19 +125,25 @@ class DrawGraphs:
         return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
 
     def begin(
-        self, bucket: GraphBucket, count: int, way: Way, slot_override: Int64Array | None = None
-    ) -> CapturedDraws:
-        """Draws from the step that ran last, and keeps the tokens on the device.
+        self,
+        bucket: GraphBucket,
+        positions: Int64Array,
+        way: Way,
+        slot_override: Int64Array | None = None,
+    ) -> PendingTokens:
+        """Draws from the step that ran last, and keeps the tokens on the device. Wait for the
+        tokens before the next draws begin, which overwrite them.
 
         Args:
             bucket: Bucket of the step; it has drafts if `slot_override` is given.
-            count: L, the step's rows of logits.
+            positions: [L]: position of each row's token.
             way: "any" if `slot_override` is given.
             slot_override: [L]: slots by row, if some rows draw with other slots than their
                 requests'; else None.
         """
         if bucket.drafts:
             self._send_slots(slot_override)
+        count = len(positions)
         rows = next(size for size in _sizes(bucket) if size >= count)
         key = DrawKey(bucket, rows, way)
         graph, tokens = self._graphs[key]
@@ -141,7 +151,19 @@ class DrawGraphs:
         drawn = self._drawn.get((key, count))
         if drawn is None:
             drawn = self._drawn[key, count] = (tokens[:count], self._host[:, :count].numpy())
-        return CapturedDraws(*drawn, self._marks.add())
+        drawn_tokens, host = drawn
+        mark = self._marks.add()
+
+        def fetch() -> SampledRows:
+            mark.wait()
+            return SampledRows(host[0].copy(), [None] * count)
+
+        def wait_for_rows() -> Int64Array:
+            mark.wait()
+            found: Int64Array = host[1:]
+            return found
+
+        return PendingTokens(drawn_tokens, positions, fetch, are_kept=True, rows=wait_for_rows)
 
     def _send_slots(self, slot_override: Int64Array | None) -> None:
         wanted = self._sent_as[:0] if slot_override is None else slot_override

@@ -308,12 +308,12 @@ class LocalExecutor:
             decodes = StepDecodes.of_step(step)
             hidden = self.graphs.forward_decodes(decodes, bucket, step.states)
         self._verifying, count = None, step.num_decodes
-        captured = None
+        captured, positions = None, step.max_starts + 1
         if self._draws is not None and self._draws.has(bucket, count):
-            captured = partial(self._draws.begin, bucket, count)
+            captured = partial(self._draws.begin, bucket, positions)
         logits = partial(self._logits_of, hidden, step.adapters)
         on_device = partial(self._inputs.drawing_rows_of, count)
-        return Logits(logits, step.slots, step.max_starts + 1, on_device, captured)
+        return Logits(logits, step.slots, positions, on_device, captured)
 
     def _launch_requests(self, step: StepInput, bucket: GraphBucket) -> Logits:
         assert self.graphs is not None
@@ -323,14 +323,14 @@ class LocalExecutor:
         sent, count = self._inputs.step, step.num_rows
         assert sent is not None
         self._verifying = Verifying(sent, self._inputs.verify_rows, count)
-        captured = None
-        if self._draws is not None and self._draws.has(bucket, count):
-            captured = partial(self._draws.begin, bucket, count)
         slots, positions = step.rows()
+        captured, positions = None, positions + 1
+        if self._draws is not None and self._draws.has(bucket, count):
+            captured = partial(self._draws.begin, bucket, positions)
         logits = partial(self._logits_of, hidden, step.row_adapters())
         on_device = partial(self._inputs.drawing_rows_of, count)
         rows = partial(_rows_of, self._verifying)
-        return Logits(logits, slots, positions + 1, on_device, captured, rows)
+        return Logits(logits, slots, positions, on_device, captured, rows)
 
     def _captured(self, arrays: StepArrays, bucket: GraphBucket | None) -> CapturedDraw | None:
         count = len(arrays.drawing_slots)
@@ -340,7 +340,7 @@ class LocalExecutor:
             return None
         if bucket.kind == "tree" and not arrays.has_no_prompts:
             return None
-        return partial(self._draws.begin, bucket, count)
+        return partial(self._draws.begin, bucket, arrays.drawing_positions)
 
     def capture_draws(self, tables: SlotTables | None, ways: Sequence[Way] = WAYS) -> None:
         """Captures sampling for the steps that have graphs.

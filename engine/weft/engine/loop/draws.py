@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.contract.arrays import NO_NUMBERS, Int64Array
+from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest, WeftError
 from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import Fetched
@@ -18,7 +18,8 @@ from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.port import Logits
 from weft.engine.requests.request import Request, end_of
 from weft.engine.sampling.device_sampling import RowsBehindDrafts
-from weft.engine.sampling.sampler import PendingRows, SampledRows, Sampler, SamplerRow
+from weft.engine.sampling.pending import PendingTokens, SampledRows
+from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource
 
@@ -41,94 +42,71 @@ class SampledTokens(NamedTuple):
     """Tokens of the requests with drafts."""
 
 
-class PendingTokens(NamedTuple):
-    """The tokens of a step, which the device may still be computing."""
+def wait_for_tokens(
+    plan: Plan, requests: Sequence[Request], pending: PendingTokens
+) -> SampledTokens:
+    """Waits for the tokens of a step.
 
-    plan: Plan
-    requests: Sequence[Request]
-    """Requests that get a token in this step, in row order: running requests without drafts,
-    requests with drafts (one row for each drafted token and one more), then prompts that end here.
+    Args:
+        requests: Requests that get a token in this step, in row order: running requests without
+            drafts, requests with drafts (one row for each drafted token and one more), then prompts
+            that end here.
     """
-    under_way: PendingRows
-    positions: Int64Array
-    """[L]: positions of the tokens, by row."""
-    mask_errors: dict[int, WeftError]
-    """Constraint errors by row."""
-    firsts: Int64Array = NO_NUMBERS
-    """Result of `first_rows`, for a step with drafts."""
-    rows: Rows | None = None
-    """Waits for the rows, if the step's drafts are on the device; None: the host knows
-    the drafts.
-    """
+    sampled, positions = pending.wait(), pending.positions
+    tokens, logprobs, errors = sampled.token_ids.tolist(), sampled.logprobs, sampled.errors
+    if not plan.verifies:
+        found = [_cause(requests[row], error) for row, error in errors.items()]
+        return SampledTokens(requests, tokens, positions, logprobs, found)
+    begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
+    firsts = first_rows(plan, len(requests))
+    end = int(firsts[behind])
+    runs = _runs(plan, tokens, logprobs, firsts[begin : behind + 1], pending)
+    # An error in a row that follows drafts is ignored: it occurs again when the request reaches
+    # that position.
+    owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
+    failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
+    return SampledTokens(
+        [*requests[:begin], *requests[behind:]],
+        tokens[:begin] + tokens[end:],
+        np.concatenate([positions[:begin], positions[end:]]),
+        logprobs[:begin] + logprobs[end:],
+        failed,
+        runs,
+    )
 
-    @property
-    def tokens(self) -> torch.Tensor:
-        """[L]: token ids by row, on the device that sampled them; negative for errors."""
-        return self.under_way.tokens
 
-    @property
-    def are_kept(self) -> bool:
-        """Whether the device has kept the tokens for later steps (`LocalExecutor.keep`)."""
-        return self.under_way.are_kept
-
-    def wait(self) -> SampledTokens:
-        output = self.under_way.wait()
-        errors = {**output.errors, **self.mask_errors}
-        requests, tokens = self.requests, output.token_ids.tolist()
-        if not self.plan.verifies:
-            found = [_cause(requests[row], error) for row, error in errors.items()]
-            return SampledTokens(requests, tokens, self.positions, output.logprobs, found)
-        begin, behind = len(self.plan.decodes), len(self.plan.decodes) + len(self.plan.verifies)
-        firsts = self.firsts
-        end = int(firsts[behind])
-        runs = self._runs(tokens, output.logprobs, firsts[begin : behind + 1])
-        # An error in a row that follows drafts is ignored: it occurs again when the request reaches
-        # that position.
-        owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
-        failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
-        return SampledTokens(
-            [*requests[:begin], *requests[behind:]],
-            tokens[:begin] + tokens[end:],
-            np.concatenate([self.positions[:begin], self.positions[end:]]),
-            output.logprobs[:begin] + output.logprobs[end:],
-            failed,
-            runs,
-        )
-
-    def _runs(
-        self,
-        tokens: list[int],
-        logprobs: list[TokenLogprob | None],
-        firsts: Int64Array,
-    ) -> list[Run]:
-        """`firsts` has the first row of each request with drafts, and the index after the
-        last row.
-        """
-        plan = self.plan
-        if plan.has_trees:
-            return [
-                _run_of_tree(item, drafts, tokens[first:], logprobs[first:])
-                for item, drafts, first in zip(
-                    plan.verifies, plan.drafts, firsts.tolist(), strict=False
-                )
-            ]
-        if not any(logprobs):
-            logprobs = []
-        begins, runs = firsts.tolist(), []
-        if self.rows is not None:
-            drafted = self.rows()[0].tolist()
-        else:
-            drafted = [-1] * begins[0]
-            for drafts in plan.drafts:
-                drafted += [-1, *drafts]
-        columns = zip(plan.verifies, begins, begins[1:], plan.draft_counts, strict=False)
-        for item, first, behind, count in columns:
-            end = first + (tokens[first] >= 0)
-            # A negative token is an error, and no draft after it counts.
-            while first < end < behind and tokens[end - 1] == drafted[end] and tokens[end] >= 0:
-                end += 1
-            runs.append(Run(item.request, tokens[first:end], logprobs[first:end], count))
-        return runs
+def _runs(
+    plan: Plan,
+    tokens: list[int],
+    logprobs: list[TokenLogprob | None],
+    firsts: Int64Array,
+    pending: PendingTokens,
+) -> list[Run]:
+    """`firsts` has the first row of each request with drafts, and the index after the last row."""
+    if plan.has_trees:
+        return [
+            _run_of_tree(item, drafts, tokens[first:], logprobs[first:])
+            for item, drafts, first in zip(
+                plan.verifies, plan.drafts, firsts.tolist(), strict=False
+            )
+        ]
+    if not any(logprobs):
+        logprobs = []
+    begins, runs = firsts.tolist(), []
+    if pending.rows is not None:
+        drafted = pending.rows()[0].tolist()
+    else:
+        drafted = [-1] * begins[0]
+        for drafts in plan.drafts:
+            drafted += [-1, *drafts]
+    columns = zip(plan.verifies, begins, begins[1:], plan.draft_counts, strict=False)
+    for item, first, behind, count in columns:
+        end = first + (tokens[first] >= 0)
+        # A negative token is an error, and no draft after it counts.
+        while first < end < behind and tokens[end - 1] == drafted[end] and tokens[end] >= 0:
+            end += 1
+        runs.append(Run(item.request, tokens[first:end], logprobs[first:end], count))
+    return runs
 
 
 def _cause(request: Request, error: WeftError) -> tuple[Request, WeftError]:
@@ -300,8 +278,9 @@ class StepSampler:
         """
         if not plan.verifies:
             errors = self._take_masks(requests)
-            under_way = self._begin(logits)
-            return PendingTokens(plan, requests, under_way, logits.positions, errors)
+            pending = self._begin(logits)
+            pending.errors = errors
+            return pending
         firsts = first_rows(plan, len(requests))
         if not self._sampler.is_on_device and any(
             item.request.draws_in_turn for item in plan.verifies if item.max_drafts
@@ -313,15 +292,14 @@ class StepSampler:
             _await_drafts(plan, logits)
             more, slot_override = self._take_masks_behind_drafts(plan, firsts)
             failed |= more
-        errors = {int(firsts[index]): error for index, error in failed.items()}
-        under_way, rows = (
-            self._begin(logits, firsts, slot_override, has_trees=plan.has_trees),
-            None,
-        )
+        pending = self._begin(logits, firsts, slot_override, has_trees=plan.has_trees)
+        pending.errors = {int(firsts[index]): error for index, error in failed.items()}
         if isinstance(plan.drafts, LaterDrafts):
-            rows = _kept(under_way.rows or _fetch_rows(logits))
-            plan.drafts.come_with(partial(_drafts_of, plan, rows))
-        return PendingTokens(plan, requests, under_way, logits.positions, errors, firsts, rows)
+            pending.rows = _kept(pending.rows or _fetch_rows(logits))
+            plan.drafts.come_with(partial(_drafts_of, plan, pending.rows))
+        else:
+            pending.rows = None
+        return pending
 
     def _begin(
         self,
@@ -330,7 +308,7 @@ class StepSampler:
         slot_override: Int64Array | None = None,
         *,
         has_trees: bool = False,
-    ) -> PendingRows:
+    ) -> PendingTokens:
         """`firsts` None: each request has one row. `slot_override` has slots by row if some rows
         have separate masks; else None.
         """
@@ -341,8 +319,7 @@ class StepSampler:
             own = logits.slots
             way = self._sampler.common_way(own)
             if way is not None:
-                columns = (own, positions, slot_override)
-                return self._sampler.begin_captured(logits.captured, way, *columns)
+                return self._sampler.begin_captured(logits.captured, way, own, slot_override)
         slots, drafted = self._prepared, None
         if firsts is not None:
             if self._sampler.is_on_device and self._sampler.counts_tokens(slots):
@@ -466,11 +443,10 @@ class StepSampler:
                 reached = np.array([paths[index][-1] for index in going_on], np.int64)
                 at = firsts[going_on] + reached
                 self._draw_rows(left, at, tensor, logits.positions, output)
-        errors = {int(rows[index]): error for index, error in mask_errors.items()}
-        under_way = PendingRows(
-            torch.from_numpy(output.token_ids), lambda: output, logits.positions
-        )
-        return PendingTokens(plan, requests, under_way, logits.positions, errors, first_row_of)
+        tokens = torch.from_numpy(output.token_ids)
+        pending = PendingTokens(tokens, logits.positions, lambda: output)
+        pending.errors = {int(rows[index]): error for index, error in mask_errors.items()}
+        return pending
 
     def _draw_rows(
         self,

@@ -27,11 +27,12 @@ from weft.contract.clock import Clock
 from weft.contract.give_way import HostPriority
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.port import Executor, Logits
-from weft.engine.loop.draws import PendingTokens, SampledTokens, StepSampler
+from weft.engine.loop.draws import SampledTokens, StepSampler, wait_for_tokens
 from weft.engine.loop.encode import step_input
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
 from weft.engine.requests.request import Request
+from weft.engine.sampling.pending import PendingTokens
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.scheduler import Scheduler
@@ -67,7 +68,7 @@ class _Step:
     drawing: Sequence[Request]
     """Requests that get a token."""
     logits: Logits | None = None
-    draw: PendingTokens | None = None
+    pending: PendingTokens | None = None
     mark: Mark | None = None
     """Mark of the step's device work that follows the sampling; None: there is none."""
     ended_at: float = 0.0
@@ -273,10 +274,10 @@ class StepPipeline:
                     if none_ended and step.drawing is plan.decodes:
                         slots = plan.slots
                     self._step_sampler.prepare(plan, step.drawing, slots, is_late=True)
-                step.draw = self._step_sampler.begin(step.plan, step.drawing, step.logits)
+                step.pending = self._step_sampler.begin(step.plan, step.drawing, step.logits)
                 step.logits = None
-                if not step.draw.are_kept:
-                    self._executor.keep(step.draw.tokens)
+                if not step.pending.are_kept:
+                    self._executor.keep(step.pending.tokens)
                 if step.plan.has_trees or self._executor.works_behind_draws:
                     # After the sampling, K and V of accepted drafts are moved in trees, or another
                     # rank's device may still write to pages.
@@ -294,8 +295,8 @@ class StepPipeline:
         try:
             if step.mark is not None:
                 step.mark.wait()
-            if step.draw is not None:
-                drawn = step.draw.wait()
+            if step.pending is not None:
+                drawn = wait_for_tokens(step.plan, step.drawing, step.pending)
             self._executor.check()  # Before any result of the step is sent.
         except Exception as error:
             self._fail(step, error)
@@ -319,7 +320,7 @@ class StepPipeline:
         logger.exception("a step failed", exc_info=error)
         self._step_sampler.give_up()
         plan, step.plan = step.plan, Plan()
-        step.logits = step.draw = None
+        step.logits = step.pending = None
         self._owner.step_failed(plan, error)
         try:
             step.mark = self._executor.mark()

@@ -7,6 +7,7 @@ Tokens are drawn and counted in the order of the calls. No call waits for the de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -14,10 +15,11 @@ import numpy.typing as npt
 import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.request import TokenLogprob
-from weft.engine.base.device_copies import DeviceCopies, Fetched, Mark
+from weft.engine.base.device_copies import DeviceCopies, Fetched
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.engine.sampling.masks import DeviceMasks
+from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.kernels.device_sampling import (
     ALWAYS_MASKED,
     NUM_FIELDS,
@@ -61,34 +63,7 @@ class RowsBehindDrafts(NamedTuple):
     are_trees: bool
 
 
-class CapturedDraws(NamedTuple):
-    """Tokens that a graph is drawing."""
-
-    tokens: torch.Tensor
-    """[L] int64 on the device, valid until the next step; negative values are errors."""
-    host: Int64Array
-    """[3, L], valid from the mark until the next draws: the drawn tokens; in steps with drafts also
-    the rows' own tokens, and with trees the rows' ancestor masks (`StepRows.ancestors`).
-    """
-    mark: Mark
-    """The device passes it after the copy to the host."""
-
-    def wait(self) -> Int64Array:
-        """Waits for the tokens. Call it before the next draws begin, which overwrite them."""
-        self.mark.wait()
-        tokens: Int64Array = self.host[0].copy()
-        return tokens
-
-    def wait_for_rows(self) -> Int64Array:
-        """[2, L]: waits for the rows' tokens and ancestor masks. Call it before the next draws
-        begin, which overwrite them.
-        """
-        self.mark.wait()
-        rows: Int64Array = self.host[1:]
-        return rows
-
-
-CapturedDraw = Callable[[Way, Int64Array | None], CapturedDraws]
+CapturedDraw = Callable[[Way, Int64Array | None], PendingTokens]
 """Draws by a graph, in the given way. The second argument has slots by row, [L], if some rows draw
 with other slots than their requests'.
 """
@@ -212,7 +187,7 @@ class DeviceSampler:
         num_tops: Mapping[int, int],
         on_device: RowsOnDevice | None = None,
         drafted: RowsBehindDrafts | None = None,
-    ) -> DeviceDraw:
+    ) -> PendingTokens:
         """Draws one token per row and counts it. In steps with drafts only tokens of accepted rows
         are counted.
 
@@ -220,7 +195,8 @@ class DeviceSampler:
             logits: [L, vocab_size] float32 on the device; unchanged.
             slots: [L]. A slot may occur twice if it was not added, or if its tokens do not depend
                 on the ones before.
-            positions: [L]: absolute positions of the tokens to be drawn.
+            positions: [L]: absolute positions of the tokens to be drawn; the largest possible ones
+                if only the device knows them.
             num_tops: By row: number of most likely tokens wanted in addition to the log-probability
                 of the drawn one.
             on_device: Positions, and perhaps slots, that are on the device already and replace
@@ -230,9 +206,8 @@ class DeviceSampler:
         rows, nothing = np.fromiter(num_tops, np.int64), slots[:0]
         firsts = nothing if drafted is None else drafted.firsts
         if on_device is not None:
-            positions = nothing
             slots = slots if on_device.slots is None else nothing
-        sent = self._send(slots, positions, rows, firsts)
+        sent = self._send(slots, positions if on_device is None else nothing, rows, firsts)
         device_slots, device_positions, device_rows, device_firsts = sent
         if on_device is not None:
             device_positions = on_device.positions
@@ -246,9 +221,18 @@ class DeviceSampler:
         )
         tokens = draw_rows(logits, device_slots, device_positions, tables, behind)
         if not num_tops:
-            return DeviceDraw(tokens, Fetched(tokens), {})
-        top = top_logits(logits, device_rows, tokens, max(num_tops.values()))
-        return DeviceDraw(tokens, Fetched(torch.cat([tokens, *_as_int64(top)])), dict(num_tops))
+            fetched = Fetched(tokens)
+
+            def fetch() -> SampledRows:
+                return SampledRows(fetched.wait().numpy(), [None] * len(tokens))
+
+            return PendingTokens(tokens, positions, fetch)
+        num_top = max(num_tops.values())
+        top = top_logits(logits, device_rows, tokens, num_top)
+        together = Fetched(torch.cat([tokens, *_as_int64(top)]))
+        return PendingTokens(
+            tokens, positions, partial(_with_logprobs, together, num_tops, num_top)
+        )
 
     def _send(self, *columns: Int64Array) -> list[torch.Tensor]:
         self._masks.send()
@@ -325,28 +309,9 @@ class _Rows:
             self.tensor.view(-1).index_copy_(0, indices, values)
 
 
-class DeviceDraw(NamedTuple):
-    tokens: torch.Tensor
-    """[L] int64 on the device; negative values are errors."""
-    fetched: Fetched
-    """The tokens, followed by the inputs of their log-probabilities."""
-    num_tops: Mapping[int, int]
-    """Numbers of alternatives by row, as in `draw`."""
-
-    def wait(self) -> tuple[Int64Array, dict[int, TokenLogprob]]:
-        """Waits for [L] tokens or errors, and for the log-probabilities of those rows of `num_tops`
-        that have a token.
-        """
-        fetched, count = self.fetched.wait().numpy(), len(self.tokens)
-        drawn, rest = fetched[:count], fetched[count:]
-        if not self.num_tops:
-            return drawn, {}
-        return drawn, _logprobs(drawn, self.num_tops, rest, max(self.num_tops.values()))
-
-
 def _as_int64(top: TopLogits) -> list[torch.Tensor]:
-    """Packs all results as int64 bits, so that one copy fetches them with the tokens. `_logprobs`
-    unpacks them.
+    """Packs all results as int64 bits, so that one copy fetches them with the tokens.
+    `_with_logprobs` unpacks them.
     """
     return [
         top.log_sums.view(torch.int64),
@@ -356,12 +321,17 @@ def _as_int64(top: TopLogits) -> list[torch.Tensor]:
     ]
 
 
-def _logprobs(
-    tokens: Int64Array, num_tops: Mapping[int, int], bits: Int64Array, num_top: int
-) -> dict[int, TokenLogprob]:
-    count = len(num_tops)
+def _with_logprobs(together: Fetched, num_tops: Mapping[int, int], num_top: int) -> SampledRows:
+    """`together` has the tokens, then what `_as_int64` has packed for the rows of `num_tops`."""
+    fetched, count = together.wait().numpy(), len(num_tops)
+    num_rows = len(fetched) - count * (2 + 2 * num_top)
+    tokens, bits = fetched[:num_rows], fetched[num_rows:]
     log_sums, drawn = bits[: 2 * count].view(np.float64).reshape(2, count)
     ids, logits = bits[2 * count :].reshape(2, count, num_top)
     values = logits.view(np.float64) - log_sums[:, None]
     own_tokens = tokens[np.fromiter(num_tops, np.int64)]
-    return token_logprobs(num_tops, own_tokens, drawn - log_sums, ids, values)
+    logprobs: list[TokenLogprob | None] = [None] * num_rows
+    found = token_logprobs(num_tops, own_tokens, drawn - log_sums, ids, values)
+    for row, logprob in found.items():
+        logprobs[row] = logprob
+    return SampledRows(tokens, logprobs)

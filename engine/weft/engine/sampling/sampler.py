@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from weft.contract.arrays import Int64Array
-from weft.contract.errors import Internal, InvalidRequest, WeftError
+from weft.contract.errors import InvalidRequest
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.base.device_copies import Fetched
 from weft.engine.sampling.device_sampling import (
@@ -21,10 +21,10 @@ from weft.engine.sampling.device_sampling import (
 )
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
+from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.kernels.device_sampling import SlotTables
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.sampling import (
-    ERROR_NOT_FINITE,
     GREEDY_TEMPERATURE,
     SamplingColumns,
     SlotParams,
@@ -55,52 +55,6 @@ class SamplerRow:
     """The model's end tokens; masked before `min_tokens` unless the request ignores them."""
     top_logprobs: int | None = None
     """Number of alternatives for each token's log-probability; None: no log-probabilities."""
-
-
-@dataclass(slots=True)
-class SampledRows:
-    """Tokens of one step, by row of the logits."""
-
-    token_ids: Int64Array
-    """[L]; negative in the rows of `errors`."""
-    logprobs: list[TokenLogprob | None]
-    """None for rows that want no log-probabilities, and in the rows of `errors`."""
-    errors: dict[int, WeftError] = field(default_factory=dict)
-    """Errors of rows without a token; the other rows are not affected."""
-
-
-class PendingRows:
-    """Tokens of one step that a device is sampling or has sampled.
-
-    Args:
-        tokens: [L] int64, on that device; negative where there is none.
-        output: Waits for them; called once.
-        positions: [L], of the tokens.
-        are_kept: Whether the device has kept them for later steps.
-        rows: Waits for the tokens and ancestor masks of the logits' rows ([2, L]), if drafts were
-            on the device; None: they are not fetched.
-    """
-
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        output: Callable[[], SampledRows],
-        positions: Int64Array,
-        *,
-        are_kept: bool = False,
-        rows: Callable[[], Int64Array] | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.are_kept = are_kept
-        self.rows = rows
-        self._output = output
-        self._positions = positions
-
-    def wait(self) -> SampledRows:
-        output = self._output()
-        if len(output.token_ids) and output.token_ids.min() < 0:
-            _explain(output, self._positions)
-        return output
 
 
 class Sampler:
@@ -303,7 +257,7 @@ class Sampler:
         on_device: Callable[[], RowsOnDevice] | None = None,
         drafted: RowsBehindDrafts | None = None,
         slot_override: Int64Array | None = None,
-    ) -> PendingRows:
+    ) -> PendingTokens:
         """Samples one token per row and counts it. Does not wait for a device.
 
         Args:
@@ -321,17 +275,17 @@ class Sampler:
             ValueError: Shapes or dtype are wrong.
         """
         if logits.is_cuda and slot_override is None and self._is_greedy[slots].all():
-            tokens, output = self._draw_greedily(logits)
+            pending = _draw_greedily(logits, positions)
         elif self._device is not None:
             found = None if on_device is None else on_device()
             columns = (slots, slots if slot_override is None else slot_override, positions)
-            tokens, output = self._draw_on_device(logits, *columns, found, drafted)
+            pending = self._draw_on_device(logits, *columns, found, drafted)
         else:
             on_host = Fetched(logits).wait() if logits.is_cuda else logits
             drawn = self._draw(on_host, slots, positions)
-            tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
+            pending = PendingTokens(torch.from_numpy(drawn.token_ids), positions, lambda: drawn)
         self._num_generated[slots] += 1
-        return PendingRows(tokens, output, positions)
+        return pending
 
     def common_way(self, slots: Int64Array) -> Way | None:
         """How a graph can sample rows of these slots; None: no graph can.
@@ -349,37 +303,23 @@ class Sampler:
         draw: CapturedDraw,
         way: Way,
         slots: Int64Array,
-        positions: Int64Array,
         slot_override: Int64Array | None = None,
-    ) -> PendingRows:
-        """`begin` by a graph. `slots`, which the device has too, `positions` and `slot_override`
-        are as for `begin`.
+    ) -> PendingTokens:
+        """`begin` by a graph. `slots`, which the device has too, and `slot_override` are as for
+        `begin`.
         """
         if slot_override is not None:
             way = "any"
         if self._device is not None and way != "greedy":
             self._device.send_changes()
-        draws = draw(way, slot_override)
         self._num_generated[slots] += 1
-
-        def output() -> SampledRows:
-            return SampledRows(draws.wait(), [None] * len(slots))
-
-        rows = draws.wait_for_rows
-        return PendingRows(draws.tokens, output, positions, are_kept=True, rows=rows)
+        return draw(way, slot_override)
 
     def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampledRows:
         if self._is_special[slots].any():
             return self._sample_special(logits, slots, positions)
         tokens = sample_rows(logits, slots, positions, self._columns)
         return SampledRows(tokens, [None] * len(slots))
-
-    def _draw_greedily(
-        self, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, Callable[[], SampledRows]]:
-        tokens = greedy_rows(logits)
-        fetched = Fetched(tokens)
-        return tokens, lambda: SampledRows(fetched.wait().numpy(), [None] * len(tokens))
 
     def _note_greedy(self, slot: int) -> None:
         columns = self._columns
@@ -395,23 +335,14 @@ class Sampler:
         positions: Int64Array,
         on_device: RowsOnDevice | None,
         drafted: RowsBehindDrafts | None,
-    ) -> tuple[torch.Tensor, Callable[[], SampledRows]]:
+    ) -> PendingTokens:
         assert self._device is not None
         if self._lacking_stops:
             for slot in self._lacking_stops.intersection(slots.tolist()):
                 if not self._is_masking(slot):
                     self._send_mask(slot)
         num_tops = self._num_tops(slots)
-        draw = self._device.draw(logits, slot_override, positions, num_tops, on_device, drafted)
-
-        def output() -> SampledRows:
-            tokens, found = draw.wait()
-            logprobs: list[TokenLogprob | None] = [None] * len(tokens)
-            for row, logprob in found.items():
-                logprobs[row] = logprob
-            return SampledRows(tokens, logprobs)
-
-        return draw.tokens, output
+        return self._device.draw(logits, slot_override, positions, num_tops, on_device, drafted)
 
     def _send_mask(self, slot: int) -> None:
         """Copies the slot's mask, without stop tokens, to the device. Without a constraint, the
@@ -499,6 +430,16 @@ class Sampler:
         return _without(mask, self._edits[slot].stop_ids, columns.masks.shape[1])
 
 
+def _draw_greedily(logits: torch.Tensor, positions: Int64Array) -> PendingTokens:
+    tokens = greedy_rows(logits)
+    fetched = Fetched(tokens)
+
+    def fetch() -> SampledRows:
+        return SampledRows(fetched.wait().numpy(), [None] * len(tokens))
+
+    return PendingTokens(tokens, positions, fetch)
+
+
 def _without(
     mask: npt.NDArray[np.uint32] | None, stop_ids: Int64Array, num_words: int
 ) -> npt.NDArray[np.uint32]:
@@ -507,14 +448,3 @@ def _without(
     bits = np.uint32(1) << (stop_ids & 31).astype(np.uint32)
     np.bitwise_and.at(words, stop_ids >> 5, ~bits)
     return words
-
-
-def _explain(output: SampledRows, positions: Int64Array) -> None:
-    for r in np.flatnonzero(output.token_ids < 0).tolist():
-        where = f"at position {int(positions[r])}"
-        if output.token_ids[r] == ERROR_NOT_FINITE:
-            message = f"the model's logits {where} are not finite numbers"
-            output.errors[r] = Internal(message, stage="sample")
-        else:
-            message = f"min_tokens masks every token {where}: all of them are stop tokens"
-            output.errors[r] = InvalidRequest(message, stage="sample", param="min_tokens")

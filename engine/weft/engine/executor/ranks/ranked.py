@@ -29,7 +29,8 @@ from weft.engine.executor.ranks.frames import (
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.sampling.device_sampling import CapturedDraw, CapturedDraws, Way
+from weft.engine.sampling.device_sampling import CapturedDraw, Way
+from weft.engine.sampling.pending import PendingTokens
 
 
 class _RankedChains:
@@ -97,7 +98,7 @@ class RankedExecutor(LocalExecutor):
 
     def _draw_on_all(
         self, captured: CapturedDraw, way: Way, slot_override: Int64Array | None
-    ) -> CapturedDraws:
+    ) -> PendingTokens:
         assert self._ranks is not None
         self._ranks.group.post(encode_draw(way))
         return captured(way, slot_override)

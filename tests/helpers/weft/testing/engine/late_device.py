@@ -22,24 +22,14 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.engine import Engine
-from weft.engine.sampling.sampler import SampledRows, Sampler
+from weft.engine.sampling.pending import PendingTokens, SampledRows
+from weft.engine.sampling.sampler import Sampler
 
 
 class _Later:
     """A tensor that is not there yet."""
 
     value: torch.Tensor
-
-
-class _Samples:
-    are_kept, rows = False, None
-
-    def __init__(self, device: LateDevice, tokens: _Later, outputs: list[SampledRows]) -> None:
-        self._device, self.tokens, self._outputs = device, tokens, outputs
-
-    def wait(self) -> SampledRows:
-        self._device.work()
-        return self._outputs[0]
 
 
 class _Mark:
@@ -169,13 +159,13 @@ class LateDevice:
         on_device: None = None,
         drafted: None = None,
         slot_override: None = None,
-    ) -> _Samples:
+    ) -> PendingTokens:
         """See `Sampler.begin`."""
         sampler = Sampler(self._sampler._columns.vocab_size, len(slots))
         for row, slot in enumerate(slots.tolist()):
             if slot != self._sampler.null_slot:
                 sampler.add(row, self._sampler._rows[slot], (), ())
-        tokens, outputs = _Later(), []
+        tokens, outputs = _Later(), list[SampledRows]()
 
         def draw() -> None:
             output = sampler.draw(logits.value, np.arange(len(slots)), positions)
@@ -183,7 +173,13 @@ class LateDevice:
             tokens.value = torch.from_numpy(output.token_ids)
 
         self._enqueue(draw)
-        return _Samples(self, tokens, outputs)
+
+        def fetch() -> SampledRows:
+            self.work()
+            return outputs[0]
+
+        later: Any = tokens
+        return PendingTokens(later, positions, fetch)
 
     def keep(self, tokens: _Later) -> None:
         """See `LocalExecutor.keep`."""
