@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 from harness import Run
-from weft.kernels.side_stream import rehearsal
+from weft.kernels.shared.side_stream import rehearsal
 
 MIN_CALLS = 12
 MIN_GRAPH_US = 2000

@@ -38,7 +38,7 @@ from weft.contract.request import SamplingParams
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.moe import SparseMLP
-from weft.kernels.greedy import greedy_rows
+from weft.kernels.ops.greedy import greedy_rows
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 256
 MAX_CONTEXT_TOKENS = 5120

@@ -51,8 +51,8 @@ from weft.engine.executor import graphs
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.rotary import Rotary
-from weft.kernels.attention import AttentionMetadata
-from weft.kernels.latent_attention import (
+from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.latent_attention import (
     LatentSpec,
     latent_attention,
     latent_attention_reference,
@@ -60,8 +60,8 @@ from weft.kernels.latent_attention import (
     planned,
     read_latents,
 )
-from weft.kernels.linear import LinearWeight, PlainForm
-from weft.kernels.norm import Norm
+from weft.kernels.ops.linear import LinearWeight, PlainForm
+from weft.kernels.ops.norm import Norm
 
 HEADS, RANK, ROPE, NOPE, VALUE, PAGE = 128, 512, 64, 128, 128, 64
 DIM = RANK + ROPE

@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from clocks import compile_beside, graph_us, release
 from gpu_roof import Rates, kept_rates
 from harness import Harness, Run
-from weft.kernels.activation import silu_and_mul
-from weft.kernels.fp8 import FP8, FP8_MAX
-from weft.kernels.gpu.fp8_few_rows import FewRows, few_rows
-from weft.kernels.gpu.fp8_few_rows import SpreadLaunchConfig as Spread
-from weft.kernels.gpu.fp8_linear import torch_product
-from weft.kernels.gpu.fp8_rows import Fp8Rows, quantise_rows
-from weft.kernels.gpu.fp8_tiles import TileLaunchConfig as Tile
-from weft.kernels.gpu.fp8_tiles import multiply_fp8
-from weft.kernels.quantised import (
+from weft.kernels.ops.activation import silu_and_mul
+from weft.kernels.ops.linear.gpu_fp8 import torch_product
+from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows, few_rows
+from weft.kernels.ops.linear.triton_fp8_few_rows import SpreadLaunchConfig as Spread
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
+from weft.kernels.ops.linear.triton_fp8_tiles import TileLaunchConfig as Tile
+from weft.kernels.ops.linear.triton_fp8_tiles import multiply_fp8
+from weft.kernels.shared.formats.fp8 import FP8, FP8_MAX
+from weft.kernels.shared.formats.quantised import (
     FP8_GROUP,
     Fp8Blocks,
     Fp8Channels,

@@ -32,11 +32,10 @@ from torch.profiler import ProfilerActivity, profile
 from weft.engine.executor.drafts.chains import ChainShape, StaticChains
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.rotary import Rotary
-from weft.kernels.gated_delta import gated_delta
-from weft.kernels.gpu import slot_states
-from weft.kernels.mamba2 import mamba2
-from weft.kernels.sequences import Sequences
-from weft.kernels.slot_states import (
+from weft.kernels.ops.gated_delta import gated_delta
+from weft.kernels.ops.mamba2 import mamba2
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.slot_states import (
     Channels,
     DeltaGates,
     HeadForm,
@@ -44,6 +43,7 @@ from weft.kernels.slot_states import (
     plan_slots,
     step_delta,
 )
+from weft.kernels.ops.slot_states import triton_states as slot_states
 
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192

@@ -21,21 +21,21 @@ import triton
 import triton.language as tl
 from clocks import capture, num_inputs, replay_us
 from harness import Harness, Run, spread
-from weft.kernels.activation import silu_and_mul
-from weft.kernels.attention import AttentionMetadata, AttentionSpec
-from weft.kernels.gpu import attention as gpu_attention
-from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.flash_attention import prompt_rows, supports
-from weft.kernels.gpu.moe import routed_moe
-from weft.kernels.gpu.moe_combine import NormAfter
-from weft.kernels.gpu.replaced import replace_products
-from weft.kernels.gpu.tiled_linear import tiled_linear
-from weft.kernels.linear import linear, pack_linear
-from weft.kernels.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
-from weft.kernels.norm import add_rms_norm, rms_norm
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import gather_pages, scatter_pages
-from weft.kernels.rope import rope_and_cache
+from weft.kernels.ops.activation import silu_and_mul
+from weft.kernels.ops.attention import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.attention import gpu as gpu_attention
+from weft.kernels.ops.attention.library_flash import prompt_rows, supports
+from weft.kernels.ops.attention.triton_extend import OwnKv
+from weft.kernels.ops.linear import linear, pack_linear
+from weft.kernels.ops.linear.triton_tiled import tiled_linear
+from weft.kernels.ops.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
+from weft.kernels.ops.moe.gpu import routed_moe
+from weft.kernels.ops.moe.triton_combine import NormAfter
+from weft.kernels.ops.norm import add_rms_norm, rms_norm
+from weft.kernels.ops.page_digest import page_digests
+from weft.kernels.ops.pages import gather_pages, scatter_pages
+from weft.kernels.ops.replaced.triton_replaced import replace_products
+from weft.kernels.ops.rope import rope_and_cache
 
 BF16 = torch.bfloat16
 PAGE_SIZE = 16

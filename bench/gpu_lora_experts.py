@@ -23,11 +23,12 @@ from typing import NamedTuple
 import torch
 from clocks import event_s, graph_of, timeline_of
 from harness import Harness, Run, Spread, in_turns, spread
-from weft.kernels.gpu import moe, moe_lora_pairs
-from weft.kernels.gpu.moe_combine import NormAfter
-from weft.kernels.gpu.moe_lora_pairs import PairLaunchConfig
-from weft.kernels.gpu.moe_route import route
-from weft.kernels.lora import ExpertAddition, LoraWeights
+from weft.kernels.ops.lora import ExpertAddition, LoraWeights
+from weft.kernels.ops.moe import gpu as moe
+from weft.kernels.ops.moe import triton_lora_pairs as moe_lora_pairs
+from weft.kernels.ops.moe.triton_combine import NormAfter
+from weft.kernels.ops.moe.triton_lora_pairs import PairLaunchConfig
+from weft.kernels.ops.moe.triton_route import route
 
 EXPERTS, TOP_K, HIDDEN, INNER, LAYERS = 128, 8, 2048, 768, 3
 MAX_ROWS = 8

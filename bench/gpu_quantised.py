@@ -34,40 +34,40 @@ from harness import Harness, Run
 from model_shapes import MODELS
 from weft.checkpoint.config import ModelConfig
 from weft.engine.loop.llm import LLM
-from weft.kernels.attention import AttentionMetadata, AttentionSpec, paged_attention
-from weft.kernels.gpu.activation import silu_and_mul
-from weft.kernels.gpu.groups_few_rows import (
+from weft.kernels.ops.activation.triton_gated import silu_and_mul
+from weft.kernels.ops.attention import AttentionMetadata, AttentionSpec, paged_attention
+from weft.kernels.ops.linear.gpu_groups import in_floats
+from weft.kernels.ops.linear.triton_groups_few_rows import (
     MAX_ROWS,
     PairExperts,
     few_rows_launch_config,
     multiply_few,
 )
-from weft.kernels.gpu.groups_few_rows import (
+from weft.kernels.ops.linear.triton_groups_few_rows import (
     FewRowsLaunchConfig as FewRows,
 )
-from weft.kernels.gpu.groups_linear import in_floats
-from weft.kernels.gpu.groups_product import (
+from weft.kernels.ops.linear.triton_groups_product import (
     Experts,
     multiply_groups,
     product_launch_config,
 )
-from weft.kernels.gpu.groups_product import (
+from weft.kernels.ops.linear.triton_groups_product import (
     GroupsLaunchConfig as Groups,
 )
-from weft.kernels.gpu.groups_tensor_cores import MAX_ROWS as MOST_WIDE_ROWS
-from weft.kernels.gpu.groups_tensor_cores import (
+from weft.kernels.ops.linear.triton_groups_tensor_cores import MAX_ROWS as MOST_WIDE_ROWS
+from weft.kernels.ops.linear.triton_groups_tensor_cores import (
     TensorCoresLaunchConfig as TensorCores,
 )
-from weft.kernels.gpu.groups_tensor_cores import (
+from weft.kernels.ops.linear.triton_groups_tensor_cores import (
     multiply_wide,
     tensor_cores_launch_config,
 )
-from weft.kernels.gpu.moe import MAX_PACKED_ROWS
-from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
-from weft.kernels.gpu.moe_sort import sort_pairs
-from weft.kernels.gpu.moe_tiles import packed_tiles
-from weft.kernels.packed_groups import PackedExperts, PackedGroups
-from weft.kernels.scaled_kv import SCALE_BYTES
+from weft.kernels.ops.moe.gpu import MAX_PACKED_ROWS
+from weft.kernels.ops.moe.tiles import packed_tiles
+from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS
+from weft.kernels.ops.moe.triton_sort import sort_pairs
+from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES
+from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
 
 Shape = Groups | FewRows | TensorCores
 Format = Literal["int4", "mxfp4"]

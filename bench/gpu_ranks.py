@@ -65,8 +65,8 @@ from weft.engine.loop.llm import LLM
 from weft.engine.parallel import device_peers
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
-from weft.kernels.gpu.norm import add_rms_norm
-from weft.kernels.norm import Norm
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.norm.triton_rms import add_rms_norm
 
 CARD, H200 = Rates(3.35e12, 989e12), Rates(4.8e12, 989e12)
 PROMPT_TOKENS, NEW_TOKENS = 256, 96

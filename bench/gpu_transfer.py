@@ -40,8 +40,8 @@ from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.transfer.mover import Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import PinnedStagingPages
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import gather_pages, scatter_pages
+from weft.kernels.ops.page_digest import page_digests
+from weft.kernels.ops.pages import gather_pages, scatter_pages
 
 PAGE_SIZE = 16
 STREAM_TOKENS = 512

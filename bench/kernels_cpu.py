@@ -21,20 +21,20 @@ import torch
 import torch.nn.functional as F
 from harness import Harness, Run, in_turns, ratio_of, spread, timed
 from roofline import Roofline
-from weft.kernels import cpu
-from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
-from weft.kernels.attention import (
+from weft.kernels.ops.activation import silu_and_mul, silu_and_mul_reference
+from weft.kernels.ops.attention import (
     AttentionMetadata,
     AttentionSpec,
     paged_attention,
     paged_attention_reference,
 )
-from weft.kernels.dense_run import DenseLayer, DenseRun
-from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, addition_to, sort_tokens
-from weft.kernels.memory import WeightArena, huge_zeros
-from weft.kernels.norm import Norm, rms_norm, rms_norm_reference
-from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.ops.dense_run import DenseLayer, DenseRun
+from weft.kernels.ops.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.ops.lora import LoraSegments, LoraStep, LoraWeights, addition_to, sort_tokens
+from weft.kernels.ops.norm import Norm, rms_norm, rms_norm_reference
+from weft.kernels.ops.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.shared import cpu
+from weft.kernels.shared.memory import WeightArena, huge_zeros
 from weft.pages.transfer.digest import digest_pages, digest_pages_numpy
 
 LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152

@@ -31,8 +31,8 @@ from harness import Harness, Run, spread, timed
 from safetensors.torch import load_file, save_file
 from weft.checkpoint.hub import HubName, pull
 from weft.engine.model.loader import load_model
-from weft.kernels.cpu import native_cpu
-from weft.kernels.memory import huge_zeros
+from weft.kernels.shared.cpu import native_cpu
+from weft.kernels.shared.memory import huge_zeros
 from weft.testing.models.hub_mirror import serving_mirror
 
 try:

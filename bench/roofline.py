@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from harness import timed
-from weft.kernels import cpu
-from weft.kernels.build import load_native, loaded_openmp_library
-from weft.kernels.memory import huge_zeros
+from weft.kernels.shared import cpu
+from weft.kernels.shared.build import load_native, loaded_openmp_library
+from weft.kernels.shared.memory import huge_zeros
 
 
 class Roofline:

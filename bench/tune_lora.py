@@ -18,16 +18,17 @@ import torch
 from clocks import graph_us
 from harness import Harness, Run
 from weft.engine.model.step import Step
-from weft.kernels.gpu import lora_shrink, lora_tiles
-from weft.kernels.gpu.dependent_launch import launch_options
-from weft.kernels.gpu.lora import Ranks
-from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
-from weft.kernels.gpu.lora_shrink import shrink_tiles
-from weft.kernels.gpu.lora_tiles import expand_tiles, expand_tiles_silu
-from weft.kernels.gpu.lora_units import LoraLaunchConfig
-from weft.kernels.gpu.norm import add_rms_norm
-from weft.kernels.lora import LoraAddition, LoraStep, add_lora_reference
-from weft.kernels.side_stream import rehearsal
+from weft.kernels.ops.lora import LoraAddition, LoraStep, add_lora_reference
+from weft.kernels.ops.lora import triton_shrink as lora_shrink
+from weft.kernels.ops.lora import triton_tiles as lora_tiles
+from weft.kernels.ops.lora.gpu import Ranks
+from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS, Folded
+from weft.kernels.ops.lora.triton_shrink import shrink_tiles
+from weft.kernels.ops.lora.triton_tiles import expand_tiles, expand_tiles_silu
+from weft.kernels.ops.lora.triton_units import LoraLaunchConfig
+from weft.kernels.ops.norm.triton_rms import add_rms_norm
+from weft.kernels.shared.dependent_launch import launch_options
+from weft.kernels.shared.side_stream import rehearsal
 
 MIXES = ((8, 16), (32, 16), (8, 64))
 """Numbers of adapters, and their rank."""

@@ -1,6 +1,6 @@
 """Finds the tiles that multiply the experts of a model fastest on this GPU, and writes the table.
 
-    python bench/tune_moe.py [--out kernels/weft/kernels/gpu/moe_tiles.json]
+    python bench/tune_moe.py [--out kernels/weft/kernels/ops/moe/tiles.json]
 
 For each row count blocks of several sizes are tried; for each size the tiles of the first product,
 then, with the best of these, those of the second. Times are medians of graph replays of the whole
@@ -23,9 +23,9 @@ import torch
 import triton
 from clocks import graph_us
 from harness import Harness, Run
-from weft.kernels.gpu.moe import sorted_moe
-from weft.kernels.gpu.moe_route import route
-from weft.kernels.gpu.moe_tiles import Tile, Tiles, as_json, default_tiles
+from weft.kernels.ops.moe.gpu import sorted_moe
+from weft.kernels.ops.moe.tiles import Tile, Tiles, as_json, default_tiles
+from weft.kernels.ops.moe.triton_route import route
 
 SHAPES = {"qwen3-30b-a3b": {"top_k": 8, "experts": 128, "hidden": 2048, "width": 768}}
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -52,7 +52,7 @@ class RopeConfig:
         return head_dim if self.scaling == "proportional" else int(head_dim * self.partial)
 
     def num_adjacent(self, head_dim: int) -> int:
-        """Number of adjacent pairs, as in `weft.kernels.rope.rope_and_cache`."""
+        """Number of adjacent pairs, as in `weft.kernels.ops.rope.rope_and_cache`."""
         if self.is_interleaved:
             return head_dim // 2
         return (head_dim - self.rotary_dim(head_dim)) // 2

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8": 1}
 FP8, INT8 = "fp8_e4m3", "int8"
-"""Formats that keep a vector as 8-bit numbers with a scale (`weft.kernels.scaled_kv`)."""
+"""Formats that keep a vector as 8-bit numbers with a scale (`weft.kernels.ops.pages.scaled_kv`)."""
 _SCALE_BYTES = 4
 
 
@@ -149,7 +149,7 @@ class StatePlane:
     """Inputs of one position, from which the layer computes states and outputs again."""
     found: tuple[StatePart, ...] = ()
     """Keys and updates of one position, which steps on a GPU keep in the ring, so as not to compute
-    them again (`weft.kernels.slot_states.LayerMemory.found`).
+    them again (`weft.kernels.ops.slot_states.LayerMemory.found`).
     """
     rows: tuple[StatePart, ...] = ()
     """Data of the rows themselves, once for all layers: a ring has it for each position, a block

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from weft.engine.loop.llm import LLM
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.models.choices import check_same
 from weft.testing.models.every_family import load_reference

@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div
 from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
-from weft.kernels.int_groups import quantise_groups
+from weft.kernels.shared.formats.int_groups import quantise_groups
 from weft.testing.models.choices import where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import FAMILIES, make_family

@@ -15,7 +15,7 @@ from weft.contract.errors import ModelError
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
-from weft.kernels.int_groups import quantise_groups
+from weft.kernels.shared.formats.int_groups import quantise_groups
 from weft.testing.models.choices import check_choices, check_same, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.int_models import LAYOUTS, SIZES, compressed_config, packed_models

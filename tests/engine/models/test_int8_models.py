@@ -25,9 +25,9 @@ from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels import cpu
-from weft.kernels.quantised import Int8Channels, quantise_channels
-from weft.kernels.rotated import RotatedChannels, quantise_rotated
+from weft.kernels.shared import cpu
+from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
+from weft.kernels.shared.formats.rotated import RotatedChannels, quantise_rotated
 from weft.testing.models.choices import check_choices, check_same, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import make_family

@@ -16,8 +16,8 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import linear
-from weft.kernels.stream import Normed, Sum
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.stream import Normed, Sum
 from weft.testing.models.families import make_family
 from weft.testing.models.paging import PagedRequest, PlainStates
 

@@ -18,7 +18,7 @@ from weft.engine.model.heads.eagle import EagleHead
 from weft.engine.model.loader import load_model
 from weft.engine.requests.request import HeldPages
 from weft.engine.scheduler.plan import VerifyItem
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.eagle3_cases import NEAR_TIE
 from weft.testing.models.choices import where_experts_are_sure

@@ -13,7 +13,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.submits import Submit
 from weft.engine.executor.drafts.chains import StaticChains
 from weft.engine.loop.llm import LLM
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.testing.engine.captured_drafts import capture_chains
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.models.tiny_mtp import make_tiny_mtp

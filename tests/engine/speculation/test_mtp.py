@@ -15,7 +15,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.testing.engine.captured_drafts import capture_chains
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from weft.engine.model.loader import load_model
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.tree_cases import path_to, random_parents, words_of
 from weft.testing.models.paging import PagedDriver, PagedRequest

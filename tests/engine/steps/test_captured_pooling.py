@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
-from weft.kernels import cpu, encoder_attention
+from weft.kernels.ops import encoder_attention
+from weft.kernels.shared import cpu
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.models.tiny_embedders import make_embedder, write_modules
 from weft.testing.models.tiny_encoders import make_encoder

@@ -26,7 +26,7 @@ from weft.engine.sampling.pending import PendingTokens
 from weft.engine.sampling.sampler import SamplerRow
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.testing.engine.captured_drafts import capture_chains
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.engine.constrained import Desk, Outcome

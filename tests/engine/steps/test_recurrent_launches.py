@@ -17,9 +17,10 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import DeviceStates, StateMemory
 from weft.engine.model.layers import gated_delta
-from weft.kernels.gpu import recurrence, recurrent_rows
-from weft.kernels.head_rows import HeadRows
-from weft.kernels.linear import LinearWeight
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.recurrence import triton_rows as recurrent_rows
+from weft.kernels.ops.recurrence import triton_steps as recurrence
+from weft.kernels.ops.recurrence.head_rows import HeadRows
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 

@@ -16,7 +16,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from weft.engine.transfer.device_pages import DevicePages, PagePart
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import gather_pages, scatter_pages
+from weft.kernels.ops.page_digest import page_digests
+from weft.kernels.ops.pages import gather_pages, scatter_pages
 
 NUM_PAGES, HEADS, WORDS = 20, 4, 44
 
@@ -55,7 +55,8 @@ def test_parts_are_read_and_written_as_the_whole(size: int) -> None:
 
 @pytest.mark.needs("triton-interpreter")
 def test_the_kernels_take_parts_of_rows() -> None:
-    from weft.kernels.gpu import page_digest, page_ops
+    from weft.kernels.ops.page_digest import triton_digest as page_digest
+    from weft.kernels.ops.pages import triton_pages as page_ops
 
     pool, numbers = random_pool(2), torch.tensor(random.sample(range(NUM_PAGES), 5))
     rows = pool.view(NUM_PAGES, -1).view(torch.int32)

@@ -14,24 +14,24 @@ import torch
 from weft.contract.errors import ConfigError
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
-from weft.kernels.attention import paged_attention
-from weft.kernels.fp8 import FP8
-from weft.kernels.gpu import fixed_linear as fixed
-from weft.kernels.gpu import fp8_linear
-from weft.kernels.gpu import moe as gpu_moe
-from weft.kernels.gpu.linear import linear
-from weft.kernels.gpu.moe_combine import NormAfter
-from weft.kernels.gpu.norm import add_rms_norm, rms_norm
-from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import (
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear import triton_fixed as fixed
+from weft.kernels.ops.linear.gpu import linear
+from weft.kernels.ops.lora import (
     ExpertAddition,
     LoraAddition,
     LoraSegments,
     add_embedding_lora,
     sort_tokens,
 )
-from weft.kernels.moe import Routing, StackedWeight, route
-from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts
+from weft.kernels.ops.moe import Routing, StackedWeight, route
+from weft.kernels.ops.moe import gpu as gpu_moe
+from weft.kernels.ops.moe.triton_combine import NormAfter
+from weft.kernels.ops.norm.triton_rms import add_rms_norm, rms_norm
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts
 from weft.testing.engine.drafters import KnownDrafter, speculate, texts_of
 from weft.testing.kernels.attention_cases import (
     LAYER,

@@ -10,14 +10,14 @@ import pytest
 import torch
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
-from weft.kernels.attention import (
+from weft.kernels.ops.attention import (
     AttentionMetadata,
     AttentionSpec,
     paged_attention,
     paged_attention_reference,
 )
-from weft.kernels.rope import rope_and_cache
-from weft.kernels.scaled_kv import SCALE_BYTES, dequantised, parts_of
+from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES, dequantised, parts_of
+from weft.kernels.ops.rope import rope_and_cache
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.models.float32_reference import reference_logits, reference_model
 from weft.testing.models.tiny_adapters import peft_model

@@ -12,7 +12,7 @@ from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.model.loader import load_model
-from weft.kernels.attention import paged_attention
+from weft.kernels.ops.attention import paged_attention
 from weft.testing.kernels import tree_cases
 from weft.testing.kernels.attention_cases import LAYER, Geometry, hide_first, in_parts
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -147,7 +147,7 @@ def test_the_check_sees_a_dropped_bit(tmp_path: Path, monkeypatch: pytest.Monkey
     case, out = tree.case, torch.empty(32, 32 * 128, dtype=torch.bfloat16, device=CUDA)
     change = ("words[:, None] >> (of_tree & 31)[None, :]", "-1 - 0 * of_tree[None, :]")
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 500)
-    with kernel_module("decode_attention", tmp_path, change) as module:
+    with kernel_module("attention.triton_decode", tmp_path, change) as module:
         module.decode_attention(
             out,
             case.q,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.memory import WeightArena
-from weft.kernels.moe import Routing, moe, pack_experts
-from weft.kernels.packed_groups import PackedGroups
+from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.ops.moe import Routing, moe, pack_experts
+from weft.kernels.shared.formats.packed_groups import PackedGroups
+from weft.kernels.shared.memory import WeightArena
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.moe_cases import moe_case

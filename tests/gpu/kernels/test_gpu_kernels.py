@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.activation import silu_and_mul
-from weft.kernels.attention import paged_attention
-from weft.kernels.gpu import attention as gpu_attention
-from weft.kernels.gpu import linear as gpu_linear
-from weft.kernels.gpu.dense_attention import is_faster
-from weft.kernels.gpu.extend_attention import OwnKv
-from weft.kernels.gpu.flash_attention import prompt_rows, supports
-from weft.kernels.greedy import greedy_rows, greedy_rows_reference
-from weft.kernels.linear import (
+from weft.kernels.ops.activation import silu_and_mul
+from weft.kernels.ops.attention import gpu as gpu_attention
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.library_cudnn import is_faster
+from weft.kernels.ops.attention.library_flash import prompt_rows, supports
+from weft.kernels.ops.attention.triton_extend import OwnKv
+from weft.kernels.ops.greedy import greedy_rows, greedy_rows_reference
+from weft.kernels.ops.linear import (
     gate_up_silu,
     linear,
     normed_linear,
     pack_gate_up,
     pack_linear,
 )
-from weft.kernels.norm import add_rms_norm, rms_norm
-from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.ops.linear import gpu as gpu_linear
+from weft.kernels.ops.norm import add_rms_norm, rms_norm
+from weft.kernels.ops.rope import rope_and_cache, rope_and_cache_reference
 from weft.testing.kernels.attention_cases import (
     LAYER,
     Case,
@@ -433,22 +433,22 @@ def test_greedy_rows() -> None:
     ("name", "change"),
     [
         (
-            "decode_attention",
+            "decode",
             ("begin + length, ", "begin + length - TILE, "),
         ),
-        ("extend_attention", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
-        ("extend_attention", ("range(full, own_begin, TILE)", "range(TILE, own_begin, TILE)")),
+        ("extend", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
+        ("extend", ("range(full, own_begin, TILE)", "range(TILE, own_begin, TILE)")),
     ],
 )
 def test_the_checks_see_a_dropped_tile(name: str, change: tuple[str, str], tmp_path: Path) -> None:
-    is_decode, is_own = name == "decode_attention", "begin, TILE" in change[0]
+    is_decode, is_own = name == "decode", "begin, TILE" in change[0]
     lengths = [(1, 4000), (1, 3000)] if is_decode else [(300, 500), (200, 200)]
     case = make_case(Geometry(8, 2, 128, 16), lengths, torch.bfloat16, CUDA)
     out = torch.full_like(case.q, float("nan")).flatten(1)
     own = case.own_kv() if is_own else None
     lengths_and_scale = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
     for applied in (None, change):
-        with kernel_module(name, tmp_path, applied) as module:
+        with kernel_module(f"attention.triton_{name}", tmp_path, applied) as module:
             if is_decode:
                 module.decode_attention(
                     out, case.q, case.pool, LAYER, *lengths_and_scale, 4000, is_uniform=True

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.model.loader import load_model
-from weft.kernels.gpu.dependent_launch import launch_options
-from weft.kernels.gpu.moe import moe as gpu_moe
-from weft.kernels.gpu.moe_route import route as gpu_moe_route
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.lora import (
+from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.ops.lora import (
     ExpertAddition,
     LoraAddition,
     LoraSegments,
@@ -23,7 +20,10 @@ from weft.kernels.lora import (
     add_lora,
     sort_tokens,
 )
-from weft.kernels.side_stream import rehearsal
+from weft.kernels.ops.moe.gpu import moe as gpu_moe
+from weft.kernels.ops.moe.triton_route import route as gpu_moe_route
+from weft.kernels.shared.dependent_launch import launch_options
+from weft.kernels.shared.side_stream import rehearsal
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import (
@@ -224,8 +224,8 @@ def test_selected_rows() -> None:
 @pytest.mark.parametrize(
     ("name", "original", "replacement"),
     [
-        ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
-        ("lora_tiles", "_tile(b, row,", "_tile(b, row - 1,"),
+        ("lora.triton_rows", "for index in range(count):", "for index in range(count - 1):"),
+        ("lora.triton_tiles", "_tile(b, row,", "_tile(b, row - 1,"),
     ],
 )
 def test_the_checks_see_a_dropped_tile(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from weft.kernels.lora import sort_tokens
-from weft.kernels.side_stream import rehearsal
+from weft.kernels.ops.lora import sort_tokens
+from weft.kernels.shared.side_stream import rehearsal
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import draw_slots, poison_new_memory
 from weft.testing.kernels.lora_layers import LayersCase, Sizes, make_layers

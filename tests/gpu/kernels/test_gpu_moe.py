@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import moe as gpu_moe
-from weft.kernels.gpu.moe_combine import NormAfter
-from weft.kernels.gpu.moe_direct import joins_shared
-from weft.kernels.gpu.moe_parts import ExpertParts
-from weft.kernels.gpu.moe_route import route
-from weft.kernels.gpu.moe_sort import sort_pairs
-from weft.kernels.gpu.stream import GpuStream
-from weft.kernels.moe import Routing, moe, pack_experts
-from weft.kernels.norm import Norm
-from weft.kernels.side_stream import rehearsal
+from weft.kernels.ops.moe import Routing, moe, pack_experts
+from weft.kernels.ops.moe import gpu as gpu_moe
+from weft.kernels.ops.moe.triton_combine import NormAfter
+from weft.kernels.ops.moe.triton_direct import joins_shared
+from weft.kernels.ops.moe.triton_parts import ExpertParts
+from weft.kernels.ops.moe.triton_route import route
+from weft.kernels.ops.moe.triton_sort import sort_pairs
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.stream.gpu import GpuStream
+from weft.kernels.shared.side_stream import rehearsal
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
@@ -114,7 +114,7 @@ def test_a_dropped_tile_is_noticed(
     case = make_case(800, 264, 136, 6, 3, torch.bfloat16)
     # 480 rows each: the last block has more than half of 128.
     case.ids.copy_((torch.arange(800, device=CUDA)[:, None] + torch.arange(3, device=CUDA)) % 5)
-    with kernel_module("moe_products", tmp_path, (original, replacement)) as module:
+    with kernel_module("moe.triton_products", tmp_path, (original, replacement)) as module:
         monkeypatch.setattr(gpu_moe, "multiply_sorted", module.multiply_sorted)
         out = run(case)
     with pytest.raises(AssertionError):

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.gated_delta import delta_gates, gated_delta, gated_delta_reference
-from weft.kernels.mamba2 import mamba2, mamba2_reference
-from weft.kernels.sequences import Sequences
-from weft.kernels.slot_states import (
+from weft.kernels.ops.gated_delta import delta_gates, gated_delta, gated_delta_reference
+from weft.kernels.ops.mamba2 import mamba2, mamba2_reference
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.slot_states import (
     Channels,
     DeltaGates,
     HeadForm,

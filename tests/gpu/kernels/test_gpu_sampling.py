@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from weft.kernels.device_sampling import draw_rows, top_logits
-from weft.kernels.sampling_reference import top_rows_reference
+from weft.kernels.ops.sampling.device import draw_rows, top_logits
+from weft.kernels.ops.sampling.reference import top_rows_reference
 from weft.testing.kernels.device_sampling_cases import draw_on_host, make_case, tables_of
 
 pytestmark = pytest.mark.needs("cuda")

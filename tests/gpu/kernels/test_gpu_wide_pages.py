@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels.attention import paged_attention
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import copy_pages, gather_pages, scatter_pages
-from weft.kernels.rope import rope_and_cache
-from weft.kernels.tree_rows import move_paths
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.page_digest import page_digests
+from weft.kernels.ops.pages import copy_pages, gather_pages, scatter_pages
+from weft.kernels.ops.rope import rope_and_cache
+from weft.kernels.ops.tree_rows import move_paths
 from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, in_parts, make_case
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.page_cases import page_numbers, poisoned

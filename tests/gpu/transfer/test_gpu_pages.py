@@ -11,8 +11,8 @@ import torch
 from weft.engine.transfer.mover import DeviceMove, Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import DeviceStagingPages, PinnedStagingPages
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import gather_pages, scatter_pages
+from weft.kernels.ops.page_digest import page_digests
+from weft.kernels.ops.pages import gather_pages, scatter_pages
 from weft.pages.transfer.digest import digest_pages
 from weft.testing.kernels.page_cases import (
     bytes_of,

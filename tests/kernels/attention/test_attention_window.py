@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels import attention, cpu
-from weft.kernels.attention import paged_attention
+from weft.kernels.ops import attention
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.shared import cpu
 from weft.testing.kernels.attention_cases import (
     LAYER,
     Case,

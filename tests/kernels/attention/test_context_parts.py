@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import triton.language as tl
-from weft.kernels.attention import paged_attention_reference
-from weft.kernels.gpu import context_parts
-from weft.kernels.gpu.context_parts import MAX_PARTS, make_parts
+from weft.kernels.ops.attention import paged_attention_reference
+from weft.kernels.ops.attention import triton_parts as context_parts
+from weft.kernels.ops.attention.triton_parts import MAX_PARTS, make_parts
 from weft.testing.kernels.attention_cases import (
     LAYER,
     Case,
@@ -37,7 +37,7 @@ def check_extend(case: Case, folder: Path, *, has_own: bool, softcap: float, sin
     exact = exact_attention(case, **softmax)
     out = torch.full_like(case.q, float("nan")).flatten(1)
     case = hide_own_pages(case) if has_own else case
-    with kernel_module("extend_attention", folder) as module:
+    with kernel_module("attention.triton_extend", folder) as module:
         module.extend_attention(
             out, case.q, case.pool, LAYER, *arguments, case.max_q_len,
             module.OwnKv(*case.own_kv()) if has_own else None, sinks=own_sinks, softcap=softcap,

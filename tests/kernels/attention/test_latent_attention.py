@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.attention import AttentionMetadata
-from weft.kernels.latent_attention import (
+from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.latent_attention import (
     LatentSpec,
     attention_before,
     latent_attention,
@@ -107,7 +107,7 @@ def test_the_kernel(
     fresh_seed()
     q, pool, spec, step = make(dtype, heads, width, rest, has_trees=has_trees, first=first)
     expected, eps = exact(q, pool, spec, step), torch.finfo(dtype).eps
-    with kernel_module("latent_attention", tmp_path) as module:
+    with kernel_module("latent_attention.triton_latent", tmp_path) as module:
         for most in (1, 3):
             module._MAX_PARTS, module._MIN_PART = most, 16
             module.num_multiprocessors = lambda _: 1000
@@ -153,7 +153,7 @@ def test_the_kernel_of_what_is_before_a_step(tmp_path: Path) -> None:
     fresh_seed()
     given = make(torch.float32, 5, 24, 8, has_trees=False, first=0)
     q, pool, spec, step = given
-    with kernel_module("latent_attention", tmp_path) as module:
+    with kernel_module("latent_attention.triton_latent", tmp_path) as module:
         for most in (1, 3):
             module._MAX_PARTS, module._MIN_PART = most, 16
             module.num_multiprocessors = lambda _: 1000

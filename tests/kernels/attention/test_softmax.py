@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels import cpu
-from weft.kernels.attention import AttentionSpec, paged_attention, paged_attention_reference
+from weft.kernels.ops.attention import AttentionSpec, paged_attention, paged_attention_reference
+from weft.kernels.shared import cpu
 from weft.testing.kernels.attention_cases import (
     LAYER,
     Case,
@@ -98,7 +98,7 @@ def test_triton(
     exact, eager = exact_attention(case, **softmax), attend(case, softmax, is_reference=True)
     options = {**softmax, "softcap": softmax["softcap"] or 0.0}
     arguments = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
-    with kernel_module(f"{name.replace('own', 'extend')}_attention", tmp_path) as module:
+    with kernel_module(f"attention.triton_{name.replace('own', 'extend')}", tmp_path) as module:
         if name == "decode":
             splits = random.choice((1, 3))
             monkeypatch.setattr(module, "num_splits", lambda *_: splits)
@@ -112,7 +112,7 @@ def test_triton(
             else:
                 monkeypatch.setattr(module, "SEGMENT", 64)
                 monkeypatch.setattr(module, "_PROGRAMS_PER_SM", random.choice((0, 1 << 10)))
-            call = getattr(module, f"{name.replace('own', 'extend')}_attention")
+            call = getattr(module, f"attention.triton_{name.replace('own', 'extend')}")
             call(out, case.q, case.pool, LAYER, *arguments, *rest, **options)
     q_lens = case.cu_q_lens.diff().long()
     least, most = {"decode": (1, 4), "fixed": (1, 40)}.get(name, (2, 40))

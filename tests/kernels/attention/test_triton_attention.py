@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.kernels.gpu.dense_attention import is_dense
+from weft.kernels.ops.attention.library_cudnn import is_dense
 from weft.testing.kernels.attention_cases import (
     LAYER,
     Case,
@@ -83,7 +83,7 @@ def test_decode(
 ) -> None:
     fresh_seed()
     case = make_case(geometry, lengths, dtype)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         check_rows(decode(module, case, bound), case, is_decode=True)
 
 
@@ -93,7 +93,7 @@ def test_decode_without_split_and_without_context(
     case = make_case(Geometry(2, 1, 16, 16), [(1, 40), (1, 0), (3, 9)], torch.float32)
     exact = exact_attention(case)
     assert not exact[1].any()
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         for splits in (1, 3):
             monkeypatch.setattr(module, "num_splits", lambda *_, splits=splits: splits)
             out = decode(module, case)
@@ -112,7 +112,7 @@ def test_decode_of_few_rows_each(
     case = make_case(Geometry(6, 2, 24, 16), lengths, dtype)
     eager, exact = eager_attention(case), exact_attention(case)
     is_few = (case.cu_q_lens.diff() <= 4).repeat_interleave(case.cu_q_lens.diff())
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         monkeypatch.setattr(module, "num_splits", lambda *_: splits)
         out = decode(module, case, max_rows=4)
     assert_as_exact(out[is_few], eager[is_few], exact[is_few])
@@ -129,7 +129,7 @@ def test_decode_of_few_rows_each(
 def test_extend(geometry: Geometry, lengths: Lengths, dtype: torch.dtype, tmp_path: Path) -> None:
     fresh_seed()
     case = make_case(geometry, lengths, dtype)
-    with kernel_module("extend_attention", tmp_path) as module:
+    with kernel_module("attention.triton_extend", tmp_path) as module:
         check_rows(extend(module, case), case, is_decode=False)
         out = extend(module, hide_own_pages(case), has_own=True)
         check_rows(out, case, is_decode=False)
@@ -141,9 +141,9 @@ def test_positions_before_the_first_are_not_attended_to(first: int, tmp_path: Pa
     lengths = [(1, 1), (1, 2), (1, 129), (3, 3), (0, 5), (1, 20), (40, 75), (2, 33)]
     case = make_case(Geometry(2, 1, 24, 32), lengths, torch.float32)
     hide_first(case, first)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         check_rows(decode(module, case, first=first), case, is_decode=True, first=first)
-    with kernel_module("extend_attention", tmp_path) as module:
+    with kernel_module("attention.triton_extend", tmp_path) as module:
         check_rows(extend(module, case, first=first), case, is_decode=False, first=first)
         with pytest.raises(ValueError, match="first position"):
             extend(module, case, has_own=True, first=first)
@@ -159,7 +159,7 @@ def test_one_request_of_fewer_rows_than_there_may_be(
     case = make_case(Geometry(2, 1, 16, 16), [(rows, rows + 40)], dtype)
     eager, exact = eager_attention(case), exact_attention(case)
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
-    with kernel_module("attention", tmp_path) as module:
+    with kernel_module("attention.gpu", tmp_path) as module:
         for bound in (rows, 8, 16, 64):
             out = in_parts(module.paged_attention)(case.q, case.pool, LAYER, *lengths, bound, 64)
             assert_as_exact(out, eager, exact)
@@ -168,27 +168,27 @@ def test_one_request_of_fewer_rows_than_there_may_be(
 @pytest.mark.parametrize(
     ("module_name", "change"),
     [
-        ("decode_attention", ("begin + length, ", "begin + length - TILE, ")),
-        ("decode_attention", ("total = total * shrink", "total = total")),
-        ("decode_attention", ("used = tl.cdiv(tiles, ", "used = tiles // (")),
-        ("decode_attention", ("first >= kv_len - q_len", "first > kv_len - q_len")),
-        ("decode_attention", ("first < kv_len - q_len", "first < kv_len - q_len - 1")),
-        ("extend_attention", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
-        ("extend_attention", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
-        ("extend_attention", ("range(tail, end, TILE)", "range(tail, end - TILE, TILE)")),
-        ("extend_attention", ("tokens // launch.rows + requests", "tokens // launch.rows")),
+        ("decode", ("begin + length, ", "begin + length - TILE, ")),
+        ("decode", ("total = total * shrink", "total = total")),
+        ("decode", ("used = tl.cdiv(tiles, ", "used = tiles // (")),
+        ("decode", ("first >= kv_len - q_len", "first > kv_len - q_len")),
+        ("decode", ("first < kv_len - q_len", "first < kv_len - q_len - 1")),
+        ("extend", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
+        ("extend", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
+        ("extend", ("range(tail, end, TILE)", "range(tail, end - TILE, TILE)")),
+        ("extend", ("tokens // launch.rows + requests", "tokens // launch.rows")),
     ],
 )  # fmt: skip
 def test_the_checks_see_a_mutation(
     module_name: str, change: tuple[str, str], tmp_path: Path
 ) -> None:
-    is_decode = module_name == "decode_attention"
+    is_decode = module_name == "decode"
     # Enough requests for splits of several tiles.
     lengths = [(1, 250), (1, 34), *[(1, 90)] * 5] if is_decode else [(20, 100), (2, 70)]
     case = make_case(Geometry(2, 1, 16, 16), lengths, torch.float32)
     run = decode if is_decode else extend
     with (
-        kernel_module(module_name, tmp_path, change) as module,
+        kernel_module(f"attention.triton_{module_name}", tmp_path, change) as module,
         pytest.raises(AssertionError),
     ):
         check_rows(run(module, case), case, is_decode=is_decode)

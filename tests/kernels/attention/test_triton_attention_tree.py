@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.kernels.gpu import attention as gpu_attention
+from weft.kernels.ops.attention import gpu as gpu_attention
 from weft.testing.kernels import tree_cases
 from weft.testing.kernels.attention_cases import (
     LAYER,
@@ -89,7 +89,7 @@ def test_trees(
 ) -> None:
     fresh_seed()
     tree = make_tree_case(geometry, some_trees(), dtype)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         if splits is not None:
             monkeypatch.setattr(module, "num_splits", lambda *_: splits)
         assert_trees(decode(module, tree), tree, max_rows=32)
@@ -100,7 +100,7 @@ def test_trees_of_fewer_rows(max_rows: int, tmp_path: Path) -> None:
     fresh_seed()
     work = [Work(n, 70, is_tree=True) for n in (max_rows, 1, max_rows - 1, max_rows + 1)]
     tree = make_tree_case(Geometry(2, 1, 24, 16), work, torch.float16)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         assert_trees(decode(module, tree, max_rows=max_rows), tree, max_rows=max_rows)
 
 
@@ -109,7 +109,7 @@ def test_a_window_counts_from_the_position(window: int, tmp_path: Path) -> None:
     fresh_seed()
     tree = make_tree_case(Geometry(2, 1, 24, 16), some_trees(), torch.float16)
     hide_unseen(tree, window)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         assert_trees(decode(module, tree, window), tree, window, max_rows=32)
 
 
@@ -124,7 +124,7 @@ def test_a_tree_goes_on_from_earlier_rows(
     work = [Work(n, earlier + n + random.randrange(1, 200), True, earlier) for n in (4, 1, 3)]
     tree = make_tree_case(Geometry(2, 1, 24, 16), work, dtype)
     hide_first(tree.case, 1)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         monkeypatch.setattr(module, "num_splits", lambda *_: splits)
         assert_trees(decode(module, tree, None, 1, max_rows=4), tree, None, 1)
 
@@ -136,7 +136,7 @@ def test_rows_at_positions_that_are_not_seen_are_zero(
     fresh_seed()
     tree = make_tree_case(Geometry(4, 2, 24, 16), [Work(4, 5), Work(3, 90)], torch.float16)
     hide_first(tree.case, 3)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         monkeypatch.setattr(module, "num_splits", lambda *_: splits)
         out = decode(module, tree, None, 3, max_rows=4)
     assert not out[:2].any()
@@ -152,7 +152,7 @@ def test_long_chains_without_words(
     fresh_seed()
     work = [Work(32, 150), Work(0, 0), Work(9, 17), Work(1, 90), Work(33, 33), Work(0, 0)]
     tree = make_tree_case(Geometry(1, 1, 16, 16), work, dtype)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         monkeypatch.setattr(module, "num_splits", lambda *_: splits)
         assert_trees(decode(module, tree._replace(ancestors=None)), tree, max_rows=32)
 
@@ -218,7 +218,7 @@ def test_the_checks_see_a_mutation(
     work = [Work(12 - earlier, kv_len, True, earlier) for kv_len in (140, 70, 80, 90)]
     tree = make_tree_case(Geometry(2, 1, 16, 16), work, torch.float16)
     hide_unseen(tree, window)
-    with kernel_module("decode_attention", tmp_path, change) as module:
+    with kernel_module("attention.triton_decode", tmp_path, change) as module:
         monkeypatch.setattr(module, "num_splits", lambda *_: 2)
         monkeypatch.setattr(module, "_BLOCK_MEMBERS", 16)
         out = decode(module, tree, window)

@@ -127,7 +127,7 @@ def test_decode(
     fresh_seed()
     lengths = [(1, 1), (3, 3), (1, 129), (4, 131), (0, 5), (5, 180), (2, 66)]
     case, *expected = make_hidden(Geometry(4, 2, 24, 16), lengths, dtype, window)
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         if splits is not None:
             monkeypatch.setattr(module, "num_splits", lambda *_: splits)
         check_rows(decode(module, case, window), case, 1, 1, *expected)
@@ -144,17 +144,17 @@ def test_chunks(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     geometry = Geometry(2, 1, 24, 16)
     made = make_hidden(geometry, lengths, torch.float32, window, is_chunked=True)
     case, *expected = made
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         monkeypatch.setattr(module, "num_splits", lambda *_: 3)
         out = decode(module, case, window, max_rows=4, is_chunked=True)
         check_rows(out, case, 1, 4, *expected)
         check_rows(decode(module, case, window, is_chunked=True), case, 1, 1, *expected)
-    with kernel_module("extend_attention", tmp_path) as module:
+    with kernel_module("attention.triton_extend", tmp_path) as module:
         check_rows(extend(module, case, window, is_chunked=True), case, 2, 1000, *expected)
         hidden = hide_own_pages(case)
         out = extend(module, hidden, window, has_own=True, is_chunked=True)
         check_rows(out, case, 2, 1000, *expected)
-    with kernel_module("fixed_attention", tmp_path) as module:
+    with kernel_module("attention.triton_fixed", tmp_path) as module:
         out = fixed(module, case, window, monkeypatch, is_chunked=True)
         assert_as_exact(out, *expected)
 
@@ -163,7 +163,7 @@ def test_decode_splits_what_is_walked(tmp_path: Path, monkeypatch: pytest.Monkey
     """However long the context is."""
     case = make_case(Geometry(2, 1, 16, 16), [(1, 40)], torch.float32)
     tiles = []
-    with kernel_module("decode_attention", tmp_path) as module:
+    with kernel_module("attention.triton_decode", tmp_path) as module:
         monkeypatch.setattr(module, "num_splits", lambda pairs, count, _: tiles.append(count) or 1)
         tile = module.launch_config(torch.float32, 16, 1).tile
         decode(module, case, 10)
@@ -184,7 +184,7 @@ def test_extend(
 ) -> None:
     fresh_seed()
     case, *expected = make_hidden(geometry, lengths, dtype, window)
-    with kernel_module("extend_attention", tmp_path) as module:
+    with kernel_module("attention.triton_extend", tmp_path) as module:
         check_rows(extend(module, case, window), case, 2, 1000, *expected)
         out = extend(module, hide_own_pages(case), window, has_own=True)
         check_rows(out, case, 2, 1000, *expected)
@@ -198,7 +198,7 @@ def test_fixed_rows_are_the_same_bits_however_they_come(
     fresh_seed()
     lengths = [(60, 300), (1, 0), (1, 70), (0, 5), (1, 1)]
     case, *expected = make_hidden(Geometry(3, 1, 24, 16), lengths, dtype, window)
-    with kernel_module("fixed_attention", tmp_path) as module:
+    with kernel_module("attention.triton_fixed", tmp_path) as module:
         whole = fixed(module, case, window, monkeypatch)
         assert_as_exact(whole, *expected)
         begin = 0
@@ -214,40 +214,42 @@ def test_fixed_rows_are_the_same_bits_however_they_come(
             begin = end
 
 
-@pytest.mark.parametrize("name", ["decode_attention", "extend_attention"])
+@pytest.mark.parametrize("name", ["decode", "extend"])
 def test_a_first_position_beside_a_window_is_refused(name: str, tmp_path: Path) -> None:
     case = make_case(Geometry(2, 1, 16, 16), [(2, 20)], torch.float32)
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 20)
-    rest = {"is_uniform": False} if name == "decode_attention" else {"own": None}
+    rest = {"is_uniform": False} if name == "decode" else {"own": None}
     rest |= {"first_position": 1, "window": 5}
-    with kernel_module(name, tmp_path) as module, pytest.raises(ValueError, match="first position"):
-        getattr(module, name)(torch.empty(2, 32), case.q, case.pool, LAYER, *lengths, **rest)
+    with kernel_module(f"attention.triton_{name}", tmp_path) as module:
+        attend = getattr(module, f"{name}_attention")
+        with pytest.raises(ValueError, match="first position"):
+            attend(torch.empty(2, 32), case.q, case.pool, LAYER, *lengths, **rest)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "has_own"),
     [
-        ("decode_attention", ("kv_len - q_len + 1 - WINDOW", "kv_len - q_len - WINDOW"), False),
-        ("decode_attention", ("walk = first_seen // TILE", "walk = TILE + first_seen // TILE"),
+        ("decode", ("kv_len - q_len + 1 - WINDOW", "kv_len - q_len - WINDOW"), False),
+        ("decode", ("walk = first_seen // TILE", "walk = TILE + first_seen // TILE"),
          False),
-        ("decode_attention", ("<= at[:, None] - WINDOW", "< at[:, None] - WINDOW"),
+        ("decode", ("<= at[:, None] - WINDOW", "< at[:, None] - WINDOW"),
          False),
-        ("decode_attention", ("tl.cdiv(kv_len - walk, TILE)\n    used",
+        ("decode", ("tl.cdiv(kv_len - walk, TILE)\n    used",
                               "tl.cdiv(kv_len - walk, 2 * TILE)\n    used"), False),
-        ("extend_attention", ("> last_seen[:, None] - WINDOW", ">= last_seen[:, None] - WINDOW"),
+        ("extend", ("> last_seen[:, None] - WINDOW", ">= last_seen[:, None] - WINDOW"),
          False),
-        ("extend_attention", ("tl.maximum(at + 1 - WINDOW, 0)", "tl.maximum(at - WINDOW, 0)"),
+        ("extend", ("tl.maximum(at + 1 - WINDOW, 0)", "tl.maximum(at - WINDOW, 0)"),
          True),
-        ("extend_attention", ("at + rows - WINDOW", "at + 1 - WINDOW"), True),
+        ("extend", ("at + rows - WINDOW", "at + 1 - WINDOW"), True),
     ],
 )  # fmt: skip
 def test_the_checks_see_a_mutation(
     name: str, change: tuple[str, str], has_own: bool, tmp_path: Path
 ) -> None:
-    is_decode = name == "decode_attention"
+    is_decode = name == "decode"
     lengths = [(2, 133), (1, 250), (1, 90)] if is_decode else [(90, 290), (20, 120)]
     case, *expected = make_hidden(Geometry(2, 1, 16, 16), lengths, torch.float32, 43)
-    with kernel_module(name, tmp_path, change) as module:
+    with kernel_module(f"attention.triton_{name}", tmp_path, change) as module:
         if is_decode:
             out = decode(module, case, 43, max_rows=2)
         else:
@@ -270,7 +272,7 @@ def test_the_checks_of_fixed_rows_see_a_mutation(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, *expected = make_hidden(Geometry(2, 1, 16, 16), [(70, 290)], torch.float16, 100)
-    with kernel_module("fixed_attention", tmp_path, change) as module:
+    with kernel_module("attention.triton_fixed", tmp_path, change) as module:
         monkeypatch.setattr(random, "choice", lambda values: values[0])
         out = fixed(module, case, 100, monkeypatch)
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.rope import rotated
+from weft.kernels.ops.rope import rotated
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import fresh_seed
 
@@ -58,7 +58,7 @@ def test_each_row_attends_to_its_own_sequence(
     slopes = torch.rand(heads) if has_slopes else None
     # Sequences of padding have no rows.
     cu_lens = torch.tensor([*bounds, *bounds[-1:] * random.randrange(3)], dtype=torch.int32)
-    with kernel_module("encoder_attention", tmp_path) as module:
+    with kernel_module("encoder_attention.triton_ragged", tmp_path) as module:
         given = (reach, slopes, 0.2)
         found = module.encoder_attention(q, k, v, cu_lens, *given)[: bounds[-1]]
         wanted = exact(q, k, v, bounds, *given)
@@ -77,7 +77,7 @@ def test_a_layer_norm_takes_the_sum(tmp_path: Path) -> None:
     # Of rows of two numbers these may be so near to each other that roundings count.
     x, residual = torch.randn(2, 7, random.choice((1, *range(3, 90))))
     weight, bias = torch.randn(2, x.shape[1])
-    with kernel_module("layer_norm", tmp_path) as module:
+    with kernel_module("norm.triton_layer", tmp_path) as module:
         for added in (bias, None):
             found = module.add_layer_norm(x, residual, weight, added, 1e-5)
             total = (x + residual).double()
@@ -93,7 +93,7 @@ def test_heads_are_rotated_in_place(tmp_path: Path) -> None:
     x, cos_sin = torch.randn(5, heads + 3, dim), torch.randn(30, dim)
     wanted = rotated(x[:, :heads].double(), cos_sin[positions])
     rest = x[:, heads:].clone()
-    with kernel_module("rope", tmp_path) as module:
+    with kernel_module("rope.triton_rope", tmp_path) as module:
         module.rotate_heads(x[:, :heads], positions, cos_sin)
     assert (x[:, :heads] - wanted).abs().max() < 1e-5
     assert torch.equal(x[:, heads:], rest)

@@ -58,7 +58,7 @@ def test_rows_are_the_same_bits_however_they_come(
     """All rows of requests, in pieces of any length, beside others: of one row too."""
     fresh_seed()
     case = make_case(geometry, LENGTHS, dtype)
-    with kernel_module("fixed_attention", tmp_path) as module:
+    with kernel_module("attention.triton_fixed", tmp_path) as module:
         set_sizes(module, monkeypatch, segment, is_split=False)
         whole = attend(module, case)
         assert_as_exact(whole, eager_attention(case), exact_attention(case))
@@ -94,7 +94,7 @@ def test_the_checks_see_a_mutation(
 ) -> None:
     fresh_seed()
     case = make_case(Geometry(2, 1, 16, 16), [(30, 30), (40, 150)], torch.float16)
-    with kernel_module("fixed_attention", tmp_path, change) as module:
+    with kernel_module("attention.triton_fixed", tmp_path, change) as module:
         set_sizes(module, monkeypatch, 128, is_split=is_split)
         out = attend(module, case)
     with pytest.raises(AssertionError):

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from weft.kernels import attention, cpu, rope
-from weft.kernels.gpu import attention as gpu_attention
-from weft.kernels.gpu import decode_attention, extend_attention
-from weft.kernels.gpu import rope as gpu_rope
+from weft.kernels.ops import attention, rope
+from weft.kernels.ops.attention import gpu as gpu_attention
+from weft.kernels.ops.attention import triton_decode as decode_attention
+from weft.kernels.ops.attention import triton_extend as extend_attention
+from weft.kernels.ops.rope import triton_rope as gpu_rope
+from weft.kernels.shared import cpu
 from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, in_parts, make_case
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed, mutated_native_cpu

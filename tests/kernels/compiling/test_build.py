@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from weft.kernels import build
-from weft.kernels.build import load_native
+from weft.kernels.shared import build
+from weft.kernels.shared.build import load_native
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="cc: no C compiler on PATH")
 
@@ -95,7 +95,7 @@ def test_damaged_cache_entry_is_built_again(tmp_path: Path) -> None:
 BUILD_SCRIPT = """
 import sys
 from pathlib import Path
-from weft.kernels.build import load_native
+from weft.kernels.shared.build import load_native
 built = load_native(Path(sys.argv[1]), folder=Path(sys.argv[2]))
 print(built.path, built.library.answer(6))
 """
@@ -163,7 +163,7 @@ OPENMP_SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from weft.kernels.build import load_native, loaded_openmp_library
+from weft.kernels.shared.build import load_native, loaded_openmp_library
 runtime = loaded_openmp_library()
 assert runtime is not None and runtime.parent == Path(torch.__file__).parent / "lib", runtime
 built = load_native(Path(sys.argv[1]), openmp_library=runtime, folder=Path(sys.argv[2]))
@@ -184,6 +184,6 @@ def test_openmp_code_shares_the_runtime_of_torch(tmp_path: Path) -> None:
 
 
 def test_no_openmp_runtime_is_reported_as_none() -> None:
-    code = "from weft.kernels.build import loaded_openmp_library as f; print(f())"
+    code = "from weft.kernels.shared.build import loaded_openmp_library as f; print(f())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"

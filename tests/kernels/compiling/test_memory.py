@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.memory import HUGE_PAGE_BYTES, WeightArena, huge_zeros
+from weft.kernels.shared.memory import HUGE_PAGE_BYTES, WeightArena, huge_zeros
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (1 << 20, 3), (0, 4)])

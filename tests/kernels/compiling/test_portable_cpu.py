@@ -10,21 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.engine.model.stack import run_all
-from weft.kernels import cpu
-from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
-from weft.kernels.attention import paged_attention, paged_attention_reference
-from weft.kernels.build import load_native, loaded_openmp_library
-from weft.kernels.gated_delta import gated_delta, gated_delta_reference
-from weft.kernels.int_groups import pack_int_groups
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.lora import LoraAddition
-from weft.kernels.mamba2 import mamba2, mamba2_reference
-from weft.kernels.norm import rms_norm, rms_norm_reference
-from weft.kernels.quantised import quantise_channels
-from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
-from weft.kernels.selective_scan import selective_scan, selective_scan_reference
-from weft.kernels.sequences import Sequences
-from weft.kernels.short_conv import short_conv, short_conv_reference
+from weft.kernels.ops.activation import silu_and_mul, silu_and_mul_reference
+from weft.kernels.ops.attention import paged_attention, paged_attention_reference
+from weft.kernels.ops.gated_delta import gated_delta, gated_delta_reference
+from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.mamba2 import mamba2, mamba2_reference
+from weft.kernels.ops.norm import rms_norm, rms_norm_reference
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.ops.selective_scan import selective_scan, selective_scan_reference
+from weft.kernels.ops.short_conv import short_conv, short_conv_reference
+from weft.kernels.shared import cpu
+from weft.kernels.shared.build import load_native, loaded_openmp_library
+from weft.kernels.shared.formats.int_groups import pack_int_groups
+from weft.kernels.shared.formats.quantised import quantise_channels
 from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.group_cases import rows_as_multiplied
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed

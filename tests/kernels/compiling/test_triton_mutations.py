@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.kernels.moe import route_reference
-from weft.kernels.rope import rope_and_cache_reference
+from weft.kernels.ops.moe import route_reference
+from weft.kernels.ops.rope import rope_and_cache_reference
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.near_ties import clear_logits
@@ -62,31 +62,33 @@ def check_route(module: ModuleType) -> None:
 
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
-    "rope": check_rope,
-    "greedy": check_greedy,
-    "moe_route": check_route,
+    "rope.triton_rope": check_rope,
+    "greedy.triton_rows": check_greedy,
+    "moe.triton_route": check_route,
 }
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("rope", None),
-        ("rope", ("cache_kernel[(rows, cdiv(heads, ", "cache_kernel[(rows, (heads // ")),
-        ("rope", ("normed_high * cos + normed_low", "normed_high * cos - normed_low")),
-        ("rope", ("* PAGE_SIZE + slot % PAGE_SIZE", "* PAGE_SIZE")),
-        ("rope", ("column < HALF\n    if", "column < HALF - 4\n    if")),
-        ("greedy", None),
-        ("greedy", ("tiles = cdiv(vocab_size, _TILE)", "tiles = vocab_size // _TILE")),
-        ("greedy", ("mask = column < vocab_size", "mask = column < vocab_size - 8")),
-        ("greedy", ("first = tl.min(tl.where(value == best, token, 2147483647), axis=0)",
-                    "first = tl.max(tl.where(value == best, token, 0), axis=0)")),
-        ("greedy", ("tl.where(num_bad > 0, -1, token)", "token")),
-        ("moe_route", None),
-        ("moe_route", ("for _ in range(TOP_K):", "for _ in range(TOP_K - 1):")),
-        ("moe_route", ("exists = expert < experts", "exists = expert < experts - 8")),
-        ("moe_route", ("if RENORMALISE else power", "if not RENORMALISE else power")),
-        ("moe_route", ("bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits")),
+        ("rope.triton_rope", None),
+        ("rope.triton_rope",
+         ("cache_kernel[(rows, cdiv(heads, ", "cache_kernel[(rows, (heads // ")),
+        ("rope.triton_rope", ("normed_high * cos + normed_low", "normed_high * cos - normed_low")),
+        ("rope.triton_rope", ("* PAGE_SIZE + slot % PAGE_SIZE", "* PAGE_SIZE")),
+        ("rope.triton_rope", ("column < HALF\n    if", "column < HALF - 4\n    if")),
+        ("greedy.triton_rows", None),
+        ("greedy.triton_rows", ("tiles = cdiv(vocab_size, _TILE)", "tiles = vocab_size // _TILE")),
+        ("greedy.triton_rows", ("mask = column < vocab_size", "mask = column < vocab_size - 8")),
+        ("greedy.triton_rows",
+         ("first = tl.min(tl.where(value == best, token, 2147483647), axis=0)",
+          "first = tl.max(tl.where(value == best, token, 0), axis=0)")),
+        ("greedy.triton_rows", ("tl.where(num_bad > 0, -1, token)", "token")),
+        ("moe.triton_route", None),
+        ("moe.triton_route", ("for _ in range(TOP_K):", "for _ in range(TOP_K - 1):")),
+        ("moe.triton_route", ("exists = expert < experts", "exists = expert < experts - 8")),
+        ("moe.triton_route", ("if RENORMALISE else power", "if not RENORMALISE else power")),
+        ("moe.triton_route", ("bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits")),
     ],
 )  # fmt: skip
 def test_the_checks_see_a_mutation(

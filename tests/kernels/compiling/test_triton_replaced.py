@@ -50,20 +50,20 @@ def check_products(
 @pytest.mark.parametrize(("vocabulary", "hidden"), [(129, 72), (64, 128), (31, 33)])
 def test_products(tokens: int, vocabulary: int, hidden: int, tmp_path: Path) -> None:
     fresh_seed()
-    with kernel_module("replaced", tmp_path) as module:
+    with kernel_module("replaced.triton_replaced", tmp_path) as module:
         check_products(module, draw_slots(tokens, 5), vocabulary, hidden, torch.float32)
 
 
 @pytest.mark.parametrize("slots", [[0] * 7, [3] * 40, [4], [2, 2, 1]])
 def test_products_of_any_adapters(slots: list[int], tmp_path: Path) -> None:
     fresh_seed()
-    with kernel_module("replaced", tmp_path) as module:
+    with kernel_module("replaced.triton_replaced", tmp_path) as module:
         check_products(module, slots, 70, 40, torch.float16, is_fixed=True)
 
 
 def test_products_of_many_tokens(tmp_path: Path) -> None:
     fresh_seed()
-    with kernel_module("replaced", tmp_path) as module:
+    with kernel_module("replaced.triton_replaced", tmp_path) as module:
         check_products(module, draw_slots(150, 5), 150, 40, torch.float32)
 
 
@@ -77,7 +77,10 @@ def test_products_of_many_tokens(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_check_sees_a_wrong_kernel(change: tuple[str, str], tmp_path: Path) -> None:
     fresh_seed()
-    with kernel_module("replaced", tmp_path, change) as module, pytest.raises(AssertionError):
+    with (
+        kernel_module("replaced.triton_replaced", tmp_path, change) as module,
+        pytest.raises(AssertionError),
+    ):
         check_products(module, [1, 3, 3, 0], 70, 72, torch.float32)
 
 
@@ -88,7 +91,7 @@ def test_embeddings(tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     slots, ids = draw_slots(tokens, 5), torch.randint(23, (tokens,))
     before = torch.randn(tokens, 72)
     out = before.clone()
-    with kernel_module("replaced", tmp_path) as module:
+    with kernel_module("replaced.triton_replaced", tmp_path) as module:
         token_slots = torch.tensor(slots, dtype=torch.int32)
         module.replace_embeddings(out, ids, matrices, places, token_slots)
     for row, slot in enumerate(slots):

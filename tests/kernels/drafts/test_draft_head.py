@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from weft.kernels import cpu
-from weft.kernels.draft_head import (
+from weft.kernels.ops.draft_head import (
     DraftChains,
     DraftHeadWeight,
     DraftRows,
@@ -19,7 +18,8 @@ from weft.kernels.draft_head import (
     draft_entries_reference,
     pack_draft_head,
 )
-from weft.kernels.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed, mutated_native_cpu
 from weft.testing.kernels.near_ties import draw_clear
 from weft.testing.kernels.wide_pages import WidePages

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels import cpu, draft_head
-from weft.kernels.draft_head import (
+from weft.kernels.ops import draft_head
+from weft.kernels.ops.activation import triton_gated as activation
+from weft.kernels.ops.attention import gpu as attention
+from weft.kernels.ops.draft_head import (
     DraftChains,
     DraftHeadWeight,
     DraftRows,
@@ -21,8 +23,12 @@ from weft.kernels.draft_head import (
     draft_entries_reference,
     pack_draft_head,
 )
-from weft.kernels.gpu import activation, attention, draft_rows, greedy, norm, rope
-from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
+from weft.kernels.ops.draft_head import triton_rows as draft_rows
+from weft.kernels.ops.greedy import triton_rows as greedy
+from weft.kernels.ops.linear import LinearWeight, pack_gate_up, pack_linear
+from weft.kernels.ops.norm import triton_rms as norm
+from weft.kernels.ops.rope import triton_rope as rope
+from weft.kernels.shared import cpu
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.near_ties import draw_clear

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.draft_tree import (
+from weft.kernels.ops.draft_tree import (
     DraftTrees,
     Expanded,
     Nodes,
     grow_reference,
     keep_best_reference,
 )
-from weft.kernels.gpu import draft_tree as gpu
+from weft.kernels.ops.draft_tree import triton_nodes as gpu
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
 

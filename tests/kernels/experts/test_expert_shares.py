@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.activation import SILU
-from weft.kernels.gpu import moe as gpu
-from weft.kernels.gpu import moe_direct
-from weft.kernels.gpu.moe_parts import ExpertParts
-from weft.kernels.moe import Routing, moe, moe_reference, pack_experts, route, route_reference
+from weft.kernels.ops.activation import SILU
+from weft.kernels.ops.moe import (
+    Routing,
+    gpu,
+    moe,
+    moe_reference,
+    pack_experts,
+    route,
+    route_reference,
+)
+from weft.kernels.ops.moe import triton_direct as moe_direct
+from weft.kernels.ops.moe.triton_parts import ExpertParts
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
@@ -154,7 +161,7 @@ def test_a_mutated_list_of_experts_is_noticed(
         return moe_direct.direct_moe(case.x, *case.routing, case.w13, case.w2, None, None, more)
 
     assert_as_exact(run(), eager, exact)
-    with kernel_module("moe_listed", tmp_path, change) as changed:
+    with kernel_module("moe.triton_listed", tmp_path, change) as changed:
         monkeypatch.setattr(moe_direct, "listed_down", changed.listed_down)
         with pytest.raises(AssertionError):
             assert_as_exact(run(), eager, exact)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels import cpu
-from weft.kernels import moe as moe_module
-from weft.kernels.moe import ExpertWeights, Routing, moe, moe_reference, pack_experts, route
+from weft.kernels.ops import moe as moe_module
+from weft.kernels.ops.moe import ExpertWeights, Routing, moe, moe_reference, pack_experts, route
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
-from weft.kernels.activation import GELU_TANH, SILU, Gating
-from weft.kernels.int_groups import mxfp4_groups
-from weft.kernels.linear import gate_up_silu, pack_gate_up, pack_linear
-from weft.kernels.moe import (
+from weft.kernels.ops.activation import GELU_TANH, SILU, Gating
+from weft.kernels.ops.linear import gate_up_silu, pack_gate_up, pack_linear
+from weft.kernels.ops.moe import (
     ExpertWeights,
     RouterForm,
     Routing,
@@ -21,7 +20,8 @@ from weft.kernels.moe import (
     pack_experts,
     route,
 )
-from weft.kernels.stream import Combine, Normed
+from weft.kernels.ops.stream import Combine, Normed
+from weft.kernels.shared.formats.int_groups import mxfp4_groups
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.near_ties import clear_logits, draw_clear
@@ -105,7 +105,7 @@ def test_routing_on_a_gpu(name: str, tmp_path: Path) -> None:
     fresh_seed()
     experts, top_k, form = FORMS[name]
     logits = clear_logits(11, experts, top_k, form, spread=2.0)
-    with kernel_module("moe_route", tmp_path) as module:
+    with kernel_module("moe.triton_route", tmp_path) as module:
         for renormalise in (False, True):
             expected = expected_routing(logits, top_k, form, renormalise=renormalise)
             alone = module.route(logits, top_k, renormalise, form)
@@ -214,7 +214,7 @@ def test_experts_with_biases_and_other_gates(dtype: torch.dtype, gating: str) ->
 def test_such_experts_on_a_gpu(rows: int, gating: str, tmp_path: Path) -> None:
     fresh_seed()
     case = Experts(rows, torch.float32, GATINGS[gating])
-    with kernel_module("moe", tmp_path) as module:
+    with kernel_module("moe.gpu", tmp_path) as module:
         more = module.ExpertParts(case.gating, case.biases)
         out = module.moe(case.x, *case.routing, case.w13, case.w2, None, None, more)
     exact = case.compute(torch.float64)

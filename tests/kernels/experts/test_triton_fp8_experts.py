@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.fp8 import FP8
-from weft.kernels.gpu import moe as gpu
-from weft.kernels.gpu import moe_products
-from weft.kernels.gpu.dependent_launch import launch_options
-from weft.kernels.gpu.moe_sort import sort_pairs
-from weft.kernels.gpu.moe_tiles import Tile, Tiles
-from weft.kernels.quantised import FP8_GROUP, Fp8Experts
+from weft.kernels.ops.moe import gpu
+from weft.kernels.ops.moe import triton_products as moe_products
+from weft.kernels.ops.moe.tiles import Tile, Tiles
+from weft.kernels.ops.moe.triton_sort import sort_pairs
+from weft.kernels.shared.dependent_launch import launch_options
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Experts
 from weft.testing.kernels.as_on_gpu import add_in_one_order
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import moe_lora
-from weft.kernels.gpu.moe_direct import joins_shared
-from weft.kernels.gpu.stream import GpuStream
-from weft.kernels.moe import route_reference
-from weft.kernels.norm import Norm
+from weft.kernels.ops.moe import route_reference
+from weft.kernels.ops.moe import triton_lora as moe_lora
+from weft.kernels.ops.moe.triton_direct import joins_shared
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.stream.gpu import GpuStream
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
@@ -48,12 +48,18 @@ def moe_copies(
     with ExitStack() as stack:
         copies = {
             each: stack.enter_context(kernel_module(each, folder, change if each == name else None))
-            for each in ("moe_listed", "moe_direct", "moe_products", "moe_combine", "moe")
+            for each in (
+                "moe.triton_listed",
+                "moe.triton_direct",
+                "moe.triton_products",
+                "moe.triton_combine",
+                "moe.gpu",
+            )
         }
-        copies["moe_direct"].listed_down = copies["moe_listed"].listed_down
+        copies["moe.triton_direct"].listed_down = copies["moe.triton_listed"].listed_down
         for operation in ("direct_moe", "multiply_sorted", "combine"):
             made = next(c for c in copies.values() if operation in vars(c))
-            setattr(copies["moe"], operation, getattr(made, operation))
+            setattr(copies["moe.gpu"], operation, getattr(made, operation))
         yield copies
 
 
@@ -66,7 +72,7 @@ def test_sums_of_experts(
     case = moe_case(*shape, is_crowded=is_crowded)
     exact, eager = case.compute(torch.float64), case.compute(torch.float32)
     with moe_copies(tmp_path) as copies:
-        out = run(copies["moe"], case, case.residual)
+        out = run(copies["moe.gpu"], case, case.residual)
     assert_as_exact(out, eager, exact)
 
 
@@ -75,8 +81,8 @@ def test_few_rows_that_no_program_takes_whole(rows: int, tmp_path: Path) -> None
     fresh_seed()
     case = moe_case(rows, 70, 24, 6, 3)
     with moe_copies(tmp_path) as copies:
-        copies["moe_direct"]._MAX_TILE = copies["moe_direct"]._PART = 32
-        out = run(copies["moe"], case, case.residual)
+        copies["moe.triton_direct"]._MAX_TILE = copies["moe.triton_direct"]._PART = 32
+        out = run(copies["moe.gpu"], case, case.residual)
     assert_as_exact(out, case.compute(torch.float32), case.compute(torch.float64))
 
 
@@ -90,11 +96,11 @@ def test_blocks_that_are_multiplied_as_half_of_one(is_right: bool, tmp_path: Pat
     case = moe_case(48, 33, 70, 6, 3)
     case = replace(case, routing=case.routing._replace(ids=torch.arange(144).view(48, 3).int() % 6))
     change = None if is_right else (HALVED, "end - begin <= 2 * HALF_ROWS + 8")
-    with moe_copies(tmp_path, "moe_products", change) as copies:
-        copies["moe_products"].MIN_HALVED_ROWS = 16
-        tiles = copies["moe"].tiles_for
-        copies["moe"].tiles_for = lambda *sizes: tiles(*sizes)._replace(rows=16)
-        out = run(copies["moe"], case, case.residual)
+    with moe_copies(tmp_path, "moe.triton_products", change) as copies:
+        copies["moe.triton_products"].MIN_HALVED_ROWS = 16
+        tiles = copies["moe.gpu"].tiles_for
+        copies["moe.gpu"].tiles_for = lambda *sizes: tiles(*sizes)._replace(rows=16)
+        out = run(copies["moe.gpu"], case, case.residual)
     expected = (case.compute(torch.float32), case.compute(torch.float64))
     if is_right:
         assert_as_exact(out, *expected)
@@ -108,7 +114,7 @@ def test_in_an_order_that_does_not_depend_on_other_rows(rows: int, tmp_path: Pat
     """Few rows are sorted too, and the sum of experts is rounded before the residual is added."""
     fresh_seed()
     case = moe_case(rows, 40, 24, 6, 3, torch.float16)
-    with kernel_module("moe", tmp_path) as module:
+    with kernel_module("moe.gpu", tmp_path) as module:
         weights = (case.w13, case.w2)
         out = module.moe(case.x, *case.routing, *weights, case.residual, is_fixed=True)
         apart = module.moe(case.x, *case.routing, *weights, None, is_fixed=True)
@@ -121,7 +127,7 @@ def test_without_a_residual_and_in_half_precision(tmp_path: Path) -> None:
     for rows in (2, 9):
         case = moe_case(rows, 24, 17, 4, 2, torch.float16)
         case.residual.zero_()
-        with kernel_module("moe", tmp_path) as module:
+        with kernel_module("moe.gpu", tmp_path) as module:
             out = run(module, case, None)
         assert_as_exact(out, case.compute(torch.float16), case.compute(torch.float64))
 
@@ -151,7 +157,7 @@ def test_additions_to_experts(
     case = moe_case(*shape)
     adapters = make_adapters(case, is_shared)
     poison_new_memory(monkeypatch)
-    with kernel_module("moe", tmp_path) as module, monkeypatch.context() as patch:
+    with kernel_module("moe.gpu", tmp_path) as module, monkeypatch.context() as patch:
         patch.setattr(module, "MAX_PAIRED_ROWS", 256 if is_paired else 0)
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out, plain = module.moe(*routed, adapters.addition()), module.moe(*routed)
@@ -175,7 +181,7 @@ def test_additions_to_some_of_the_projections(
         w2=() if left_out == "down" else adapters.w2,
     )
     poison_new_memory(monkeypatch)
-    with kernel_module("moe", tmp_path) as module:
+    with kernel_module("moe.gpu", tmp_path) as module:
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out = module.moe(*routed, adapters.addition())
     exact, eager = case.compute(torch.float64, adapters), case.compute(torch.float32, adapters)
@@ -195,7 +201,7 @@ def test_additions_to_a_layer_with_the_norm_behind_it(
     adapters = make_adapters(case, is_shared, (0, 8, 24))
     gain, stream = torch.randn(40), case.residual.clone()
     poison_new_memory(monkeypatch)
-    with kernel_module("moe", tmp_path) as module:
+    with kernel_module("moe.gpu", tmp_path) as module:
         after, lora = module.NormAfter(stream, gain, 1e-5), adapters.addition()
         ranks = module.begin_ranks(case.x, lora, 6, 24, is_fixed=False)
         assert (ranks is not None) == is_shared
@@ -213,13 +219,13 @@ def test_additions_to_a_layer_with_the_norm_behind_it(
 @pytest.mark.parametrize(
     ("name", "original", "replacement"),
     [
-        ("moe_lora_pairs", "range(UNIT, 8 * tl.maximum", "range(UNIT, tl.maximum"),
-        ("moe_lora_pairs", "range(UNIT, 8 * count2", "range(UNIT, count2"),
-        ("moe_lora_pairs", "(pair // RANKS_TOP_K)", "((pair + 1) // RANKS_TOP_K)"),
-        ("moe_lora_pairs", "to(tl.float32) * share", "to(tl.float32)"),
-        ("moe_lora_pairs", "tl.where(rank < 8, low, high)", "tl.where(rank < 9, low, high)"),
-        ("moe_combine", "range(UNIT, 8 * count", "range(UNIT, count"),
-        ("moe_combine", "row * SUMS * rank_width", "row * rank_width"),
+        ("moe.triton_lora_pairs", "range(UNIT, 8 * tl.maximum", "range(UNIT, tl.maximum"),
+        ("moe.triton_lora_pairs", "range(UNIT, 8 * count2", "range(UNIT, count2"),
+        ("moe.triton_lora_pairs", "(pair // RANKS_TOP_K)", "((pair + 1) // RANKS_TOP_K)"),
+        ("moe.triton_lora_pairs", "to(tl.float32) * share", "to(tl.float32)"),
+        ("moe.triton_lora_pairs", "tl.where(rank < 8, low, high)", "tl.where(rank < 9, low, high)"),
+        ("moe.triton_combine", "range(UNIT, 8 * count", "range(UNIT, count"),
+        ("moe.triton_combine", "row * SUMS * rank_width", "row * rank_width"),
     ],
 )
 def test_a_mutated_addition_between_products_is_noticed(
@@ -231,10 +237,10 @@ def test_a_mutated_addition_between_products_is_noticed(
     adapters = replace(adapters, slots=[1] * len(case.x))
     with (
         kernel_module(name, tmp_path, (original, replacement)) as changed,
-        kernel_module("moe", tmp_path) as module,
+        kernel_module("moe.gpu", tmp_path) as module,
         monkeypatch.context() as patch,
     ):
-        operation = "combine" if name == "moe_combine" else "activate_pairs"
+        operation = "combine" if name == "moe.triton_combine" else "activate_pairs"
         patch.setattr(module, operation, getattr(changed, operation))
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out = module.moe(*routed, adapters.addition())
@@ -251,7 +257,7 @@ def test_additions_of_large_ranks_are_computed_pair_by_pair(
     fresh_seed()
     case = moe_case(9, 24, 9, 3, 2)
     adapters = make_adapters(case, False, (0, 132, 8))
-    with kernel_module("moe", tmp_path) as module, monkeypatch.context() as patch:
+    with kernel_module("moe.gpu", tmp_path) as module, monkeypatch.context() as patch:
         patch.delattr(module, "pairs_of")
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
         out = module.moe(*routed, adapters.addition())
@@ -275,13 +281,13 @@ def test_a_mutated_addition_is_noticed(original: str, replacement: str, tmp_path
     adapters = make_adapters(case, True, (0, 8))
     adapters = replace(adapters, slots=[1] * len(case.x))
     with (
-        kernel_module("moe_lora", tmp_path, (original, replacement)) as added,
+        kernel_module("moe.triton_lora", tmp_path, (original, replacement)) as added,
         moe_copies(tmp_path) as copies,
     ):
-        copies["moe_direct"].gate_up_additions = added.gate_up_additions
-        copies["moe_direct"].down_additions = added.down_additions
+        copies["moe.triton_direct"].gate_up_additions = added.gate_up_additions
+        copies["moe.triton_direct"].down_additions = added.down_additions
         routed = (case.x, *case.routing, case.w13, case.w2, case.residual)
-        out = copies["moe"].moe(*routed, adapters.addition())
+        out = copies["moe.gpu"].moe(*routed, adapters.addition())
     with pytest.raises(AssertionError):
         assert_as_exact(
             out, case.compute(torch.float32, adapters), case.compute(torch.float64, adapters)
@@ -306,8 +312,8 @@ def test_a_mutated_tile_of_additions_is_noticed(
     adapters = make_adapters(case, True, (0, 8, 24))
     adapters = replace(adapters, slots=[1 + row % 2 for row in range(24)])
     with (
-        kernel_module("moe_lora_tiles", tmp_path, (original, replacement)) as tiles,
-        kernel_module("moe", tmp_path) as module,
+        kernel_module("moe.triton_lora_tiles", tmp_path, (original, replacement)) as tiles,
+        kernel_module("moe.gpu", tmp_path) as module,
         monkeypatch.context() as patch,
     ):
         patch.setattr(moe_lora, "shrink_items", tiles.shrink_items)
@@ -329,12 +335,13 @@ WALK = "for start in range(0, K, TILE):\n        at = (start"
 @pytest.mark.parametrize(
     ("shape", "name", "original", "replacement"),
     [
-        ((2, 40, 24, 6, 3), "moe_listed", "for step in range(end):", "for step in range(end - 1):"),
-        ((2, 40, 24, 6, 3), "moe_direct", "later = column + step", "later = column + 1"),
-        ((2, 40, 24, 6, 3), "moe_direct", "range(begin, width, step):\n            gate_sum",
+        ((2, 40, 24, 6, 3), "moe.triton_listed",
+         "for step in range(end):", "for step in range(end - 1):"),
+        ((2, 40, 24, 6, 3), "moe.triton_direct", "later = column + step", "later = column + 1"),
+        ((2, 40, 24, 6, 3), "moe.triton_direct", "range(begin, width, step):\n            gate_sum",
          "range(begin, width - 1, step):\n            gate_sum"),
-        ((12, 40, 24, 6, 3), "moe_combine", f"{LOOP}at", f"{SHORT}at"),
-        ((40, 40, 300, 3, 2), "moe_products", WALK, WALK.replace("0, K,", "0, K - TILE,")),
+        ((12, 40, 24, 6, 3), "moe.triton_combine", f"{LOOP}at", f"{SHORT}at"),
+        ((40, 40, 300, 3, 2), "moe.triton_products", WALK, WALK.replace("0, K,", "0, K - TILE,")),
     ],
 )  # fmt: skip
 def test_a_mutated_kernel_is_noticed(
@@ -347,7 +354,7 @@ def test_a_mutated_kernel_is_noticed(
     case = moe_case(*shape, is_crowded=True)
     exact, eager = case.compute(torch.float64), case.compute(torch.float32)
     with moe_copies(tmp_path, name, (original, replacement)) as copies:
-        out = run(copies["moe"], case, case.residual)
+        out = run(copies["moe.gpu"], case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)
 
@@ -365,9 +372,9 @@ def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
     case = moe_case(2, 40, 24, 6, 3, dtype=torch.float16)
     exact, eager = case.compute(torch.float64), case.compute(torch.float16)
     with moe_copies(tmp_path) as copies:
-        assert_as_exact(run(copies["moe"], case, case.residual), eager, exact)
-    with moe_copies(tmp_path, "moe_direct", change) as copies:
-        out = run(copies["moe"], case, case.residual)
+        assert_as_exact(run(copies["moe.gpu"], case, case.residual), eager, exact)
+    with moe_copies(tmp_path, "moe.triton_direct", change) as copies:
+        out = run(copies["moe.gpu"], case, case.residual)
     with pytest.raises(AssertionError):
         assert_as_exact(out, eager, exact)
 
@@ -393,7 +400,7 @@ def test_a_shared_expert_beside_the_others(rows: int) -> None:
 def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:
     fresh_seed()
     cases = ((9, 4, 2, 16), (50, 3, 1, 16), (33, 16, 5, 32), (1, 7, 1, 16), (700, 31, 6, 64))
-    with kernel_module("moe_sort", tmp_path) as module:
+    with kernel_module("moe.triton_sort", tmp_path) as module:
         for rows, experts, top_k, block in cases:
             ids = moe_case(rows, 8, 8, experts, top_k).routing.ids
             check_blocks(module.sort_pairs(ids, experts, block), ids, experts, block)
@@ -419,7 +426,7 @@ def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:
 def test_the_check_sees_wrong_blocks(rows: int, change: tuple[str, str], tmp_path: Path) -> None:
     fresh_seed()
     ids = moe_case(rows, 8, 8, 16, 5).routing.ids
-    with kernel_module("moe_sort", tmp_path, change) as module:
+    with kernel_module("moe.triton_sort", tmp_path, change) as module:
         blocks = module.sort_pairs(ids, 16, 32)
     with pytest.raises(AssertionError):
         check_blocks(blocks, ids, 16, 32)
@@ -452,7 +459,7 @@ def test_routing_with_sorting(
     fresh_seed()
     shift = torch.linspace(4, 0, experts)
     logits = clear_logits(rows, experts, top_k, spread=3.0, shift=shift)
-    with kernel_module("moe_route", tmp_path) as module:
+    with kernel_module("moe.triton_route", tmp_path) as module:
         assert module.is_sorted_at_once(rows, experts)
         ids, shares, blocks = module.route_and_sort(logits, top_k, block, renormalise=renormalise)
     expected = route_reference(logits, top_k, renormalise=renormalise)
@@ -470,7 +477,7 @@ def test_a_layer_with_the_norm_behind_it(rows: int, tmp_path: Path) -> None:
     case = replace(case, routing=route_reference(logits, 3, renormalise=True))
     slack = 1e-5
     gain, stream = torch.randn(40), case.residual.clone()
-    with kernel_module("moe", tmp_path) as module:
+    with kernel_module("moe.gpu", tmp_path) as module:
         after = module.NormAfter(stream, gain, 1e-5)
         normed = module.routed_moe(case.x, logits, 3, case.w13, case.w2, after, renormalise=True)
     exact, eager = case.compute(torch.float64), case.compute(torch.float32)
@@ -485,7 +492,7 @@ def test_a_logit_that_is_no_number_is_not_hidden(tmp_path: Path) -> None:
     logits = torch.randn(4, 21)
     logits[0, 3], logits[1, :], logits[2, 20] = float("nan"), float("nan"), float("inf")
     logits[0, 4] = -torch.tensor(float("nan"))
-    with kernel_module("moe_route", tmp_path) as module:
+    with kernel_module("moe.triton_route", tmp_path) as module:
         for renormalise in (False, True):
             alone = module.route(logits, 4, renormalise)
             ids, shares, _ = module.route_and_sort(logits, 4, 16, renormalise=renormalise)
@@ -503,7 +510,7 @@ def test_a_logit_that_is_no_number_is_not_hidden(tmp_path: Path) -> None:
 def test_routing(rows: int, experts: int, top_k: int, renormalise: bool, tmp_path: Path) -> None:
     fresh_seed()
     logits = clear_logits(rows, experts, top_k, spread=3.0)
-    with kernel_module("moe_route", tmp_path) as module:
+    with kernel_module("moe.triton_route", tmp_path) as module:
         ids, shares = module.route(logits, top_k, renormalise)
     expected = route_reference(logits, top_k, renormalise=renormalise)
     assert torch.equal(ids, expected.ids)
@@ -512,7 +519,7 @@ def test_routing(rows: int, experts: int, top_k: int, renormalise: bool, tmp_pat
 
 def test_rows_that_are_not_finite_still_name_experts(tmp_path: Path) -> None:
     logits = torch.tensor([[float("nan"), 1.0, 2.0], [float("inf"), float("inf"), 0.0]])
-    with kernel_module("moe_route", tmp_path) as module:
+    with kernel_module("moe.triton_route", tmp_path) as module:
         ids, _ = module.route(logits, 2, True)
         again, _, blocks = module.route_and_sort(logits, 2, 16, renormalise=True)
     assert torch.equal(again, ids)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.gpu.plain_moe import plain_moe
-from weft.kernels.plain_experts import stack_experts
+from weft.kernels.ops.plain_experts import stack_experts
+from weft.kernels.ops.plain_experts.gpu import plain_moe
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")

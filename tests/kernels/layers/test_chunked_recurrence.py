@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.gated_delta import delta_gates, gated_delta_reference
-from weft.kernels.gated_norm import GateForm, gated_norm
-from weft.kernels.gpu import recurrent_rows as rows_gpu
-from weft.kernels.gpu.chunked_recurrence import chunked_recurrence
-from weft.kernels.head_rows import HeadRows
-from weft.kernels.mamba2 import mamba2_reference
-from weft.kernels.sequences import Sequences
+from weft.kernels.ops.gated_delta import delta_gates, gated_delta_reference
+from weft.kernels.ops.gated_norm import GateForm, gated_norm
+from weft.kernels.ops.mamba2 import mamba2_reference
+from weft.kernels.ops.recurrence import triton_rows as rows_gpu
+from weft.kernels.ops.recurrence.head_rows import HeadRows
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.recurrence.triton_chunks import chunked_recurrence
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from weft.engine.model.stack import Run, run_all, runs_of
-from weft.kernels import cpu
-from weft.kernels.lora import LoraStep, LoraWeights
-from weft.kernels.norm import Norm
-from weft.kernels.step_rows import group_places
+from weft.kernels.ops.lora import LoraStep, LoraWeights
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.step_rows import group_places
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,

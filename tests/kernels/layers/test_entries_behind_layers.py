@@ -8,15 +8,15 @@ import pytest
 import torch
 from weft.engine.model.stack import run_all
 from weft.engine.model.step import Step
-from weft.kernels.draft_head import (
+from weft.kernels.ops.draft_head import (
     DraftEntries,
     DraftHeadWeight,
     DraftRows,
     draft_entries,
     pack_draft_head,
 )
-from weft.kernels.linear import pack_gate_up, pack_linear
-from weft.kernels.stream import Taps
+from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.stream import Taps
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.gated_delta import gated_delta, unit_length
-from weft.kernels.gated_norm import gated_norm
-from weft.kernels.mamba2 import mamba2
-from weft.kernels.selective_scan import selective_scan
-from weft.kernels.sequences import Sequences
-from weft.kernels.short_conv import short_conv
+from weft.kernels.ops.gated_delta import gated_delta, unit_length
+from weft.kernels.ops.gated_norm import gated_norm
+from weft.kernels.ops.mamba2 import mamba2
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.selective_scan import selective_scan
+from weft.kernels.ops.short_conv import short_conv
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import DTYPES
 
 WIDE = torch.float64

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from weft.kernels.gated_delta import delta_gates, gated_delta_reference
-from weft.kernels.gpu import delta_steps
-from weft.kernels.gpu import slot_states as gpu
-from weft.kernels.mamba2 import mamba2_reference
-from weft.kernels.short_conv import short_conv_reference
-from weft.kernels.slot_states import Channels, DeltaGates, HeadForm, LayerMemory, plan_slots
+from weft.kernels.ops.gated_delta import delta_gates, gated_delta_reference
+from weft.kernels.ops.mamba2 import mamba2_reference
+from weft.kernels.ops.short_conv import short_conv_reference
+from weft.kernels.ops.slot_states import Channels, DeltaGates, HeadForm, LayerMemory, plan_slots
+from weft.kernels.ops.slot_states import triton_delta as delta_steps
+from weft.kernels.ops.slot_states import triton_states as gpu
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")

@@ -16,10 +16,10 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all
-from weft.kernels.latent_attention import earlier_attention_reference, own_attention_reference
-from weft.kernels.linear import LinearWeight, PlainForm
-from weft.kernels.moe import ExpertWeights, RouterForm, SparseMlpWeight
-from weft.kernels.norm import Norm
+from weft.kernels.ops.latent_attention import earlier_attention_reference, own_attention_reference
+from weft.kernels.ops.linear import LinearWeight, PlainForm
+from weft.kernels.ops.moe import ExpertWeights, RouterForm, SparseMlpWeight
+from weft.kernels.ops.norm import Norm
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.layer_cases import HIDDEN, PAGE_SIZE, draw, make_cos_sin, make_step

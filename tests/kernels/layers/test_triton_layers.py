@@ -15,13 +15,12 @@ from weft.engine.model.layers.mlp import GatedMLP, PlainMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all, runs_of
-from weft.kernels.activation import Activation
-from weft.kernels.attention import AttentionSpec
-from weft.kernels.gpu import stream as gpu
-from weft.kernels.linear import LinearWeight, PlainForm
-from weft.kernels.moe import ExpertWeights, SparseMlpWeight
-from weft.kernels.norm import LayerNorm, Norm
-from weft.kernels.stream import Taps
+from weft.kernels.ops.activation import Activation
+from weft.kernels.ops.attention import AttentionSpec
+from weft.kernels.ops.linear import LinearWeight, PlainForm
+from weft.kernels.ops.moe import ExpertWeights, SparseMlpWeight
+from weft.kernels.ops.norm import LayerNorm, Norm
+from weft.kernels.ops.stream import Taps, gpu
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.layer_cases import (

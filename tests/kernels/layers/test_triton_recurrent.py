@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.gated_delta import gated_delta_reference
-from weft.kernels.gpu import recurrence as gpu
-from weft.kernels.head_rows import HeadRows
-from weft.kernels.mamba2 import mamba2_reference
-from weft.kernels.sequences import Sequences
-from weft.kernels.short_conv import short_conv_reference
+from weft.kernels.ops.gated_delta import gated_delta_reference
+from weft.kernels.ops.mamba2 import mamba2_reference
+from weft.kernels.ops.recurrence import triton_steps as gpu
+from weft.kernels.ops.recurrence.head_rows import HeadRows
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.short_conv import short_conv_reference
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.activation import silu_and_mul
+from weft.kernels.ops.activation import silu_and_mul
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 
 

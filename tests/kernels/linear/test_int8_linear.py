@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.linear import (
+from weft.kernels.ops.linear import (
     LinearWeight,
     gate_up_silu,
     linear,
@@ -16,9 +15,10 @@ from weft.kernels.linear import (
     pack_linear,
     weight_rows,
 )
-from weft.kernels.lora import LoraAddition
-from weft.kernels.moe import moe, pack_experts, route
-from weft.kernels.quantised import Int8Channels, quantise_channels
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.moe import moe, pack_experts, route
+from weft.kernels.shared import cpu
+from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,

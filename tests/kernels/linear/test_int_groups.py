@@ -9,16 +9,16 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.int_groups import (
+from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.moe import moe, pack_experts, route
+from weft.kernels.shared import cpu
+from weft.kernels.shared.formats.int_groups import (
     IntGroups,
     mxfp4_groups,
     pack_int_groups,
     quantise_groups,
 )
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
-from weft.kernels.lora import LoraAddition
-from weft.kernels.moe import moe, pack_experts, route
 from weft.testing.kernels.group_cases import rows_as_multiplied
 from weft.testing.kernels.kernel_checks import (
     DTYPES,

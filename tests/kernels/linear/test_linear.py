@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.linear import (
+from weft.kernels.ops.linear import (
     PlainForm,
     gate_up_silu,
     linear,
@@ -19,6 +18,7 @@ from weft.kernels.linear import (
     packing_copies,
     weight_rows,
 )
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,
@@ -195,7 +195,7 @@ assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
 import torch
 from weft.engine.executor.device import missing_native
 from weft.kernels import cpu
-from weft.kernels.linear import linear, pack_linear
+from weft.kernels.ops.linear import linear, pack_linear
 native = cpu.native_cpu()
 assert native.is_amx_refused and not native.has_amx
 (notice,) = missing_native(torch.device("cpu"))

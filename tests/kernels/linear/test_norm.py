@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.norm import add_rms_norm, rms_norm
+from weft.kernels.ops.norm import add_rms_norm, rms_norm
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,

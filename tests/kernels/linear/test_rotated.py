@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.draft_head import pack_draft_head
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
-from weft.kernels.lora import LoraAddition
-from weft.kernels.moe import pack_experts
-from weft.kernels.rotated import (
+from weft.kernels.ops.draft_head import pack_draft_head
+from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.moe import pack_experts
+from weft.kernels.shared import cpu
+from weft.kernels.shared.formats.rotated import (
     BLOCK,
     MOST_COLUMNS,
     RotatedChannels,

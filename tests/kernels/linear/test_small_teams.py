@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 
 SCRIPT = """
 import torch
 from weft.kernels import cpu
-from weft.kernels.linear import linear, pack_linear
-from weft.kernels.moe import moe, moe_reference, pack_experts, route
+from weft.kernels.ops.linear import linear, pack_linear
+from weft.kernels.ops.moe import moe, moe_reference, pack_experts, route
 
 torch.set_num_threads(4)
 assert cpu.native_cpu() is not None

@@ -22,7 +22,7 @@ def test_products(shape: tuple[int, int, int], tmp_path: Path) -> None:
     x = torch.randn(rows, depth).to(dtype)
     weight = (torch.randn(columns, depth) / depth**0.5).to(dtype)
     bias, residual = torch.randn(columns).to(dtype), torch.randn(rows, columns).to(dtype)
-    with kernel_module("fixed_linear", tmp_path) as module:
+    with kernel_module("linear.triton_fixed", tmp_path) as module:
         plain = module.fixed_linear(x, weight, None, None, torch.float32)
         whole = module.fixed_linear(x, weight, bias, residual, dtype)
     product = x.double() @ weight.double().T
@@ -37,7 +37,7 @@ def test_a_dropped_tile_is_noticed(tmp_path: Path) -> None:
     fresh_seed()
     x, weight = torch.randn(17, 300).half(), torch.randn(20, 300).half()
     change = ("range(0, depth, TILE)", "range(TILE, depth, TILE)")
-    with kernel_module("fixed_linear", tmp_path, change) as module:
+    with kernel_module("linear.triton_fixed", tmp_path, change) as module:
         out = module.fixed_linear(x, weight, None, None, torch.float32)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(out, x.float() @ weight.float().T, rtol=1e-2, atol=1e-2)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.fp8 import FP8
-from weft.kernels.gpu import fp8_linear
-from weft.kernels.gpu.fp8_few_rows import FewRows, can_take_norm, spread_launch_config
-from weft.kernels.gpu.fp8_rows import Fp8Rows
-from weft.kernels.gpu.fp8_tiles import TileLaunchConfig
-from weft.kernels.gpu.lora_rows import NormOfRows
-from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraAddition
-from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows, can_take_norm, spread_launch_config
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
+from weft.kernels.ops.linear.triton_fp8_tiles import TileLaunchConfig
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.triton_rows import NormOfRows
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Matrix
 from weft.testing.kernels.as_on_gpu import add_in_one_order, as_on_gpu
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -67,7 +67,7 @@ def test_few_rows(rows: int, block_rows: int, is_gated: bool, tmp_path: Path) ->
     x, bias = draw(rows, k), draw(n)
     residual = None if is_gated else draw(rows, columns)
     given, out = FewRows(bias, residual, is_gated), empty(rows, columns)
-    with kernel_module("fp8_few_rows", tmp_path) as module:
+    with kernel_module("linear.triton_fp8_few_rows", tmp_path) as module:
         module.few_rows(x, matrix, out, given, module.SpreadLaunchConfig(4, 2, 1))
     expected = exact(x, matrix, given, torch.float64)
     assert_as_exact(out, exact(x, matrix, given, torch.float32).half(), expected)
@@ -81,7 +81,7 @@ def test_a_norm_and_a_tap_are_taken_along(rows: int, block_rows: int, tmp_path: 
     matrix, x, stream = draw_matrix(columns, k, block_rows), draw(rows, k), draw(rows, columns)
     given = FewRows(None, stream.clone(), norm=NormOfRows(1 + draw(k) / 8, 1e-5))
     tap = empty(rows, 2 * columns)
-    with kernel_module("fp8_few_rows", tmp_path) as module:
+    with kernel_module("linear.triton_fp8_few_rows", tmp_path) as module:
         module.few_rows(x, matrix, stream, given._replace(residual=stream, tap=tap[:, :columns]))
     expected = exact(x, matrix, given, torch.float64)
     assert_as_exact(stream, exact(x, matrix, given, torch.float32).half(), expected)
@@ -98,7 +98,7 @@ def test_rows_are_divided_by_their_scales(has_groups: bool, tmp_path: Path) -> N
     data[:, ::FP8_GROUP] = 448  # Of each group.
     data[1] = 0
     x = (data * torch.tensor([[2.0**-12], [1.0], [0.25]])).half()
-    with kernel_module("fp8_rows", tmp_path) as module:
+    with kernel_module("linear.triton_fp8_rows", tmp_path) as module:
         found = module.quantise_rows(x, has_groups=has_groups)
     assert found.rows == 3
     assert torch.equal(found.data[:3].float(), data)
@@ -110,7 +110,7 @@ def test_rows_are_activated(has_groups: bool, tmp_path: Path) -> None:
     fresh_seed()
     k = 330
     x = draw(3, 2 * k)
-    with kernel_module("fp8_rows", tmp_path) as module:
+    with kernel_module("linear.triton_fp8_rows", tmp_path) as module:
         found = module.quantise_rows(x, has_groups=has_groups, is_gated=True)
     gate, up = x.float().chunk(2, dim=1)
     values = F.silu(gate) * up
@@ -128,7 +128,7 @@ def test_a_norm_rounds_its_rows(width: int, has_groups: bool, tmp_path: Path) ->
     fresh_seed()
     x, residual, gain = draw(3, width), draw(3, width), draw(width)
     tap, streams = draw(3, width + 8)[:, 8:], [residual.clone() for _ in range(2)]
-    with kernel_module("norm", tmp_path) as module:
+    with kernel_module("norm.triton_rms", tmp_path) as module:
         plain, _ = module.add_rms_norm(x, streams[0], gain, 1e-5)
         normed, rounded = module.add_rounding_norm(
             x, streams[1], gain, 1e-5, tap=tap, has_groups=has_groups
@@ -136,7 +136,7 @@ def test_a_norm_rounds_its_rows(width: int, has_groups: bool, tmp_path: Path) ->
     assert torch.equal(normed, plain)
     assert torch.equal(streams[1], streams[0])
     assert torch.equal(tap, streams[0])
-    with kernel_module("fp8_rows", tmp_path) as module:
+    with kernel_module("linear.triton_fp8_rows", tmp_path) as module:
         apart = module.quantise_rows(plain, has_groups=has_groups)
     assert rounded.rows == 3
     assert torch.equal(rounded.scales[..., :3], apart.scales[..., :3])
@@ -176,7 +176,7 @@ def test_tiles(shape: TileLaunchConfig, is_gated: bool, block_rows: int, tmp_pat
     scales[..., rows:] = float("nan")
     given = FewRows(draw(n), None if is_gated else draw(rows, columns), is_gated)
     x, out = Fp8Rows(data, scales, rows), empty(rows, columns)
-    with kernel_module("fp8_tiles", tmp_path) as module:
+    with kernel_module("linear.triton_fp8_tiles", tmp_path) as module:
         module.multiply_fp8(
             x, matrix, out, given.bias, given.residual, is_gated=is_gated, launch=shape
         )

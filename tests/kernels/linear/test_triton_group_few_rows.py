@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu.groups_few_rows import (
+from weft.kernels.ops.linear.triton_groups_few_rows import (
     FewRowsLaunchConfig,
     PairExperts,
     multiply_few,
 )
-from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
-from weft.kernels.packed_groups import PackedExperts, pack_groups
+from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS
+from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import int8_linear
-from weft.kernels.linear import LinearWeight
-from weft.kernels.quantised import Int8Channels, quantise_channels
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear import triton_int8 as int8_linear
+from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.lora import (
+from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.ops.lora import (
     EMPTY_SLOT,
     ROW_RANK,
     LoraAddition,
@@ -23,6 +22,7 @@ from weft.kernels.lora import (
     pack_b,
     sort_tokens,
 )
+from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.gpu.linear import linear
-from weft.kernels.gpu.lora import add_fixed_lora
-from weft.kernels.lora import ExpertAddition, LoraAddition
+from weft.kernels.ops.linear.gpu import linear
+from weft.kernels.ops.lora import ExpertAddition, LoraAddition
+from weft.kernels.ops.lora.gpu import add_fixed_lora
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import (
@@ -149,7 +149,7 @@ def test_experts_with_adapters(
     w2 = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
 
     poison_new_memory(monkeypatch)
-    with kernel_module("moe", tmp_path) as module:
+    with kernel_module("moe.gpu", tmp_path) as module:
         # numpy's products of blocks of other sizes are other bits.
         tiles = module.tiles_for(1, top_k, experts, hidden, inner)
         monkeypatch.setattr(module, "tiles_for", lambda *sizes: tiles)

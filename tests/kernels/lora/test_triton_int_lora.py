@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import groups_linear, int8_linear
-from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraAddition
-from weft.kernels.packed_groups import pack_groups
-from weft.kernels.quantised import quantise_channels
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear import gpu_groups as groups_linear
+from weft.kernels.ops.linear import triton_int8 as int8_linear
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.shared.formats.packed_groups import pack_groups
+from weft.kernels.shared.formats.quantised import quantise_channels
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

@@ -10,9 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.kernels.gpu import lora_shrink, lora_tiles
-from weft.kernels.gpu.lora import add_lora as gpu_add_lora
-from weft.kernels.lora import LoraAddition
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora import triton_shrink as lora_shrink
+from weft.kernels.ops.lora import triton_tiles as lora_tiles
+from weft.kernels.ops.lora.gpu import add_lora as gpu_add_lora
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import (
@@ -67,14 +68,14 @@ def test_additions(
     fresh_seed()
     cases = parts_of(widths, k, torch.float32)
     poison_new_memory(monkeypatch)
-    with kernel_module("lora", tmp_path) as module:
+    with kernel_module("lora.gpu", tmp_path) as module:
         check(module, cases, draw_slots(tokens, len(RANKS)), torch.float32, spare=3)
 
 
 def test_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)
-    with kernel_module("lora", tmp_path) as module:
+    with kernel_module("lora.gpu", tmp_path) as module:
         for tokens in (3, 21):
             cases = parts_of((40, 24), 72, torch.float16)
             check(module, cases, draw_slots(tokens, len(RANKS)), torch.float16)
@@ -104,7 +105,7 @@ def test_tiles_of_any_adapters(
 ) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)
-    with kernel_module("lora_tiles", tmp_path) as module:
+    with kernel_module("lora.triton_tiles", tmp_path) as module:
         for changed in (module, lora_shrink):
             monkeypatch.setattr(changed, "tile_of", lambda tokens: tile)
         check(module, parts_of((24, 9), 40, torch.float32), slots, torch.float32)
@@ -121,7 +122,7 @@ def test_additions_to_an_embedding(
     out, one_hot = before.clone(), torch.nn.functional.one_hot(ids, vocabulary)
     addition = LoraAddition((case.weights,), 0, segments_of(slots))
     poison_new_memory(monkeypatch)
-    with kernel_module("embedding_lora", tmp_path) as module:
+    with kernel_module("lora.triton_embedding", tmp_path) as module:
         module.add_embedding_lora(out, ids, addition)
     exact = case.add(before.double(), one_hot.double(), slots, 0)
     assert_as_exact(out, case.add(before, one_hot.float(), slots, 0), exact)
@@ -153,11 +154,15 @@ SHORT = WALK.replace("PART, TILE", "PART - TILE, TILE")
 @pytest.mark.parametrize(
     ("name", "original", "replacement"),
     [
-        ("lora_rows", "range(TILE, PART, TILE)", "range(TILE, PART - TILE, TILE)"),
-        ("lora_rows", "for index in range(count):", "for index in range(count - 1):"),
-        ("lora_shrink", WALK, SHORT),
-        ("lora_shrink", "(job - 1) // SPLITS * GROUP", "(job - 1) // SPLITS * GROUP + RANKS"),
-        ("lora_tiles", "_tile(b, row,", "_tile(b, row - 1,"),
+        ("lora.triton_rows", "range(TILE, PART, TILE)", "range(TILE, PART - TILE, TILE)"),
+        ("lora.triton_rows", "for index in range(count):", "for index in range(count - 1):"),
+        ("lora.triton_shrink", WALK, SHORT),
+        (
+            "lora.triton_shrink",
+            "(job - 1) // SPLITS * GROUP",
+            "(job - 1) // SPLITS * GROUP + RANKS",
+        ),
+        ("lora.triton_tiles", "_tile(b, row,", "_tile(b, row - 1,"),
     ],
 )
 def test_a_mutated_kernel_is_noticed(
@@ -171,7 +176,7 @@ def test_a_mutated_kernel_is_noticed(
     ):
         poison_new_memory(patch)
         changed = module
-        if name == "lora_shrink":
+        if name == "lora.triton_shrink":
             patch.setattr(lora_shrink, "shrink_tiles", module.shrink_tiles)
             changed = lora_tiles
         if hasattr(module, "splits_of"):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.gpu import lora_fold
-from weft.kernels.gpu.lora import Ranks
-from weft.kernels.gpu.norm import add_rms_norm
-from weft.kernels.lora import LoraAddition
-from weft.kernels.norm import add_rms_norm_reference
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora import triton_fold as lora_fold
+from weft.kernels.ops.lora.gpu import Ranks
+from weft.kernels.ops.norm import add_rms_norm_reference
+from weft.kernels.ops.norm.triton_rms import add_rms_norm
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import (

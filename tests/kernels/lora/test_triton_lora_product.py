@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.gpu import linear as gpu
-from weft.kernels.gpu import lora_product, small_linear
-from weft.kernels.lora import LoraAddition, LoraStep
-from weft.kernels.norm import rms_norm_reference
+from weft.kernels.ops.linear import gpu
+from weft.kernels.ops.linear import triton_small as small_linear
+from weft.kernels.ops.lora import LoraAddition, LoraStep
+from weft.kernels.ops.lora import triton_product as lora_product
+from weft.kernels.ops.norm import rms_norm_reference
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -178,7 +179,7 @@ def test_a_mutated_addition_is_noticed(change: tuple[str, str], tmp_path: Path) 
     for case in cases:
         exact, peer = case.add(exact, x.double(), [1], 0), case.add(peer, x, [1], 0)
     with (
-        kernel_module("lora_product", tmp_path, change) as module,
+        kernel_module("lora.triton_product", tmp_path, change) as module,
         pytest.MonkeyPatch.context() as patch,
     ):
         for name in ("rows_of_b", "added_to_columns"):

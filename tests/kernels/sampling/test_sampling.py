@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.kernels import noise
-from weft.kernels.sampling import (
+from weft.kernels.ops.sampling import noise
+from weft.kernels.ops.sampling.cpu import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     MASKED_LOGIT,

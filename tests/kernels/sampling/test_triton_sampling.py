@@ -11,8 +11,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from weft.kernels import noise
-from weft.kernels.device_sampling import (
+from weft.kernels.ops.sampling import noise
+from weft.kernels.ops.sampling import triton_draw as gpu_sampling
+from weft.kernels.ops.sampling.device import (
     DraftedRows,
     Field,
     SlotTables,
@@ -20,8 +21,7 @@ from weft.kernels.device_sampling import (
     pack_slot,
     top_logits,
 )
-from weft.kernels.gpu import sampling as gpu_sampling
-from weft.kernels.sampling_reference import (
+from weft.kernels.ops.sampling.reference import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     MASKED_LOGIT,
@@ -261,7 +261,7 @@ def test_the_comparison_sees_a_wrong_kernel(
     num_rows = 14  # Of some rows, at most three in ten, a wrong kernel draws the right token.
     case = make_case(np.random.default_rng(), vocab, num_rows, num_rows, spread=0.3)
     case.params, case.is_masked[:] = [params] * num_rows, False
-    with kernel_module("sampling", tmp_path, change) as module:
+    with kernel_module("sampling.triton_draw", tmp_path, change) as module:
         assert draw(case, module) != draw_on_host(case)
 
 

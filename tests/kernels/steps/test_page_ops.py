@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from weft.kernels import page_ops
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import copy_pages, gather_pages, scatter_pages
+from weft.kernels.ops import pages as page_ops
+from weft.kernels.ops.page_digest import page_digests
+from weft.kernels.ops.pages import copy_pages, gather_pages, scatter_pages
 from weft.testing.kernels.page_cases import expected_digests, page_numbers, poisoned, unsigned
 from weft.testing.kernels.wide_pages import WidePages
 

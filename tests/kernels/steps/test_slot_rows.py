@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.kernels import slot_rows
-from weft.kernels.gpu import slot_rows as gpu_slot_rows
+from weft.kernels.ops import slot_rows
+from weft.kernels.ops.slot_rows import triton_rows as gpu_slot_rows
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
 

@@ -14,10 +14,10 @@ import torch
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.ragged_columns import RaggedColumns, requests_size, write_requests
 from weft.engine.executor.step_input import StepInput
-from weft.kernels import step_requests
-from weft.kernels.gpu import step_requests as gpu_step_requests
-from weft.kernels.step_requests import DecodeColumns
-from weft.kernels.step_rows import SlotTokens, StepRows
+from weft.kernels.ops import step_requests
+from weft.kernels.ops.step_requests import DecodeColumns
+from weft.kernels.ops.step_requests import triton_requests as gpu_step_requests
+from weft.kernels.ops.step_rows import SlotTokens, StepRows
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
 

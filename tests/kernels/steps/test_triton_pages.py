@@ -42,7 +42,7 @@ def test_gather(num_pages: int, num_words: int, count: int, tmp_path: Path) -> N
     pool = random_pool(num_pages, num_words, torch.bfloat16)
     pages, out = page_numbers(num_pages, count), poisoned(count + 1, pool)
     before = bytes_of(pool)
-    with kernel_module("page_ops", tmp_path) as module:
+    with kernel_module("pages.triton_pages", tmp_path) as module:
         if count:
             module.gather_rows(words(pool), pages, out.view(torch.int32))
     assert (out[:count].numpy() == before[pages.numpy()]).all()
@@ -57,7 +57,7 @@ def test_scatter(num_pages: int, num_words: int, count: int, tmp_path: Path) -> 
     source[:count] = torch.randint(0, 256, source[:count].shape, dtype=torch.uint8)
     expected = bytes_of(pool)
     expected[pages.numpy()] = source[:count].numpy()
-    with kernel_module("page_ops", tmp_path) as module:
+    with kernel_module("pages.triton_pages", tmp_path) as module:
         if count:
             module.scatter_rows(source.view(torch.int32), pages, words(pool))
     assert (bytes_of(pool) == expected).all()
@@ -67,7 +67,7 @@ def test_scatter(num_pages: int, num_words: int, count: int, tmp_path: Path) -> 
 def test_digest(num_pages: int, num_words: int, count: int, tmp_path: Path) -> None:
     pool = random_pool(num_pages, num_words, torch.float32)
     pages = page_numbers(num_pages, count)
-    with kernel_module("page_digest", tmp_path) as module:
+    with kernel_module("page_digest.triton_digest", tmp_path) as module:
         digests = module.row_digests(words(pool).view(torch.int64), pages)
     assert unsigned(digests) == expected_digests(pool, pages)
 
@@ -77,13 +77,13 @@ def test_pages_may_lie_apart(tmp_path: Path) -> None:
     pool, other = (random_pool(5, 4110, torch.bfloat16) for _ in range(2))
     pages = page_numbers(5, 3)
     wide, target, out = WidePages(pool), WidePages(other), poisoned(3, pool)
-    with kernel_module("page_ops", tmp_path) as module:
+    with kernel_module("pages.triton_pages", tmp_path) as module:
         module.gather_rows(words(wide.pool), pages, out.view(torch.int32))
         module.scatter_rows(out.view(torch.int32), pages, words(target.pool))
     assert (out.numpy() == bytes_of(pool)[pages.numpy()]).all()
     other[pages] = pool[pages]
     target.check(other)
-    with kernel_module("page_digest", tmp_path) as module:
+    with kernel_module("page_digest.triton_digest", tmp_path) as module:
         digests = module.row_digests(words(wide.pool).view(torch.int64), pages)
     assert unsigned(digests) == expected_digests(pool, pages)
     wide.check(pool)
@@ -92,11 +92,15 @@ def test_pages_may_lie_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_words", "change"),
     [
-        ("page_ops", 4110, ("words = tl.load(rows + page", "words = tl.load(rows + row")),
-        ("page_digest", 4110, ("is_word = column < num_words", "is_word = column < num_words - 4")),
-        ("page_digest", 4110, ("static_range(TILES)", "static_range(1)")),
-        ("page_digest", 16_384, ("total += z if IS_WHOLE", "total = z if IS_WHOLE")),
-        ("page_digest", 16_384, ("(z >> 27)", "(z >> 28)")),
+        ("pages.triton_pages", 4110, ("words = tl.load(rows + page", "words = tl.load(rows + row")),
+        (
+            "page_digest.triton_digest",
+            4110,
+            ("is_word = column < num_words", "is_word = column < num_words - 4"),
+        ),
+        ("page_digest.triton_digest", 4110, ("static_range(TILES)", "static_range(1)")),
+        ("page_digest.triton_digest", 16_384, ("total += z if IS_WHOLE", "total = z if IS_WHOLE")),
+        ("page_digest.triton_digest", 16_384, ("(z >> 27)", "(z >> 28)")),
     ],
 )
 def test_the_checks_see_a_changed_kernel(
@@ -105,7 +109,7 @@ def test_the_checks_see_a_changed_kernel(
     pool = random_pool(5, num_words, torch.float32)
     pages = torch.tensor([3, 0], dtype=torch.int64)
     with kernel_module(name, tmp_path, change) as module:
-        if name == "page_ops":
+        if name == "pages.triton_pages":
             out = poisoned(2, pool)
             module.gather_rows(words(pool), pages, out.view(torch.int32))
             assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
@@ -119,7 +123,7 @@ def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
     pages, out = page_numbers(4, 4), poisoned(4, pool)
     text = "grid = (len(pages) * parts,)\n    _gather"
     change = (text, text.replace("parts,)", "parts - 1,)"))
-    with kernel_module("page_ops", tmp_path, change) as module:
+    with kernel_module("pages.triton_pages", tmp_path, change) as module:
         module.gather_rows(words(pool), pages, out.view(torch.int32))
     assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
 
@@ -140,6 +144,6 @@ def test_a_changed_scatter_is_seen(change: tuple[str, str], tmp_path: Path) -> N
     source[:] = torch.randint(0, 256, source.shape, dtype=torch.uint8)
     expected = bytes_of(pool)
     expected[pages.numpy()] = source.numpy()
-    with kernel_module("page_ops", tmp_path, change) as module:
+    with kernel_module("pages.triton_pages", tmp_path, change) as module:
         module.scatter_rows(source.view(torch.int32), pages, words(pool))
     assert (bytes_of(pool) != expected).any()

@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.activation import Activation, activate
-from weft.kernels.gpu import small_linear
-from weft.kernels.greedy import greedy_rows
-from weft.kernels.rope import rope_and_cache_reference
+from weft.kernels.ops.activation import Activation, activate
+from weft.kernels.ops.greedy import greedy_rows
+from weft.kernels.ops.linear import triton_small as small_linear
+from weft.kernels.ops.rope import rope_and_cache_reference
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
@@ -36,7 +36,7 @@ def test_norms(rows: int, width: int, dtype: torch.dtype, is_fine: bool, tmp_pat
     weight, total = torch.randn(width).to(torch.float32 if is_fine else dtype), x + residual
     wide = torch.full((rows, 3 * width), float("nan"), dtype=dtype)
     tap = wide[:, width : 2 * width]
-    with kernel_module("norm", tmp_path) as module:
+    with kernel_module("norm.triton_rms", tmp_path) as module:
         plain = module.rms_norm(x, weight, EPS)
         added, stream = module.add_rms_norm(x, residual, weight, EPS, tap=tap)
     near = weight.to(dtype)
@@ -54,7 +54,7 @@ def test_silu_and_mul(rows: int, width: int, tmp_path: Path) -> None:
     fresh_seed()
     x = 8 * torch.randn(rows, 2 * width)
     gate, up = x.chunk(2, dim=-1)
-    with kernel_module("activation", tmp_path) as module:
+    with kernel_module("activation.triton_gated", tmp_path) as module:
         out = module.silu_and_mul(x)
     assert_as_exact(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
 
@@ -73,7 +73,7 @@ def test_activations(activation: Activation, is_gated: bool, tmp_path: Path) -> 
         "relu2": gate.relu() ** 2,
     }[activation] * up
     eager = activate(x, activation, is_gated=is_gated)
-    with kernel_module("mlp_activation", tmp_path) as module:
+    with kernel_module("activation.triton_plain", tmp_path) as module:
         out = module.activate(x, activation, is_gated=is_gated)
     assert_as_exact(eager, exact.float(), exact)
     assert_as_exact(out, eager, exact)
@@ -102,7 +102,7 @@ def test_rope_and_cache(norms: str, heads: int, num_adjacent: int, tmp_path: Pat
     eager_pool, exact_pool = pool.clone(), pool.double()
     eager = run(eager_pool, torch.float32)
     exact = run(exact_pool, torch.float64)
-    with kernel_module("rope", tmp_path) as module:
+    with kernel_module("rope.triton_rope", tmp_path) as module:
         rest = (layer, slots, heads, q_norm, k_norm, EPS)
         q = module.rope_and_cache(qkv, positions, cos_sin, pool, *rest, num_adjacent=num_adjacent)
     assert_as_exact(q, eager, exact)
@@ -130,7 +130,7 @@ def test_small_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) ->
     bias, residual = torch.randn(n).half(), torch.randn(rows, n).half()
     exact = x.double() @ weight.double().T + bias.double()
     eager = F.linear(x, weight, bias)
-    with kernel_module("small_linear", tmp_path) as module:
+    with kernel_module("linear.triton_small", tmp_path) as module:
         if gated:
             (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
             out = module.small_linear(x, weight, bias, None, x.dtype, gated=True)
@@ -164,7 +164,7 @@ def test_sliced_linear(rows: int, n: int, k: int, slices: int, gated: bool, tmp_
         (gate, up), (exact_gate, exact_up) = eager.chunk(2, -1), exact.chunk(2, -1)
         eager, exact = F.silu(gate) * up, F.silu(exact_gate) * exact_up
     out = torch.full_like(eager, float("nan"))
-    with kernel_module("sliced_linear", tmp_path) as module:
+    with kernel_module("linear.triton_sliced", tmp_path) as module:
         shape = module.SlicedLaunchConfig(16, slices, tile=64)
         module.sliced_linear(x, weight, bias, residual, out, gated=gated, launch=shape)
     assert_as_exact(out, eager, exact)
@@ -197,7 +197,7 @@ def check_norm_before(module: ModuleType, rows: int, *, gated: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_products_take_the_norm_before(rows: int, gated: bool, tmp_path: Path) -> None:
     fresh_seed()
-    with kernel_module("small_linear", tmp_path) as module:
+    with kernel_module("linear.triton_small", tmp_path) as module:
         check_norm_before(module, rows, gated=gated)
 
 
@@ -212,7 +212,7 @@ def test_products_take_the_norm_before(rows: int, gated: bool, tmp_path: Path) -
 def test_a_wrong_norm_before_is_noticed(change: tuple[str, str], tmp_path: Path) -> None:
     fresh_seed()
     is_noticed = False
-    with kernel_module("small_linear", tmp_path, change) as module:
+    with kernel_module("linear.triton_small", tmp_path, change) as module:
         for gated in (False, True):
             try:
                 check_norm_before(module, 2, gated=gated)
@@ -237,7 +237,7 @@ def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     x, weight = torch.randn(9, 512).half(), torch.randn(40, 512).half()
     out = x.new_empty((9, 40))
     change = ("static_range(STEP, K, STEP)", "static_range(STEP, K - STEP, STEP)")
-    with kernel_module("sliced_linear", tmp_path, change) as module:
+    with kernel_module("linear.triton_sliced", tmp_path, change) as module:
         shape = module.SlicedLaunchConfig(16, slices=2, tile=64)
         module.sliced_linear(x, weight, None, None, out, gated=False, launch=shape)
     with pytest.raises(AssertionError):
@@ -263,7 +263,7 @@ def check_tiled(module: ModuleType, rows: int, n: int, k: int, *, gated: bool) -
 )
 def test_tiled_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) -> None:
     fresh_seed()
-    with kernel_module("tiled_linear", tmp_path) as module:
+    with kernel_module("linear.triton_tiled", tmp_path) as module:
         check_tiled(module, rows, n, k, gated=gated)
 
 
@@ -278,7 +278,10 @@ def test_tiled_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) ->
 )
 def test_a_wrong_tile_is_noticed(change: tuple[str, str], gated: bool, tmp_path: Path) -> None:
     fresh_seed()
-    with kernel_module("tiled_linear", tmp_path, change) as module, pytest.raises(AssertionError):
+    with (
+        kernel_module("linear.triton_tiled", tmp_path, change) as module,
+        pytest.raises(AssertionError),
+    ):
         check_tiled(module, 40, 48, 256, gated=gated)
 
 
@@ -295,7 +298,7 @@ def test_greedy_rows(size: int, tmp_path: Path) -> None:
     wide = torch.full((9, size + 3), 99.0)
     wide[:, :size] = logits
     names = 7 + torch.randperm(size)
-    with kernel_module("greedy", tmp_path) as module:
+    with kernel_module("greedy.triton_rows", tmp_path) as module:
         tokens = module.greedy_rows(wide[:, :size])
         named = module.greedy_rows(wide[:, :size], names)
         assert module.greedy_rows(logits[:0]).shape == (0,)
@@ -309,14 +312,14 @@ def test_greedy_rows(size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("norm", ("column < width", "column < width - 8")),
-        ("activation", ("column < width", "column < width - 8")),
+        ("norm.triton_rms", ("column < width", "column < width - 8")),
+        ("activation.triton_gated", ("column < width", "column < width - 8")),
     ],
 )
 def test_the_checks_see_a_dropped_tail(name: str, change: tuple[str, str], tmp_path: Path) -> None:
     x = torch.randn(2, 72)
     with kernel_module(name, tmp_path, change) as module:
-        if name == "norm":
+        if name == "norm.triton_rms":
             out, exact = module.rms_norm(x, torch.ones(72), EPS), exact_norm(x, torch.ones(72))
         else:
             gate, up = x.double().chunk(2, dim=-1)

@@ -12,7 +12,7 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.parallel.shards import layout_of_rank
 from weft.gateway.fleet.worker import _layout
-from weft.kernels.pool import PlaneInPage
+from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.v1 import kv_pb2, worker_pb2
 
 HEAD = bytes(range(32))

@@ -12,8 +12,8 @@ from weft.engine.model.encoder import Encoder
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel
 from weft.engine.sampling.device_check import device_sampler_fault
-from weft.kernels.cpu import native_cpu, native_cpu_missing
-from weft.kernels.latent_attention import LatentSpec
+from weft.kernels.ops.latent_attention import LatentSpec
+from weft.kernels.shared.cpu import native_cpu, native_cpu_missing
 
 
 def find_device(config: EngineConfig) -> torch.device:
@@ -87,7 +87,7 @@ def slower_latents(config: EngineConfig, loaded: LoadedModel, device: torch.devi
     sizes = loaded.config.latent
     if sizes is None or device.type != "cuda":
         return []
-    from weft.kernels.gpu.flash_mla import lacking
+    from weft.kernels.ops.latent_attention.library_flash_mla import lacking
 
     spec = LatentSpec(loaded.config.num_heads // config.tp, sizes.kv_rank, scale=1.0)
     dim, dtype = sizes.kv_rank + sizes.rope_dim, getattr(torch, loaded.dtype)

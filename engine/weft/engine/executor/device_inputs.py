@@ -30,15 +30,15 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
 from weft.engine.sampling.device_sampling import RowsOnDevice
-from weft.kernels.attention import AttentionMetadata
-from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
-from weft.kernels.step_requests import (
+from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.lora import LoraSegments, LoraStep, sort_tokens
+from weft.kernels.ops.step_requests import (
     DecodeColumns,
     StepColumns,
     expand_decodes,
     expand_requests,
 )
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified, group_places, resolve_rows
+from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified, group_places, resolve_rows
 from weft.pages.memory.page_table import PageChanges, PageTable
 
 _ALIGNMENT_BYTES = 16

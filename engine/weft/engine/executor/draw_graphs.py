@@ -20,9 +20,9 @@ from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, captu
 from weft.engine.model.interface import LogitsInParts, Model
 from weft.engine.sampling.device_sampling import Way
 from weft.engine.sampling.pending import PendingTokens, SampledRows
-from weft.kernels.device_sampling import SlotTables, draw_rows
-from weft.kernels.greedy import greedy_rows
-from weft.kernels.step_rows import keep_tokens
+from weft.kernels.ops.greedy import greedy_rows
+from weft.kernels.ops.sampling.device import SlotTables, draw_rows
+from weft.kernels.ops.step_rows import keep_tokens
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers

@@ -67,7 +67,7 @@ class StepArrays:
     """
     sources: Int64Array = field(default_factory=_nothing)
     """[N]: location on the device of the token of each of the first N rows: decodes, and drafts
-    made on the device (`weft.kernels.step_rows.resolve_rows`).
+    made on the device (`weft.kernels.ops.step_rows.resolve_rows`).
     """
     owners: Int64Array = field(default_factory=_nothing)
     """[N]: number of the row's request if only the device knows where it starts, else -1."""

@@ -31,14 +31,14 @@ from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.interface import Model
-from weft.kernels.attention import (
+from weft.kernels.ops.attention import (
     MAX_TREE_ROWS,
     AttentionMetadata,
     is_faster_by_lengths,
     is_faster_when_cold,
 )
-from weft.kernels.latent_attention import is_faster_uncompressed
-from weft.kernels.side_stream import rehearsal
+from weft.kernels.ops.latent_attention import is_faster_uncompressed
+from weft.kernels.shared.side_stream import rehearsal
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from weft.engine.executor.device_inputs import group_step
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
 from weft.engine.model.step import Step
-from weft.kernels.attention import AttentionMetadata
-from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
-from weft.kernels.step_rows import SlotTokens, StepRows, resolve_rows
+from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.lora import LoraSegments, LoraStep, sort_tokens
+from weft.kernels.ops.step_rows import SlotTokens, StepRows, resolve_rows
 from weft.pages.memory.page_table import PageTable
 
 

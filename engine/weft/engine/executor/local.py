@@ -38,11 +38,11 @@ from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.sampling.device_sampling import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
 from weft.engine.transfer.device_pages import DevicePages
-from weft.kernels.device_sampling import SlotTables
-from weft.kernels.memory import huge_zeros
-from weft.kernels.page_ops import copy_pages, page_index, repack_pages
-from weft.kernels.scaled_kv import ALL_BITS, is_scaled
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified, keep_tokens
+from weft.kernels.ops.pages import copy_pages, page_index, repack_pages
+from weft.kernels.ops.pages.scaled_kv import ALL_BITS, is_scaled
+from weft.kernels.ops.sampling.device import SlotTables
+from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified, keep_tokens
+from weft.kernels.shared.memory import huge_zeros
 from weft.pages.memory.page_table import PageTable
 from weft.pages.transfer.digest import digest_pages
 from weft.pages.transfer.page_pool import HostPool, PagePool

@@ -15,9 +15,9 @@ from weft.engine.base.device_copies import DeviceCopies
 from weft.engine.base.state_rows import NO_TABLE, StateRows
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.model.state_step import Rows, StatePools, StateRound, StateStep
-from weft.kernels.page_ops import page_index
-from weft.kernels.sequences import HostSequences, Sequences
-from weft.kernels.slot_states import plan_slots
+from weft.kernels.ops.pages import page_index
+from weft.kernels.ops.recurrence.sequences import HostSequences, Sequences
+from weft.kernels.ops.slot_states import plan_slots
 from weft.pages.memory.page_memory import NULL_PAGE
 
 _NOTHING = np.zeros(0, np.int64)

@@ -98,8 +98,8 @@ class StepInput:
     """
     ancestor_masks: Int64Array | None = None
     """For each row of a verified request, a mask of the rows of the request that it sees, where the
-    host knows the trees (`weft.kernels.attention.paged_attention`). None: drafts form chains, or
-    the device knows the trees.
+    host knows the trees (`weft.kernels.ops.attention.paged_attention`). None: drafts form chains,
+    or the device knows the trees.
     """
     has_trees: bool = False
     draft_limits: Int64Array | None = None

@@ -76,7 +76,7 @@ from weft.engine.transfer.build import staged_exchange, staging_memory
 from weft.engine.transfer.exchange import DirectExchange, PageExchange
 from weft.engine.transfer.mover import Lanes
 from weft.engine.transfer.transport import Transport
-from weft.kernels.peers import Peers
+from weft.kernels.ops.peers.spec import Peers
 from weft.pages.memory.eviction import EVICTION_POLICIES
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import PrefixTree

@@ -17,12 +17,12 @@ from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, PlainForm, linear, weight_rows
-from weft.kernels.lora import LoraStep
-from weft.kernels.norm import Norm
-from weft.kernels.pool import PlaneInPage
-from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
-from weft.kernels.stream import Taps
+from weft.kernels.ops.linear import LinearWeight, PlainForm, linear, weight_rows
+from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.replaced import hide_unknown_tokens, replaced_linear
+from weft.kernels.ops.stream import Taps
 
 BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
 """Builds one layer's attention from configuration, layer number, the parameters below

@@ -10,8 +10,8 @@ from weft.contract.layout import CacheLayout, PagedPlane
 from weft.engine.model.layers.encoder import Ragged
 from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step
-from weft.kernels.encoder_attention import Bounds
-from weft.kernels.lora import LoraStep
+from weft.kernels.ops.encoder_attention import Bounds
+from weft.kernels.ops.lora import LoraStep
 
 
 class Encoder(ABC):

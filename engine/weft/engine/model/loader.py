@@ -33,8 +33,8 @@ from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transpos
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.memory import WeightArena
-from weft.kernels.peers import Peers
+from weft.kernels.ops.peers.spec import Peers
+from weft.kernels.shared.memory import WeightArena
 
 logger = logging.getLogger(__name__)
 

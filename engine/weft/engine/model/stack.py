@@ -13,11 +13,11 @@ from weft.engine.model.layers.layer import Form, Layer, StackLayer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.per_layer import PerLayerEmbedding
 from weft.engine.model.step import Step
-from weft.kernels.dense_run import DenseLayer, DenseRun
-from weft.kernels.norm import AnyNorm, Norm
-from weft.kernels.peers import Peers
-from weft.kernels.replaced import adapt_embeddings
-from weft.kernels.stream import Stream, Taps, stream_of
+from weft.kernels.ops.dense_run import DenseLayer, DenseRun
+from weft.kernels.ops.norm import AnyNorm, Norm
+from weft.kernels.ops.peers.spec import Peers
+from weft.kernels.ops.replaced import adapt_embeddings
+from weft.kernels.ops.stream import Stream, Taps, stream_of
 
 
 class Run:

@@ -22,12 +22,12 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
-from weft.kernels.sequences import Sequences
-from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.slot_states import LayerMemory, SlotRows, step_conv
 
 FewRows = Callable[[SlotRows, LayerMemory, tuple[torch.Tensor, ...]], torch.Tensor]
 """Computes the first rows of a step, [T, ...] of each input, and updates a layer's states in place
-(`weft.kernels.slot_states`). Returns the outputs, as a `Scan` does.
+(`weft.kernels.ops.slot_states`). Returns the outputs, as a `Scan` does.
 """
 RingInputs = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Turns a layer's inputs, [T, ...], into those of a `Scan`."""

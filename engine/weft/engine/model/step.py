@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from weft.engine.model.state_step import StateStep
-from weft.kernels.attention import AttentionMetadata
-from weft.kernels.encoder_attention import Bounds
-from weft.kernels.lora import Group, LoraAddition, LoraStep
+from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.encoder_attention import Bounds
+from weft.kernels.ops.lora import Group, LoraAddition, LoraStep
 
 
 @dataclass(slots=True, kw_only=True)

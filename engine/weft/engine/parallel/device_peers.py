@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 from weft.contract.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
-from weft.kernels.gpu.peer_logits import LogitsMemory, gather_logits, memory_bytes
-from weft.kernels.gpu.peer_sum import (
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.peers.triton_logits import LogitsMemory, gather_logits, memory_bytes
+from weft.kernels.ops.peers.triton_sum import (
     PeerMemory,
     layout_of,
     num_turns,
     share_tokens,
     sum_rows,
 )
-from weft.kernels.norm import Norm
 
 _ONCE_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
 """Bytes of the largest sum with one exchange, by number of ranks. With two ranks, one exchange and
@@ -34,7 +34,7 @@ _PORTABLE_AND_MAPPED = 3
 
 
 class DevicePeers:
-    """Implements `weft.kernels.peers.GpuPeers` through memory that all ranks map.
+    """Implements `weft.kernels.ops.peers.spec.GpuPeers` through memory that all ranks map.
 
     Args:
         device: GPU of this rank. Ranks that share one, as in tests, take turns on it.

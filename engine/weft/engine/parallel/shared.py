@@ -25,7 +25,7 @@ import torch
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 
 _COUNTER_BYTES = 64
 _RING_SLOTS = 8
@@ -61,7 +61,7 @@ def _sums_at(size: int) -> int:
 
 
 class SharedGroup:
-    """One rank's view of the group; implements `weft.kernels.peers.CpuPeers`.
+    """One rank's view of the group; implements `weft.kernels.ops.peers.spec.CpuPeers`.
 
     One thread uses it; any thread may call `stop`.
     """

@@ -8,14 +8,14 @@ import logging
 
 import numpy as np
 import torch
-from weft.kernels.device_sampling import (
+from weft.kernels.ops.sampling.cpu import SamplingColumns, SlotParams, sample_rows
+from weft.kernels.ops.sampling.device import (
     DraftedRows,
     SlotTables,
     draw_rows,
     pack_slot,
     top_logits,
 )
-from weft.kernels.sampling import SamplingColumns, SlotParams, sample_rows
 
 logger = logging.getLogger(__name__)
 

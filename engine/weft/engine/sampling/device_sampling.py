@@ -20,7 +20,7 @@ from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.engine.sampling.masks import DeviceMasks
 from weft.engine.sampling.pending import PendingTokens, SampledRows
-from weft.kernels.device_sampling import (
+from weft.kernels.ops.sampling.device import (
     ALWAYS_MASKED,
     NUM_FIELDS,
     DraftedRows,
@@ -31,7 +31,7 @@ from weft.kernels.device_sampling import (
     pack_slot,
     top_logits,
 )
-from weft.kernels.sampling_reference import SlotParams
+from weft.kernels.ops.sampling.reference import SlotParams
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from weft.contract.arrays import Float32Array, Int64Array
 from weft.contract.request import SamplingParams
-from weft.kernels.sampling import MASKED_LOGIT
+from weft.kernels.ops.sampling.cpu import MASKED_LOGIT
 
 
 class TokenCounts:
@@ -50,7 +50,7 @@ class TokenCounts:
     @property
     def words(self) -> Int64Array:
         """The packed count of each of `ids`, as in
-        `weft.kernels.device_sampling.SlotTables.counts`.
+        `weft.kernels.ops.sampling.device.SlotTables.counts`.
         """
         in_prompt = np.isin(self.ids, np.asarray(self._prompt_ids, np.int64))
         return 2 * self.output_counts.astype(np.int64) + in_prompt

@@ -22,15 +22,15 @@ from weft.engine.sampling.device_sampling import (
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.engine.sampling.pending import PendingTokens, SampledRows
-from weft.kernels.device_sampling import SlotTables
-from weft.kernels.greedy import greedy_rows
-from weft.kernels.sampling import (
+from weft.kernels.ops.greedy import greedy_rows
+from weft.kernels.ops.sampling.cpu import (
     GREEDY_TEMPERATURE,
     SamplingColumns,
     SlotParams,
     sample_rows,
     top_rows,
 )
+from weft.kernels.ops.sampling.device import SlotTables
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that all multiples below 2^64 are distinct."""

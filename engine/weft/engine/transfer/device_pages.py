@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import gather_pages, scatter_pages
+from weft.kernels.ops.page_digest import page_digests
+from weft.kernels.ops.pages import gather_pages, scatter_pages
 
 
 class PagePart(NamedTuple):

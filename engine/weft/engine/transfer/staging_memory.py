@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
 from weft.contract.pages import StagingPages
-from weft.kernels.memory import huge_zeros
+from weft.kernels.shared.memory import huge_zeros
 from weft.pages.transfer.nixl_wire import PoolRegion, TransferError
 
 logger = logging.getLogger(__name__)

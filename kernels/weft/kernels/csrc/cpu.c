@@ -1,4 +1,4 @@
-/* Weft's CPU operations. The functions are called by weft/kernels/cpu.py with checked arguments.
+/* Weft's CPU operations. The functions are called by weft/kernels/shared/cpu.py with checked arguments.
  *
  * All headers beside this file are part of the one translation unit. */
 #define _GNU_SOURCE

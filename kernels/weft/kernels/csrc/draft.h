@@ -6,7 +6,7 @@
 #include "attention.h"
 #include "linear.h"
 
-/* As laid out by weft/kernels/cpu.py. */
+/* As laid out by weft/kernels/shared/cpu.py. */
 typedef struct {
   const Weight *fc, *qkv, *kv, *o, *gate_up, *down, *lm_head;
   const void *input_norm, *hidden_norm, *post_norm, *norm; /* [hidden] */
@@ -31,7 +31,7 @@ typedef struct {
 } DraftEntries;
 
 /* Entries that the team of the target's layers writes after these layers; as laid out by
- * weft/kernels/cpu.py. */
+ * weft/kernels/shared/cpu.py. */
 typedef struct {
   const DraftHead *head;
   const DraftEntries *entries;

@@ -26,7 +26,7 @@ static int block_tokens(void) { return amx_is_allowed ? 16 : 8; }
 
 typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, GROUPS, TO_W13 = 0, TO_W2 = 1 } Group;
 
-/* All of these as laid out by weft/kernels/cpu.py. */
+/* All of these as laid out by weft/kernels/shared/cpu.py. */
 typedef struct {
   const char *a;         /* [rows, ROW_RANK, in_features] */
   const char *b;         /* [rows, blocks of 16 columns, steps along ranks, 16 words], see tile.h */

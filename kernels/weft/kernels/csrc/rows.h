@@ -78,10 +78,10 @@ static void silu_share(int is_bf16, void *out, const void *x, long rows, long n,
 #define INT8_MOST 127.0f
 
 /* As rows are, or page_size vectors of numbers of 8 bits and then their scales
- * (weft/kernels/scaled_kv.py). */
+ * (weft/kernels/ops/pages/scaled_kv.py). */
 typedef enum { KEPT_AS_ROWS, KEPT_IN_FP8, KEPT_IN_INT8 } Kept;
 
-/* The pages of one layer; as laid out by weft/kernels/cpu.py. */
+/* The pages of one layer; as laid out by weft/kernels/shared/cpu.py. */
 typedef struct {
   void *data; /* [pages, kv_heads, layers, 2, page_size, dim], contiguous within a page */
   int64_t pages;

@@ -1,7 +1,7 @@
 // Sampling on the CPU: one call draws a token for each row of logits.
 //
-// The noise is defined in noise.py and is the same bit by bit here: compile without contraction of
-// a * b + c. What is kept and what is drawn is defined in sampling_reference.py. No row is sorted:
+// The noise is defined in ops/sampling/noise.py and is the same bit by bit here: compile without contraction of
+// a * b + c. What is kept and what is drawn is defined in ops/sampling/reference.py. No row is sorted:
 //  - every pass over a row uses the largest logit of each chunk of 64, found once;
 //  - a filter is a threshold on the logit (ties at the threshold are kept together), found by
 //    counting or weighing buckets and looking only into the bucket where the limit falls;
@@ -30,7 +30,7 @@ static const double LOG2_E = 1.44269504088896340736;
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
 #endif
 
-// Columns by slot, as in sampling.py.
+// Columns by slot, as in ops/sampling/cpu.py.
 typedef struct {
   const double *temperature, *top_p, *gap, *top_n_sigma;
   const uint64_t *seed;

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.kernels.build import NativeLibrary, load_native
+from weft.kernels.shared.build import NativeLibrary, load_native
 
 WORD_BYTES = 8
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified, accept_drafts
-from weft.kernels.tree_rows import accept_trees, move_paths
+from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified, accept_drafts
+from weft.kernels.ops.tree_rows import accept_trees, move_paths
 
 
 class DraftKeeper:

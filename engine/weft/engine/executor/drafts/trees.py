@@ -13,8 +13,8 @@ from weft.engine.base.token_trees import TokenTree
 from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
-from weft.kernels.draft_tree import DraftTrees
-from weft.kernels.tree_rows import parent_of
+from weft.kernels.ops.draft_tree import DraftTrees
+from weft.kernels.ops.tree_rows import parent_of
 from weft.pages.memory.page_table import PageTable
 
 

@@ -22,7 +22,7 @@ from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.transfer.device_pages import DevicePages, PagePart
-from weft.kernels.peers import Peers
+from weft.kernels.ops.peers.spec import Peers
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers

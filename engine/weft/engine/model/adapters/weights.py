@@ -25,8 +25,8 @@ from weft.contract.errors import AdapterError
 from weft.contract.give_way import give_way
 from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.model.adapters.words import words_of
-from weft.kernels.linear import LinearWeight, pack_linear
-from weft.kernels.lora import ROW_RANK, pack_b
+from weft.kernels.ops.linear import LinearWeight, pack_linear
+from weft.kernels.ops.lora import ROW_RANK, pack_b
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LoraMatrix:
     """All A matrices of one kind of projection, or all B matrices."""
 
     rows: torch.Tensor
-    """[n, ROW_RANK, features]. Rows of B are packed for a CPU (`weft.kernels.lora.pack_b`)."""
+    """[n, ROW_RANK, features]. Rows of B are packed for a CPU (`weft.kernels.ops.lora.pack_b`)."""
     index: Int32Array
     """[layers, places, max_rows]: row numbers of each layer and place (`Projection.num_places`), in
     order of rank; 0 after the last one.

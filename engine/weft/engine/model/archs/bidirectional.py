@@ -16,10 +16,10 @@ from weft.engine.model.layers.encoder import Ragged
 from weft.engine.model.layers.layer import Layer, Query
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.encoder_attention import encoder_attention
-from weft.kernels.pool import PlaneInPage
-from weft.kernels.rope import rotated
-from weft.kernels.stream import Normed, Sum
+from weft.kernels.ops.encoder_attention import encoder_attention
+from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.rope import rotated
+from weft.kernels.ops.stream import Normed, Sum
 
 _NO_POOL = torch.empty(0)
 

@@ -7,7 +7,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
 from weft.engine.model.layers.attention import Attention, attention_spec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.norm import Norm
+from weft.kernels.ops.norm import Norm
 
 
 def qwen3_attention(

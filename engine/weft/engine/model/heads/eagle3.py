@@ -24,7 +24,7 @@ from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.draft_head import (
+from weft.kernels.ops.draft_head import (
     DraftChains,
     DraftEntries,
     DraftHeadWeight,
@@ -33,10 +33,10 @@ from weft.kernels.draft_head import (
     pack_draft_head,
     replace_layer,
 )
-from weft.kernels.draft_tree import DraftTrees, draft_tree
-from weft.kernels.linear import LinearWeight
-from weft.kernels.memory import WeightArena
-from weft.kernels.stream import Taps
+from weft.kernels.ops.draft_tree import DraftTrees, draft_tree
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.stream import Taps
+from weft.kernels.shared.memory import WeightArena
 
 
 class Eagle3Head:

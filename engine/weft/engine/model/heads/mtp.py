@@ -24,12 +24,12 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.attention import AttentionMetadata
-from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows
-from weft.kernels.eagle_head import keep_last_states, states_before
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.norm import AnyNorm
-from weft.kernels.stream import Stream
+from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.draft_head import FIRST_POSITION, DraftChains, DraftRows
+from weft.kernels.ops.eagle_head import keep_last_states, states_before
+from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.norm import AnyNorm
+from weft.kernels.ops.stream import Stream
 
 
 class MtpHead:

@@ -14,9 +14,9 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, linear, pack_linear
-from weft.kernels.norm import AnyNorm, Norm
-from weft.kernels.stream import Normed, Stream, stream_of
+from weft.kernels.ops.linear import LinearWeight, linear, pack_linear
+from weft.kernels.ops.norm import AnyNorm, Norm
+from weft.kernels.ops.stream import Normed, Stream, stream_of
 
 _LEAST_SQUARE = 1e-5
 """Least mean square of a copy before it is scaled."""

@@ -14,18 +14,18 @@ from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
-from weft.kernels.attention import (
+from weft.kernels.ops.attention import (
     AttentionMetadata,
     AttentionSpec,
     own_kv,
     paged_attention,
     settled,
 )
-from weft.kernels.linear import LinearWeight
-from weft.kernels.norm import Norm
-from weft.kernels.pool import PlaneInPage
-from weft.kernels.rope import check_rope, rope_and_cache
-from weft.kernels.stream import Normed, Sum, can_fold
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.rope import check_rope, rope_and_cache
+from weft.kernels.ops.stream import Normed, Sum, can_fold
 
 
 def qkv_spec(

@@ -15,13 +15,13 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.gated_delta import gated_delta
-from weft.kernels.gated_norm import gated_norm
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.sequences import Sequences
-from weft.kernels.short_conv import short_conv
-from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
-from weft.kernels.stream import Normed
+from weft.kernels.ops.gated_delta import gated_delta
+from weft.kernels.ops.gated_norm import gated_norm
+from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.short_conv import short_conv
+from weft.kernels.ops.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
+from weft.kernels.ops.stream import Normed
 
 
 class _Projections(NamedTuple):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from weft.engine.model.layers.mlp import PlainMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.step import Step
-from weft.kernels.norm import AnyNorm
-from weft.kernels.stream import Combine, Computed, Normed, Stream
+from weft.kernels.ops.norm import AnyNorm
+from weft.kernels.ops.stream import Combine, Computed, Normed, Stream
 
 
 class DualNorm(NamedTuple):

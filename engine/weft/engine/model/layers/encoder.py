@@ -12,12 +12,12 @@ from weft.engine.model.pooled_heads import ACTIVATIONS
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import Activation, activate
-from weft.kernels.encoder_attention import Bounds, encoder_attention
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.norm import add_layer_norm
-from weft.kernels.rope import rotate_heads
-from weft.kernels.stream import Sum
+from weft.kernels.ops.activation import Activation, activate
+from weft.kernels.ops.encoder_attention import Bounds, encoder_attention
+from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.norm import add_layer_norm
+from weft.kernels.ops.rope import rotate_heads
+from weft.kernels.ops.stream import Sum
 
 _GATES: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 """Activations that a GPU computes together with the multiplication by their factor."""

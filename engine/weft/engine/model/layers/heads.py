@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from weft.engine.model.layers.rotary import Rotary
-from weft.kernels.norm import Norm
-from weft.kernels.rope import rotated
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.rope import rotated
 
 
 class HeadChange(Protocol):

@@ -17,8 +17,8 @@ from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.attention import AttentionMetadata
-from weft.kernels.latent_attention import (
+from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.latent_attention import (
     EarlierLatents,
     LatentSpec,
     attention_before,
@@ -31,11 +31,11 @@ from weft.kernels.latent_attention import (
     read_latents,
     write_latents,
 )
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.norm import Norm
-from weft.kernels.pool import PlaneInPage
-from weft.kernels.rope import rotated
-from weft.kernels.stream import Normed, Sum
+from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.rope import rotated
+from weft.kernels.ops.stream import Normed, Sum
 
 _EPS = 1e-6
 """Epsilon of the norms of latents. The configuration's epsilon does not apply to them."""

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from weft.engine.model.step import Step
-from weft.kernels.linear import LinearWeight
-from weft.kernels.norm import AnyNorm, Norm
-from weft.kernels.pool import PlaneInPage
-from weft.kernels.stream import Computed, Normed, Pending, Stream
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.norm import AnyNorm, Norm
+from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.stream import Computed, Normed, Pending, Stream
 
 if TYPE_CHECKING:
-    from weft.kernels.gpu.extend_attention import OwnKv
+    from weft.kernels.ops.attention.triton_extend import OwnKv
 
 
 class Query(NamedTuple):

@@ -12,9 +12,9 @@ from weft.engine.model.layers.recurrent import Projected
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight
-from weft.kernels.norm import Norm
-from weft.kernels.stream import Normed
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.stream import Normed
 
 _TAPS = 2
 """Fewest taps that a convolution may have."""

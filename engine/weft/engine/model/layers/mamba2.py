@@ -14,13 +14,13 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.gated_norm import gated_norm
-from weft.kernels.linear import LinearWeight
-from weft.kernels.mamba2 import mamba2
-from weft.kernels.sequences import Sequences
-from weft.kernels.short_conv import short_conv
-from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
-from weft.kernels.stream import Normed
+from weft.kernels.ops.gated_norm import gated_norm
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.mamba2 import mamba2
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.short_conv import short_conv
+from weft.kernels.ops.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
+from weft.kernels.ops.stream import Normed
 
 
 @dataclass(eq=False, kw_only=True)

@@ -10,9 +10,9 @@ from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import XIELU, Activation, Gating, GaussianTopK, activate
-from weft.kernels.linear import LinearWeight
-from weft.kernels.stream import Computed, GatedSum, Normed, Sum, can_fold
+from weft.kernels.ops.activation import XIELU, Activation, Gating, GaussianTopK, activate
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.stream import Computed, GatedSum, Normed, Sum, can_fold
 
 
 def gate_up_spec(

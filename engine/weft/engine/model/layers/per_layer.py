@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
-from weft.kernels.activation import Activation, activate
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.norm import Norm
-from weft.kernels.stream import Normed, Sum
+from weft.kernels.ops.activation import Activation, activate
+from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.stream import Normed, Sum
 
 
 class PerLayerEmbedding:

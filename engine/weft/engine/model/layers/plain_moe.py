@@ -12,11 +12,11 @@ from weft.engine.model.layers.moe import router_form
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import activate
-from weft.kernels.linear import LinearWeight, linear
-from weft.kernels.moe import RouterForm, route
-from weft.kernels.plain_experts import PlainExperts, plain_experts, stack_experts
-from weft.kernels.stream import Computed, Normed, Sum
+from weft.kernels.ops.activation import activate
+from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.moe import RouterForm, route
+from weft.kernels.ops.plain_experts import PlainExperts, plain_experts, stack_experts
+from weft.kernels.ops.stream import Computed, Normed, Sum
 
 _LATENT = ("fc1_latent_proj", "fc2_latent_proj")
 

@@ -7,12 +7,12 @@ from weft.engine.model.layers.attention import plane_of
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
-from weft.kernels.attention import AttentionSpec, paged_attention
-from weft.kernels.linear import LinearWeight
-from weft.kernels.norm import Norm
-from weft.kernels.pool import PlaneInPage
-from weft.kernels.rope import rotated
-from weft.kernels.stream import Normed, Sum
+from weft.kernels.ops.attention import AttentionSpec, paged_attention
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.rope import rotated
+from weft.kernels.ops.stream import Normed, Sum
 
 
 class SharedAttention:

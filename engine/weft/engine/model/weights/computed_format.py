@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from weft.kernels.fp8 import FP8
-from weft.kernels.int_groups import IntGroups
-from weft.kernels.linear import LinearWeight, NativeForm, OneDnnForm, PlainForm
-from weft.kernels.moe import ExpertWeights, StackedWeight
-from weft.kernels.packed_groups import PackedExperts, PackedGroups
-from weft.kernels.quantised import Fp8Experts
+from weft.kernels.ops.linear import LinearWeight, NativeForm, OneDnnForm, PlainForm
+from weft.kernels.ops.moe import ExpertWeights, StackedWeight
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.int_groups import IntGroups
+from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
+from weft.kernels.shared.formats.quantised import Fp8Experts
 
 
 class ComputedFormat:

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
-from weft.kernels.activation import SILU, Gating
-from weft.kernels.peers import Peers
+from weft.kernels.ops.activation import SILU, Gating
+from weft.kernels.ops.peers.spec import Peers
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from weft.contract.cores import num_cores
-from weft.kernels.fp8 import FP8
+from weft.kernels.shared.formats.fp8 import FP8
 
 _MAX_THREADS = 8
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 << 20, 8 << 20

@@ -11,10 +11,10 @@ import torch
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
-from weft.kernels.linear import LinearWeight, packing_copies, weight_rows
-from weft.kernels.memory import WeightArena
-from weft.kernels.moe import ExpertWeights
-from weft.kernels.peers import Peers
+from weft.kernels.ops.linear import LinearWeight, packing_copies, weight_rows
+from weft.kernels.ops.moe import ExpertWeights
+from weft.kernels.ops.peers.spec import Peers
+from weft.kernels.shared.memory import WeightArena
 
 
 class Scheme(Protocol):

@@ -27,7 +27,8 @@ from weft.engine.executor.graphs import GraphBucket
 from weft.engine.loop import build
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
-from weft.kernels import cpu, linear
+from weft.kernels.ops import linear
+from weft.kernels.shared import cpu
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.models.tiny_drafts import make_tiny_draft

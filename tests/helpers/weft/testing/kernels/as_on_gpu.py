@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 
 
 @contextmanager

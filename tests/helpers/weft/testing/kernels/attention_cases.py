@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from weft.kernels.attention import AttentionMetadata, AttentionSpec, paged_attention_reference
+from weft.kernels.ops.attention import AttentionMetadata, AttentionSpec, paged_attention_reference
 
 LAYERS, LAYER = 2, 1
 

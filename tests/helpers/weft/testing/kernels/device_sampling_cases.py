@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.kernels.device_sampling import ALWAYS_MASKED, SlotTables, pack_slot
-from weft.kernels.sampling import SamplingColumns, SlotParams, sample_rows
+from weft.kernels.ops.sampling.cpu import SamplingColumns, SlotParams, sample_rows
+from weft.kernels.ops.sampling.device import ALWAYS_MASKED, SlotTables, pack_slot
 from weft.testing.kernels.naive_sampling import NaiveParams, edited_logits
 
 Int64Array = npt.NDArray[np.int64]

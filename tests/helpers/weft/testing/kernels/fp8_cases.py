@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from weft.kernels.fp8 import FP8
-from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix
 
 
 def draw_matrix(rows: int, k: int, block_rows: int = 0) -> Fp8Matrix:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
-from weft import kernels
+from weft.kernels import ops
 
-SOURCES = Path(kernels.__path__[0]) / "gpu"
+SOURCES = Path(ops.__path__[0])
 
 
 class PoisonedTorch:
@@ -47,20 +47,20 @@ def _poison(made: torch.Tensor) -> torch.Tensor:
 def kernel_module(
     name: str, folder: Path, change: tuple[str, str] | None = None
 ) -> Iterator[ModuleType]:
-    """A copy of one module of `weft.kernels.gpu`, under a name of its own.
+    """A copy of one module of `weft.kernels.ops`, under a name of its own.
 
     Args:
-        name: Of the module.
+        name: Of the module below `weft.kernels.ops`, such as `rope.triton_rope`.
         folder: Where the copy is written: Triton reads kernels from their file.
         change: Text that occurs once in the module, and what to put there.
     """
-    text = (SOURCES / f"{name}.py").read_text()
+    text = SOURCES.joinpath(*name.split(".")).with_suffix(".py").read_text()
     if change is not None:
         assert text.count(change[0]) == 1, f"{change[0]!r} occurs {text.count(change[0])} times"
         text = text.replace(*change)
     path = folder / f"{name}_copy.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"gpu_kernel_copy_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"gpu_kernel_copy_{name.replace('.', '_')}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -74,11 +74,11 @@ def kernel_module(
 def change_kernels(
     patch: pytest.MonkeyPatch, module: ModuleType, folder: Path, change: tuple[str, str]
 ) -> None:
-    """Puts the kernels of a changed copy of a module of `weft.kernels.gpu` in place of its own.
+    """Puts the kernels of a changed copy of a module of `weft.kernels.ops` in place of its own.
 
     Also where other modules call them.
     """
-    with kernel_module(module.__name__.rpartition(".")[2], folder, change) as copy:
+    with kernel_module(module.__name__.removeprefix(f"{ops.__name__}."), folder, change) as copy:
         kernels_of = {
             name: value
             for name, value in vars(copy).items()

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from weft.kernels import cpu
-from weft.kernels.int_groups import IntGroups, mxfp4_groups, pack_int_groups
+from weft.kernels.shared import cpu
+from weft.kernels.shared.formats.int_groups import IntGroups, mxfp4_groups, pack_int_groups
 
 Kind = Literal["plain", "offsets", "wide", "e2m1"]
 """Integers without offsets, with them, with scales of float32; MXFP4."""

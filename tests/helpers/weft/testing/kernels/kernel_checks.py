@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import torch
-from weft.kernels import cpu
-from weft.kernels.build import load_native, loaded_openmp_library
+from weft.kernels.shared import cpu
+from weft.kernels.shared.build import load_native, loaded_openmp_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 

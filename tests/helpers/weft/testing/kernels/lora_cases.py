@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pytest
 import torch
-from weft.kernels.gpu import lora_shrink
-from weft.kernels.gpu.dependent_launch import LaunchOptions
-from weft.kernels.lora import ROW_RANK, LoraAddition, LoraSegments, LoraWeights, sort_tokens
+from weft.kernels.ops.lora import ROW_RANK, LoraAddition, LoraSegments, LoraWeights, sort_tokens
+from weft.kernels.ops.lora import triton_shrink as lora_shrink
+from weft.kernels.shared.dependent_launch import LaunchOptions
 
 POISON_ROW = np.iinfo(np.int32).min // 2
 
@@ -42,17 +42,15 @@ def poison_new_memory(patch: pytest.MonkeyPatch) -> None:
     number.
     """
     # Here: the modules need Triton.
-    from weft.kernels.gpu import (
-        lora_parts,
-        lora_rows,
-        lora_shrink,
-        lora_tiles,
-        moe,
-        moe_combine,
-        moe_direct,
-        moe_lora,
-        moe_lora_pairs,
-    )
+    from weft.kernels.ops.lora import triton_parts as lora_parts
+    from weft.kernels.ops.lora import triton_rows as lora_rows
+    from weft.kernels.ops.lora import triton_shrink as lora_shrink
+    from weft.kernels.ops.lora import triton_tiles as lora_tiles
+    from weft.kernels.ops.moe import gpu as moe
+    from weft.kernels.ops.moe import triton_combine as moe_combine
+    from weft.kernels.ops.moe import triton_direct as moe_direct
+    from weft.kernels.ops.moe import triton_lora as moe_lora
+    from weft.kernels.ops.moe import triton_lora_pairs as moe_lora_pairs
 
     experts = (moe, moe_combine, moe_direct, moe_lora, moe_lora_pairs)
     for module in (lora_parts, lora_rows, lora_shrink, lora_tiles, *experts):
@@ -117,8 +115,8 @@ def add_by(
     addition: LoraAddition,
     options: LaunchOptions,
 ) -> None:
-    """`weft.kernels.lora.add_lora` by the kernels of `lora_rows` or `lora_tiles`, or of a changed
-    copy of one of them.
+    """`weft.kernels.ops.lora.add_lora` by the kernels of `triton_rows` or `triton_tiles`, or
+    of a changed copy of one of them.
     """
     if hasattr(module, "shrink_rows"):
         slots = module.of_tokens(addition.segments.token_slots)

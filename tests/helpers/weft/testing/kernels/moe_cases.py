@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.linear import LinearWeight, PlainForm
-from weft.kernels.lora import ExpertAddition, LoraWeights
-from weft.kernels.moe import ExpertWeights, Routing, SparseMlpWeight, route_reference
-from weft.kernels.packed_groups import PackedExperts, pack_groups
-from weft.kernels.quantised import Fp8Experts
-from weft.kernels.stream import Combine, GatedSum, Normed, SharedCombine
+from weft.kernels.ops.linear import LinearWeight, PlainForm
+from weft.kernels.ops.lora import ExpertAddition, LoraWeights
+from weft.kernels.ops.moe import ExpertWeights, Routing, SparseMlpWeight, route_reference
+from weft.kernels.ops.stream import Combine, GatedSum, Normed, SharedCombine
+from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
+from weft.kernels.shared.formats.quantised import Fp8Experts
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.kernels.lora_cases import LoraCase, Shared, draw_slots, make_expert_lora

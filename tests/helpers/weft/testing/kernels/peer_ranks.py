@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft.engine.parallel import device_peers
 from weft.engine.parallel.device_peers import DevicePeers
 from weft.engine.parallel.segment import Segment
-from weft.kernels.norm import Norm
+from weft.kernels.ops.norm import Norm
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 
 WIDTH, COLUMNS, LOGITS_ROWS, EPS = 24, 5000, 2, 1e-5

@@ -30,62 +30,70 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
-from weft.kernels.activation import Gating
-from weft.kernels.attention import MAX_TREE_ROWS, AttentionMetadata, AttentionSpec, paged_attention
-from weft.kernels.device_sampling import NUM_FIELDS, DraftedRows, SlotTables
-from weft.kernels.draft_head import (
+from weft.kernels.ops.activation import Gating
+from weft.kernels.ops.attention import (
+    MAX_TREE_ROWS,
+    AttentionMetadata,
+    AttentionSpec,
+    paged_attention,
+)
+from weft.kernels.ops.attention import triton_extend as extend_attention
+from weft.kernels.ops.draft_head import (
     DraftChains,
     DraftRows,
     draft_chain_reference,
     draft_entries_reference,
     pack_draft_head,
 )
-from weft.kernels.fp8 import FP8
-from weft.kernels.gpu import (
-    chunked_recurrence,
-    copied_tiles,
-    delta_steps,
-    dependent_launch,
-    encoder_attention,
-    extend_attention,
-    fp8_linear,
-    greedy,
-    groups_tensor_cores,
-    latent_attention,
-    layer_norm,
-    page_digest,
-    page_ops,
-    peer_logits,
-    peer_sum,
-    recurrence,
-    recurrent_rows,
-    replaced,
-    sampling,
-    sampling_top,
-    slot_rows,
-    slot_states,
-    step_requests,
-    step_rows,
-    tree_rows,
+from weft.kernels.ops.encoder_attention import triton_ragged as encoder_attention
+from weft.kernels.ops.greedy import triton_rows as greedy
+from weft.kernels.ops.latent_attention import LatentSpec
+from weft.kernels.ops.latent_attention import triton_latent as latent_attention
+from weft.kernels.ops.linear import LinearWeight, PlainForm, gate_up_silu, linear
+from weft.kernels.ops.linear import gpu as gpu_linear
+from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear import triton_groups_tensor_cores as groups_tensor_cores
+from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
+from weft.kernels.ops.moe.gpu import routed_moe
+from weft.kernels.ops.moe.triton_parts import ExpertParts, SharedExpert
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.norm import triton_layer as layer_norm
+from weft.kernels.ops.page_digest import triton_digest as page_digest
+from weft.kernels.ops.pages import triton_pages as page_ops
+from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES
+from weft.kernels.ops.peers import triton_logits as peer_logits
+from weft.kernels.ops.peers import triton_sum as peer_sum
+from weft.kernels.ops.recurrence import triton_chunks as chunked_recurrence
+from weft.kernels.ops.recurrence import triton_rows as recurrent_rows
+from weft.kernels.ops.recurrence import triton_steps as recurrence
+from weft.kernels.ops.recurrence.head_rows import HeadRows
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.replaced import triton_replaced as replaced
+from weft.kernels.ops.rope import rope_and_cache, rotate_heads
+from weft.kernels.ops.sampling import triton_draw as sampling
+from weft.kernels.ops.sampling import triton_top as sampling_top
+from weft.kernels.ops.sampling.device import NUM_FIELDS, DraftedRows, SlotTables
+from weft.kernels.ops.slot_rows import triton_rows as slot_rows
+from weft.kernels.ops.slot_states import Channels, DeltaGates, HeadForm, LayerMemory
+from weft.kernels.ops.slot_states import triton_delta as delta_steps
+from weft.kernels.ops.slot_states import triton_states as slot_states
+from weft.kernels.ops.step_requests import DecodeColumns
+from weft.kernels.ops.step_requests import triton_requests as step_requests
+from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified
+from weft.kernels.ops.step_rows import triton_rows as step_rows
+from weft.kernels.ops.stream import Taps
+from weft.kernels.ops.tree_rows import triton_rows as tree_rows
+from weft.kernels.shared import copied_tiles, dependent_launch
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
+from weft.kernels.shared.formats.quantised import (
+    FP8_GROUP,
+    Fp8Blocks,
+    Fp8Channels,
+    Fp8Experts,
+    Fp8Matrix,
 )
-from weft.kernels.gpu import linear as gpu_linear
-from weft.kernels.gpu.moe import routed_moe
-from weft.kernels.gpu.moe_parts import ExpertParts, SharedExpert
-from weft.kernels.head_rows import HeadRows
-from weft.kernels.latent_attention import LatentSpec
-from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
-from weft.kernels.lora import LoraStep
-from weft.kernels.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
-from weft.kernels.norm import Norm
-from weft.kernels.packed_groups import PackedExperts, pack_groups
-from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts, Fp8Matrix
-from weft.kernels.rope import rope_and_cache, rotate_heads
-from weft.kernels.scaled_kv import SCALE_BYTES
-from weft.kernels.sequences import Sequences
-from weft.kernels.slot_states import Channels, DeltaGates, HeadForm, LayerMemory
-from weft.kernels.step_requests import DecodeColumns
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified
-from weft.kernels.stream import Taps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.layer_cases import step_of

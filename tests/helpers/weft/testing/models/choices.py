@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from weft.contract.request import SamplingParams
 from weft.engine.sampling.sampler import derive_seed
-from weft.kernels.noise import gumbel_noise
+from weft.kernels.ops.sampling.noise import gumbel_noise
 from weft.testing.kernels.naive_sampling import Float64Array, NaiveParams, edited_logits
 
 NEAR_TIE = 1e-5

@@ -25,11 +25,11 @@ from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Query
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight
-from weft.kernels.norm import Norm
-from weft.kernels.pool import PlaneInPage
-from weft.kernels.sequences import Sequences
-from weft.kernels.stream import Normed, Sum
+from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.ops.stream import Normed, Sum
 from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import make_tiny
 

@@ -19,7 +19,7 @@ from weft.engine.executor.states import DeviceStates
 from weft.engine.model.state_step import StateStep
 from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.plan import Plan
-from weft.kernels.slot_states import LayerMemory, SlotRows
+from weft.kernels.ops.slot_states import LayerMemory, SlotRows
 from weft.testing.scheduling.state_bench import (
     PAGE,
     PRIME,
@@ -108,7 +108,7 @@ class LateStateBench(StateBench):
     def _few_rows(
         self, few: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """`weft.kernels.slot_states.step_heads` of sums, whose rings have what they are to add."""
+        """`weft.kernels.ops.slot_states.step_heads` of sums; rings have what they are to add."""
         (rows,), (totals, numbers), (ring,), (kept,) = inputs, *memory
         out = torch.zeros(len(rows), dtype=torch.float64)
         for slot, first, count, start, border, block, after, new, begin in few.plan.tolist():

@@ -44,7 +44,7 @@ from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
-from weft.kernels.sequences import Sequences
+from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.pages.memory.eviction import lru
 from weft.pages.memory.page_memory import NULL_PAGE, PageMemory
 from weft.pages.memory.page_table import PageTable

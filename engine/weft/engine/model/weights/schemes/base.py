@@ -22,11 +22,11 @@ from weft.engine.model.weights.schemes.plain import (
 )
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.fp8 import FP8
-from weft.kernels.int_groups import IntGroups
-from weft.kernels.linear import LinearWeight, PackableMatrix, pack_gate_up, pack_linear
-from weft.kernels.moe import ExpertWeights
-from weft.kernels.quantised import Fp8Channels, Int8Channels
+from weft.kernels.ops.linear import LinearWeight, PackableMatrix, pack_gate_up, pack_linear
+from weft.kernels.ops.moe import ExpertWeights
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.int_groups import IntGroups
+from weft.kernels.shared.formats.quantised import Fp8Channels, Int8Channels
 
 Matrix: TypeAlias = PackableMatrix
 """A weight before packing: quantised, or floats of the model's dtype."""

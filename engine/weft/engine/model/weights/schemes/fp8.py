@@ -14,8 +14,8 @@ from weft.engine.model.weights.schemes.base import (
 )
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.fp8 import FP8
-from weft.kernels.quantised import (
+from weft.kernels.shared.formats.fp8 import FP8
+from weft.kernels.shared.formats.quantised import (
     FP8_GROUP,
     Fp8Blocks,
     Fp8Channels,

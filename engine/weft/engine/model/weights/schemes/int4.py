@@ -11,9 +11,9 @@ from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, list
 from weft.engine.model.weights.schemes.int_layouts import IntParts, join_parts, read_parts
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.int_groups import IntGroups, quantise_groups
-from weft.kernels.linear import LinearWeight, pack_linear
-from weft.kernels.quantised import quantise_channels
+from weft.kernels.ops.linear import LinearWeight, pack_linear
+from weft.kernels.shared.formats.int_groups import IntGroups, quantise_groups
+from weft.kernels.shared.formats.quantised import quantise_channels
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from weft.checkpoint.int_config import IntPacking
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.int_groups import IntGroups, pack_int_groups, supports_group
+from weft.kernels.shared.formats.int_groups import IntGroups, pack_int_groups, supports_group
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The number, of eight adjacent ones, that each four bits of a word hold, from the lowest bits on.

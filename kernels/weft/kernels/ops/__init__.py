@@ -1,0 +1,1 @@
+"""Operations, a folder each: types, checks, a reference, and forms for devices."""

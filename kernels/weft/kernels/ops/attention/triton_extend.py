@@ -1,0 +1,687 @@
+"""Causal attention of requests that bring several rows, over paged K and V on a GPU.
+
+A program holds a tile of one request's rows for one head and walks the positions that they see:
+first the pages of positions before the step, then the step's own K and V up to the diagonal. If the
+caller has own K and V outside the pool, the kernel reads them there, and a prompt without cached
+positions reads no page; else it reads them from pages too. With a window, the walk begins at the
+first tile of which the first row sees a part. If there are too few programs to fill the GPU,
+several programs share the positions before the step (`triton_parts`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.ops.attention.triton_parts import (
+    Parts,
+    leave_part,
+    make_parts,
+    merge_parts,
+    parts_of,
+)
+from weft.kernels.ops.pages.triton_entries import (
+    LEAST_UNIT,
+    SCALE_BYTES,
+    dequantised,
+    query_in_units,
+    scales_at,
+    weights_in_units,
+    widened,
+)
+from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
+from weft.kernels.shared.dependent_launch import (
+    is_dependent,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
+from weft.kernels.shared.launch_sizes import block_dim, cdiv
+from weft.kernels.shared.multiprocessors import num_multiprocessors
+from weft.kernels.shared.request_tiles import request_of_tile
+from weft.kernels.shared.softmax import capped, with_sink
+
+
+class PromptRows(NamedTuple):
+    """The rows of a step by request; padding counts as one more request."""
+
+    cu_lens: torch.Tensor
+    """[R + 2] int32: first row of each request, and the number of all rows."""
+    lens: torch.Tensor
+    """[R + 1] int32: number of rows; 0 for a request that brings one row."""
+
+
+class OwnKv(NamedTuple):
+    """K and V of a step's own rows, as they were written to the pool."""
+
+    k: torch.Tensor
+    """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
+    v: torch.Tensor
+    """[T, Hkv, D]; heads contiguous, any stride between rows."""
+    prompts: PromptRows | None = None
+    """For FlashAttention-3: set if requests of several rows have no cached positions."""
+
+
+class ExtendLaunchConfig(NamedTuple):
+    rows: int
+    """Rows of one request for one head; a multiple of `tile`."""
+    tile: int
+    """Positions per iteration."""
+    warps: int
+    stages: int
+    """Tiles that are being loaded."""
+
+
+def extend_attention(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    max_q_len: int,
+    own: OwnKv | None,
+    first_position: int = 0,
+    window: int | None = None,
+    is_chunked: bool = False,
+    least_rows: int = 2,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> None:
+    """Writes the rows of `out` whose requests bring `least_rows` or more, and no others.
+
+    Args:
+        out: [T, Hq * D], dtype of `q`.
+        q: [T, Hq, D].
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
+        page_table: [R, max_pages] int32.
+        cu_q_lens: [R + 1] int32.
+        kv_lens: [R] int32, new rows included.
+        max_q_len: Bound of the requests' rows.
+        own: The step's K and V; None: they are read from the pool.
+        first_position: Rows do not attend to positions before it; 0 with `own`.
+        window: Most positions that a row attends to, or None; not with a `first_position`.
+        is_chunked: As in `AttentionSpec`.
+        sinks: [Hq] float32 as in `AttentionSpec`, or None.
+        softcap: Cap of the scaled scores; 0: none.
+
+    Raises:
+        ValueError: `first_position` with `own` or a window.
+    """
+    if first_position and own is not None:
+        raise ValueError("a first position needs K and V in the pool")
+    if first_position and window is not None:
+        raise ValueError("a first position is not taken beside a window")
+    tokens, heads, dim = q.shape
+    requests = page_table.shape[0]
+    kv_heads, page_size = pool.shape[1], pool.shape[4]
+    own_matrices = [] if own is None else [part.flatten(1) for part in (own.k, own.v)]
+    is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
+    launch = launch_config(q.dtype, dim, max_q_len, is_copied=is_copied)
+    # An upper bound: each request has at most one tile that is not full.
+    tiles = tokens // launch.rows + requests
+    k_tiles, v_tiles = (
+        (copied_tiles(part, launch.tile, dim) for part in own_matrices)
+        if is_copied
+        else (None, None)
+    )
+    in_powers = scale * math.log2(math.e)
+    parts = None
+    if window is None and first_position == 0 and not is_chunked:
+        parts = parts_of_contexts(q, launch, can_share=is_copied)
+    _extend_kernel[(heads, tiles, parts.number if parts else 1)](
+        out,
+        parts.mixed if parts else None,
+        parts.sums if parts else None,
+        q,
+        pool,
+        own.k if own else None,
+        own.v if own else None,
+        k_tiles,
+        v_tiles,
+        page_table,
+        cu_q_lens,
+        kv_lens,
+        sinks,
+        in_powers,
+        layer,
+        page_table.stride(0),
+        own.k.stride(0) if own else 0,
+        own.v.stride(0) if own else 0,
+        requests,
+        tokens,
+        IS_NATIVE=is_dependent(q.device),
+        KV_HEADS=kv_heads,
+        LAYERS=pool.shape[2],
+        GROUP=heads // kv_heads,
+        ROWS=launch.rows,
+        DIM=dim,
+        BLOCK_DIM=block_dim(dim),
+        PAGE_SIZE=page_size,
+        PAGE_STRIDE=pool.stride(0),
+        TILE=launch.tile,
+        MIN_ROWS=least_rows,
+        FIRST_POSITION=first_position,
+        WINDOW=window or 0,
+        IS_CHUNKED=is_chunked,
+        SOFTCAP=softcap / scale,
+        IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
+        PARTS=parts.number if parts else 1,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **launch_options(q.device),
+    )
+    if parts:
+        merge_parts(out, parts, cu_q_lens, kv_lens, sinks, in_powers, least_rows)
+
+
+def launch_config(
+    dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool
+) -> ExtendLaunchConfig:
+    """The launch for a head of `dim` elements of `dtype` and at most `rows` rows a request.
+
+    `is_copied`: the copy engine fetches own K and V, so that two programs share a multiprocessor.
+    """
+    if dtype == torch.float32:
+        return ExtendLaunchConfig(rows=32, tile=32, warps=4, stages=1)
+    if dim > 256:
+        return ExtendLaunchConfig(rows=64, tile=32, warps=8, stages=2)
+    if dim > 128:
+        return ExtendLaunchConfig(rows=64, tile=64, warps=4, stages=2)
+    if is_copied or rows < 1024:
+        return ExtendLaunchConfig(rows=64, tile=64, warps=4, stages=3)
+    return ExtendLaunchConfig(rows=128, tile=64, warps=8, stages=3)
+
+
+def parts_of_contexts(
+    q: torch.Tensor, launch: ExtendLaunchConfig, *, can_share: bool
+) -> Parts | None:
+    """Parts of a step's contexts, chosen as if all rows belonged to one request; each further
+    request adds at most one tile.
+
+    `can_share`: a multiprocessor runs two programs at the same time.
+    """
+    tokens, heads, _ = q.shape
+    programs = heads * cdiv(tokens, launch.rows)
+    at_once = num_multiprocessors(q.device) * (2 if can_share else 1)
+    return make_parts(q, programs, at_once)
+
+
+@triton.jit(do_not_specialize=["requests", "layer", "tokens"])
+def _extend_kernel(
+    out: tl.tensor,
+    mixed_of_parts: tl.tensor,
+    sums_of_parts: tl.tensor,
+    q: tl.tensor,
+    pool: tl.tensor,
+    own_k: tl.tensor,
+    own_v: tl.tensor,
+    k_tiles: tl.tensor_descriptor,
+    v_tiles: tl.tensor_descriptor,
+    page_table: tl.tensor,
+    cu_q_lens: tl.tensor,
+    kv_lens: tl.tensor,
+    sinks: tl.tensor,
+    scale: float,
+    layer: int,
+    table_stride: int,
+    k_stride: int,
+    v_stride: int,
+    requests: int,
+    tokens: int,
+    IS_DEPENDENT: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    head = tl.program_id(0)
+    index = tl.program_id(1)
+    request = request_of_tile(index, cu_q_lens, requests, ROWS)
+    first_row = tl.load(cu_q_lens + request)
+    q_len = tl.load(cu_q_lens + request + 1) - first_row
+    # Later tiles of a request see more of it. The longest work begins first, and so does that of
+    # the first requests, which continue a prompt.
+    begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
+    cached = tl.load(kv_lens + request) - q_len
+    part, parts = tl.program_id(2), parts_of(cached, PARTS)
+    if (q_len < MIN_ROWS) | (begin < 0) | (part >= parts):
+        return
+
+    IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
+    OF_ROWS: tl.constexpr = PAGE_SIZE * DIM
+    PART_UNIT: tl.constexpr = max(TILE, PAGE_SIZE)
+    kv_head = head // GROUP
+    row = begin + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_DIM)
+    mask = (row < q_len)[:, None] & (column < DIM)[None, :]
+    q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
+    q_at += column[None, :]
+    query = tl.load(q + q_at, mask=mask, other=0.0)
+    if IS_SCALED:
+        query, unit_of_query = query_in_units(query)
+        unit = LEAST_UNIT
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+
+    last_seen = cached + row
+    table = page_table + request.to(tl.int64) * table_stride
+    # In pages: every row sees [full, common), no row sees anything before `first` or from `end` on.
+    if own_k is None:
+        end = cached + tl.minimum(begin + ROWS, q_len)
+        common = (cached + begin + 1) // TILE * TILE if FIRST_POSITION == 0 else 0
+    else:
+        end = cached
+        common = cached // TILE * TILE
+    first, full, tail, walked = 0, 0, common, table
+    own_begin, own_end = begin, tl.minimum(begin + ROWS, q_len)
+    if PARTS > 1:
+        # This program attends to one part of the common positions, and in the last part also to
+        # those after them. Positions are counted from the part's first page: a loop from 0 on takes
+        # a fifth fewer instructions, since the compiler then knows that none is negative.
+        part_begin = part * (common // PART_UNIT) // parts * PART_UNIT
+        part_end = (part + 1) * (common // PART_UNIT) // parts * PART_UNIT
+        is_last = part == parts - 1
+        walked = table + part_begin // PAGE_SIZE
+        common = tl.where(is_last, common, part_end) - part_begin
+        tail = tl.where(is_last, tail, end)
+        own_begin = tl.where(is_last, own_begin, 0)
+        own_end = tl.where(is_last, own_end, 0)
+    if WINDOW > 0:
+        first, full = window_of_rows(cached + begin, ROWS, common, 0, WINDOW, IS_CHUNKED, TILE)
+        tail = tl.maximum(common, first // TILE * TILE)
+        for start in range(first // TILE * TILE, full, TILE):
+            position = start + tl.arange(0, TILE)
+            k_at, scale_at = k_of_pages(
+                pool, table, position, end, kv_head, layer, column,
+                LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+            )  # fmt: skip
+            if IS_SCALED:
+                largest, total, mixed, unit = attend_scaled_tile(
+                    largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position,
+                    end, last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, 0,
+                    IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                )  # fmt: skip
+            else:
+                largest, total, mixed = attend_tile(
+                    largest, total, mixed, query, k_at, k_at + OF_ROWS,
+                    position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+                )  # fmt: skip
+    for start in range(full, common, TILE):
+        position = start + tl.arange(0, TILE)
+        k_at, scale_at = k_of_pages(
+            pool, walked, position, end, kv_head, layer, column,
+            LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
+        )  # fmt: skip
+        if IS_SCALED:
+            largest, total, mixed, unit = attend_scaled_tile(
+                largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
+                last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, False, IS_NATIVE, 0,
+                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+            )  # fmt: skip
+        else:
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end, last_seen,
+                scale, DIM, BLOCK_DIM, False, 0, IS_FUSED, SOFTCAP=SOFTCAP,
+            )  # fmt: skip
+    for start in range(tail, end, TILE):
+        position = start + tl.arange(0, TILE)
+        k_at, scale_at = k_of_pages(
+            pool, table, position, end, kv_head, layer, column,
+            LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+        )  # fmt: skip
+        if IS_SCALED:
+            largest, total, mixed, unit = attend_scaled_tile(
+                largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
+                last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, FIRST_POSITION,
+                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+            )  # fmt: skip
+        else:
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at, k_at + OF_ROWS,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+            )  # fmt: skip
+    if IS_SCALED:
+        mixed = mixed * unit
+        if own_k is not None:
+            # The query without units is read once more, so that it takes no registers.
+            query = tl.load(q + q_at, mask=mask, other=0.0)
+    if own_k is not None:
+        k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
+        v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
+        first, full = 0, 0
+        if WINDOW > 0:
+            first, full = window_of_rows(begin, ROWS, begin, cached, WINDOW, IS_CHUNKED, TILE)
+            for start in range(first // TILE * TILE, full, TILE):
+                position = start + tl.arange(0, TILE)
+                at = position.to(tl.int64)[:, None]
+                largest, total, mixed = attend_tile(
+                    largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
+                    position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                    first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
+                )  # fmt: skip
+        # Before the diagonal, then across it.
+        for start in range(full, own_begin, TILE):
+            if k_tiles is not None:
+                keys = k_tiles.load([first_row + start, kv_head * DIM])
+                values = v_tiles.load([first_row + start, kv_head * DIM])
+                scores = capped(tl.dot(query, tl.trans(keys)), SOFTCAP)
+                largest, total, mixed = mix_tile(
+                    largest, total, mixed, scores, values, scale, IS_FUSED
+                )
+            else:
+                position = start + tl.arange(0, TILE)
+                at = position.to(tl.int64)[:, None]
+                largest, total, mixed = attend_tile(
+                    largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
+                    position, q_len, row, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
+                    SOFTCAP=SOFTCAP,
+                )  # fmt: skip
+        for start in range(own_begin, own_end, TILE):
+            position = start + tl.arange(0, TILE)
+            at = position.to(tl.int64)[:, None]
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
+                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
+            )  # fmt: skip
+    if PARTS > 1:
+        # The result of a context with one part is complete; the code below writes it.
+        is_shared = parts > 1
+        if is_shared:
+            leave_part(
+                mixed_of_parts, sums_of_parts, part, first_row + row, head, tokens,
+                tl.num_programs(0), largest, total, mixed, row < q_len, DIM, BLOCK_DIM,
+            )  # fmt: skip
+            return
+    if sinks is not None:
+        total = with_sink(total, largest, sinks, head, scale)
+    # With a window, rows beyond the request's own may see no position.
+    mixed = mixed / (tl.where(total > 0.0, total, 1.0) if WINDOW > 0 else total)[:, None]
+    if FIRST_POSITION > 0:
+        mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
+    tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def window_of_rows(
+    at: tl.tensor,
+    rows: int,
+    end: tl.tensor,
+    before: tl.tensor,
+    WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """For rows at positions from `at` on: the first position that any of them sees, and the first
+    tile boundary, before `end`, from which on all of them see everything. Positions are counted
+    from `before` on.
+    """
+    if IS_CHUNKED:
+        first = tl.maximum(first_of_chunk(at, before, WINDOW), 0)
+        all_see = tl.maximum(first_of_chunk(at + rows - 1, before, WINDOW), 0)
+    else:
+        first = tl.maximum(at + 1 - WINDOW, 0)
+        all_see = tl.maximum(at + rows - WINDOW, 0)
+    return first, tl.minimum(tl.cdiv(all_see, TILE) * TILE, end)
+
+
+@triton.jit
+def first_of_chunk(at: tl.tensor, before: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """First position of the chunk that holds positions `at`, all counted from `before` on."""
+    return (at + before) // WINDOW * WINDOW - before
+
+
+@triton.jit
+def k_of_pages(
+    pool: tl.tensor,
+    table: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    kv_head: tl.tensor,
+    layer: int,
+    column: tl.tensor,
+    LAYERS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Address of K at the given positions; V is one page's rows further. In 8 bits also the address
+    of the scales, which is meaningless in other formats.
+    """
+    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
+    if IS_PARTIAL:
+        page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
+    else:
+        page = tl.load(table + position // PAGE_SIZE)
+    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
+    at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
+    scale_at = page
+    if MORE > 0:
+        scale_at = scales_at(
+            pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
+        )
+    return pool + at[:, None] + column[None, :], scale_at
+
+
+@triton.jit
+def attend_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    query: tl.tensor,
+    k_at: tl.tensor,
+    v_at: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    last_seen: tl.tensor,
+    scale: float,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+    first: int = 0,
+    WINDOW: tl.constexpr = 0,
+    SOFTCAP: tl.constexpr = 0.0,
+    before: int = 0,
+    IS_CHUNKED: tl.constexpr = False,
+    scale_at: tl.tensor = None,
+    TO_V: tl.constexpr = 0,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds a tile of positions to a running softmax. With IS_PARTIAL each row adds what it sees of
+    the tile.
+
+    In 8 bits `scale_at` points to the scales of K, and those of V are TO_V further.
+    """
+    in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    if IS_PARTIAL:
+        is_there = position < end
+        if FIRST_POSITION > 0:
+            is_there &= position >= FIRST_POSITION
+        if WINDOW > 0:
+            is_there &= position >= first
+        keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0)
+        values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0)
+    elif DIM == BLOCK_DIM:
+        keys = tl.load(k_at)
+        values = tl.load(v_at)
+    else:
+        keys = tl.load(k_at, mask=in_dim, other=0)
+        values = tl.load(v_at, mask=in_dim, other=0)
+    if TO_V > 0:
+        exists = is_there if IS_PARTIAL else None
+        keys = dequantised(keys, scale_at, exists, query.dtype)
+        values = dequantised(values, scale_at + TO_V, exists, query.dtype)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    scores = capped(scores, SOFTCAP)
+    if IS_PARTIAL:
+        scores = seen_alone(
+            scores, position, is_there, last_seen, before, FIRST_POSITION, WINDOW, IS_CHUNKED
+        )
+    return mix_tile(  # type: ignore[no-any-return]
+        largest, total, mixed, scores, values, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
+    )
+
+
+@triton.jit
+def seen_alone(
+    scores: tl.tensor,
+    position: tl.tensor,
+    is_there: tl.tensor,
+    last_seen: tl.tensor,
+    before: int,
+    FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+) -> tl.tensor:
+    """Scores of the positions of a tile that each row sees; the others are hidden."""
+    is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
+    if IS_CHUNKED:
+        is_seen &= position[None, :] >= first_of_chunk(last_seen, before, WINDOW)[:, None]
+    elif WINDOW > 0:
+        is_seen &= position[None, :] > last_seen[:, None] - WINDOW
+    # Finite where a whole tile may be hidden: its weight vanishes next to any other tile's.
+    return tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
+
+
+@triton.jit
+def attend_scaled_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    unit: tl.tensor,
+    query: tl.tensor,
+    unit_of_query: tl.tensor,
+    k_at: tl.tensor,
+    scale_at: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    last_seen: tl.tensor,
+    scale: float,
+    first: int,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """`attend_tile` for pages in 8 bits, whose scales are applied to scores and weights; `unit` as
+    in `weights_in_units`.
+    """
+    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
+    is_there = position < end
+    if FIRST_POSITION > 0:
+        is_there &= position >= FIRST_POSITION
+    if WINDOW > 0:
+        is_there &= position >= first
+    mask = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    if IS_PARTIAL:
+        mask &= is_there[:, None]
+        k_scales = tl.load(scale_at, mask=is_there, other=0.0)
+        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES, mask=is_there, other=0.0)
+    else:
+        k_scales = tl.load(scale_at)
+        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES)
+    if IS_PARTIAL or DIM < BLOCK_DIM:
+        keys = tl.load(k_at, mask=mask, other=0)
+        values = tl.load(k_at + OF_ROWS, mask=mask, other=0)
+    else:
+        keys = tl.load(k_at)
+        values = tl.load(k_at + OF_ROWS)
+    keys = widened(keys, query.dtype, IS_NATIVE)
+    values = widened(values, query.dtype, IS_NATIVE, True)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    scores = capped(scores * (k_scales * unit_of_query)[None, :], SOFTCAP)
+    if IS_PARTIAL:
+        scores = seen_alone(
+            scores, position, is_there, last_seen, 0, FIRST_POSITION, WINDOW, IS_CHUNKED
+        )
+    largest, total, shrink, weights = weigh_tile(
+        largest, total, scores, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
+    )
+    weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
+    mixed = mixed * shrink[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return largest, total, mixed, unit
+
+
+@triton.jit
+def mix_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    scores: tl.tensor,
+    values: tl.tensor,
+    scale: float,
+    IS_FUSED: tl.constexpr,
+    MAY_SEE_NONE: tl.constexpr = False,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds values, weighed by their scores, to a running softmax."""
+    largest, total, shrink, weights = weigh_tile(
+        largest, total, scores, scale, IS_FUSED, MAY_SEE_NONE
+    )
+    mixed = mixed * shrink[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return largest, total, mixed
+
+
+@triton.jit
+def weigh_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    scores: tl.tensor,
+    scale: float,
+    IS_FUSED: tl.constexpr,
+    MAY_SEE_NONE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Each row's largest score and sum of weights with one more tile, the factor on its earlier
+    sums, and the tile's weights.
+    """
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    reference = new_largest
+    if MAY_SEE_NONE:
+        # The maximum over this tile and those before it, kept finite, since infinities have no
+        # difference.
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    # Scaled after the subtraction, so that it is exactly 1 where a tile brings nothing larger, also
+    # where a row sees none of it. A difference of products would not be 1, since a fused
+    # multiply-add does not round one of them.
+    shrink = tl.exp2((largest - reference) * scale)
+    if IS_FUSED:
+        # One instruction a score; its error is far below the rounding of the weights.
+        weights = tl.exp2(tl.fma(scores, scale, -(reference * scale)[:, None]))
+    else:
+        # As above: exact for the scores that matter.
+        weights = tl.exp2((scores - reference[:, None]) * scale)
+    total = tl.fma(total, shrink, tl.sum(weights, axis=1))
+    return new_largest, total, shrink, weights

@@ -1,0 +1,256 @@
+"""Trees of drafts from a head of EAGLE-3, grown as EAGLE-2 does (Li et al. 2024, section 4).
+
+On each level the `width` nodes of highest path probability get `width` children each. In the end
+the nodes of highest path probability are kept; they form a tree, since a path is never more
+probable than its beginning. A level is one run of the head. Its rows follow one another after the
+last token, until the target's step overwrites them.
+
+    rows of the head   root | level 1: w rows | level 2: w rows | ...
+    places             start  start + 1 ...     start + 1 + w ...
+    positions          start  start + 1         start + 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from weft.kernels.ops.draft_head import DraftHeadWeight, TurnRows, draft_turn
+from weft.kernels.ops.lora import LoraStep
+
+_LAST_BIT = 62
+"""Last bit of a word; ranks of dropped nodes are clamped to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTrees:
+    """Inputs for growing a tree after the last token of each of R requests."""
+
+    width: int
+    depth: int
+    num_nodes: int
+    """Nodes to keep of each tree: at most as many as are grown, and at most 31."""
+    starts: torch.Tensor
+    """[R] int64: positions of the last tokens."""
+    slots: torch.Tensor
+    """[1 + width * (depth - 1), R] int64: page * page_size + offset of the places from `starts` on;
+    a place without a page is in the null page, page 0.
+    """
+    is_whole: torch.Tensor
+    """[R] bool: whether all places have pages; if not, the tree ends with its first level."""
+    max_depths: torch.Tensor
+    """[R] int64: depth of the deepest node that is kept."""
+    page_table: torch.Tensor
+    """[R, max_pages] int32, contiguous along a row; wide enough for all places."""
+    cu_q_lens: torch.Tensor
+    """[R + 1] int32: 0, 1, 2 ..., the offsets of one row for each request."""
+    max_kv_len: int
+    root_lora: LoraStep | None = None
+    """What adapters add to the head's layer, number 0, for the R rows of the first run."""
+    lora: LoraStep | None = None
+    """What adapters add for the R * width rows of the later runs, request by request."""
+
+    @property
+    def num_grown(self) -> int:
+        """Nodes of all levels of one tree."""
+        return self.width + self.width * self.width * (self.depth - 1)
+
+
+class Nodes(NamedTuple):
+    """All nodes grown, M for each of R trees, level by level."""
+
+    tokens: torch.Tensor
+    """[R, M] int64, ids of the target's vocabulary."""
+    scores: torch.Tensor
+    """[R, M] float32: logarithms of path probabilities; -inf: the node must not be kept."""
+    paths: torch.Tensor
+    """[R, M] int64: one bit for each expanded node on the way from the root to this node."""
+    chosen: torch.Tensor
+    """[R, width * (depth - 1)] int64: which of the M nodes were expanded."""
+
+
+class Expanded(NamedTuple):
+    """Nodes that get children, P for each of R trees: the rows of the head's next run."""
+
+    tokens: torch.Tensor
+    """[R * P] int64."""
+    scores: torch.Tensor
+    """[R * P] float32."""
+    paths: torch.Tensor
+    """[R * P] int64: bits of the expanded nodes on the way to each node, and of the node itself."""
+    rows: torch.Tensor
+    """[R * P] int64: row of each node's parent in the run before."""
+
+
+def draft_tree(
+    state: torch.Tensor,
+    token_ids: torch.Tensor,
+    w: DraftHeadWeight,
+    trees: DraftTrees,
+    pool: torch.Tensor,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Grows trees, without waiting for a device.
+
+    Args:
+        state: [R, H]: g of the position before the last token.
+        token_ids: [R] int64: last tokens.
+        pool: As in `draft_entries`; the head's layer is written.
+        layer: Index of the head's layer in the pool.
+
+    Returns:
+        Tokens [num_nodes, R] int64 of the target's vocabulary, and words [num_nodes, R] int64. Node
+        i is row i + 1 of its request after the last token. The bits of its word are the rows that
+        it sees, itself and row 0 among them (`weft.kernels.ops.attention`). Nodes come in the order
+        of their path probabilities. Nodes that must not be kept follow row 0.
+    """
+    requests, num_grown = len(trees.starts), trees.num_grown
+    whole = torch.empty((2, requests, num_grown), dtype=torch.int64, device=state.device)
+    nodes = Nodes(
+        whole[0],
+        torch.empty((requests, num_grown), dtype=torch.float32, device=state.device),
+        whole[1],
+        whole.new_empty((requests, trees.width * (trees.depth - 1))),
+    )
+    expanded = Expanded(
+        token_ids,
+        torch.where(trees.max_depths >= 1, 0.0, -torch.inf),
+        torch.zeros_like(token_ids),
+        token_ids,
+    )
+    for depth, turn in enumerate(_turns(trees)):
+        if depth > 0:
+            turn = replace(turn, ancestors=expanded.paths)
+        state, logits = draft_turn(state, expanded.tokens, w, turn, pool, layer)
+        expanded = _grow(nodes, logits, w.target_ids, expanded, trees, depth)
+        if depth + 1 < trees.depth:
+            state = state.index_select(0, expanded.rows)
+    return _keep_best(nodes, trees.num_nodes)
+
+
+def _turns(trees: DraftTrees) -> list[TurnRows]:
+    """Rows of each level, the root's first, still without ancestor words. A tree without pages for
+    its places has an empty context and writes to the null page.
+    """
+    width, requests, device = trees.width, len(trees.starts), trees.starts.device
+    turns = [
+        TurnRows(
+            positions=trees.starts,
+            slots=trees.slots[0],
+            page_table=trees.page_table,
+            cu_q_lens=trees.cu_q_lens,
+            kv_lens=(trees.starts + 1).int(),
+            max_kv_len=trees.max_kv_len,
+            lora=trees.root_lora,
+        )
+    ]
+    if trees.depth == 1:
+        return turns
+    count = trees.depth - 1
+    levels = torch.arange(1, trees.depth, device=device)
+    # No node after the request's last possible position is kept.
+    behind = torch.minimum(levels[:, None], trees.max_depths.clamp(min=0))
+    positions = (trees.starts + behind).repeat_interleave(width, dim=1)
+    slots = trees.slots[1:].view(count, width, requests).transpose(1, 2)
+    slots = slots.reshape(count, requests * width).contiguous()
+    begins = torch.where(trees.is_whole, trees.starts + 1, 1)
+    kv_lens = (begins + width * levels[:, None]).int()
+    page_table = torch.where(trees.is_whole[:, None], trees.page_table, 0)
+    cu_q_lens = trees.cu_q_lens * width
+    for level in range(count):
+        turns.append(
+            TurnRows(
+                positions=positions[level],
+                slots=slots[level],
+                page_table=page_table,
+                cu_q_lens=cu_q_lens,
+                kv_lens=kv_lens[level],
+                max_kv_len=trees.max_kv_len,
+                max_q_len=width,
+                earlier_rows=width * level,
+                lora=trees.lora,
+            )
+        )
+    return turns
+
+
+def grow_reference(
+    nodes: Nodes,
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    parents: Expanded,
+    trees: DraftTrees,
+    depth: int,
+) -> Expanded:
+    """Gives nodes their children, and chooses those of them that get children.
+
+    Args:
+        nodes: Receives the children, and which of them get children.
+        logits: [R * P, draft vocabulary] float32: logits of `parents`; NaN is never chosen.
+        depth: Depth of the parents; 0 for the root.
+
+    Returns:
+        The `width` chosen nodes of each tree; undefined for the last level.
+    """
+    width, requests = trees.width, len(trees.starts)
+    found = logits.log_softmax(dim=-1).topk(width, dim=-1)
+    scores = parents.scores[:, None] + found.values
+    scores = torch.where(scores.isnan(), -torch.inf, scores).view(requests, -1)
+    tokens = target_ids[found.indices].view(requests, -1)
+    paths = parents.paths[:, None].expand(-1, width).reshape(requests, -1)
+    begin = 0 if depth == 0 else width + width * width * (depth - 1)
+    for kept, values in zip(nodes, (tokens, scores, paths), strict=False):
+        kept[:, begin : begin + tokens.shape[1]] = values
+    best = scores.topk(width, dim=1).indices
+    bits = torch.arange(width, device=best.device) + width * depth
+    if depth + 1 < trees.depth:
+        nodes.chosen[:, width * depth : width * (depth + 1)] = best + begin
+    is_kept = trees.is_whole & (trees.max_depths > depth + 1)
+    of_request = torch.arange(requests, device=best.device)[:, None] * (tokens.shape[1] // width)
+    return Expanded(
+        tokens.gather(1, best).flatten(),
+        torch.where(is_kept[:, None], scores.gather(1, best), -torch.inf).flatten(),
+        (paths.gather(1, best) | 1 << bits).flatten(),
+        (of_request + best // width).flatten(),
+    )
+
+
+def keep_best_reference(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nodes of highest path probability: tokens and words [num_nodes, R], as from
+    `draft_tree`.
+    """
+    # The sort is stable, so parents come before children of equal score.
+    order = nodes.scores.argsort(dim=1, descending=True, stable=True)
+    best, each = order[:, :num_nodes], torch.arange(order.shape[1], device=order.device)
+    ranks = torch.empty_like(order).scatter_(1, order, each.expand_as(order))
+    # [R, expanded]: the bits of their rows.
+    bits = 1 << (ranks.gather(1, nodes.chosen) + 1).clamp(max=_LAST_BIT)
+    is_real = nodes.scores.gather(1, best) > -torch.inf
+    paths = torch.where(is_real, nodes.paths.gather(1, best), 0)
+    follows = paths[:, :, None] >> each[: bits.shape[1]] & 1
+    words = 1 + (2 << each[:num_nodes]) + (follows * bits[:, None]).sum(dim=2)
+    return nodes.tokens.gather(1, best).t().contiguous(), words.t().contiguous()
+
+
+def _grow(
+    nodes: Nodes,
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    parents: Expanded,
+    trees: DraftTrees,
+    depth: int,
+) -> Expanded:
+    if logits.is_cuda:
+        from weft.kernels.ops.draft_tree import triton_nodes as gpu
+
+        return gpu.grow(nodes, logits, target_ids, parents, trees, depth)
+    return grow_reference(nodes, logits, target_ids, parents, trees, depth)
+
+
+def _keep_best(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if nodes.tokens.is_cuda:
+        from weft.kernels.ops.draft_tree import triton_nodes as gpu
+
+        return gpu.keep_best(nodes, num_nodes)
+    return keep_best_reference(nodes, num_nodes)

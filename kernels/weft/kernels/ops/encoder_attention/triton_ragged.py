@@ -1,0 +1,220 @@
+"""Attention in both directions over a ragged batch on a GPU, without padding.
+
+A program holds a tile of one sequence's rows for one head and walks the rows that they see
+(FlashAttention-2, arXiv 2307.08691). Kernels read bounds from the device, so that launches can be
+captured for any lengths. Tiles begin at a sequence's first row and have one size for each dtype and
+head size, so that a row's bits do not depend on the rest of the batch.
+
+On an H100, in captured steps of 8,192 rows and 16 heads of 64, it takes 58 us where sequences have
+512 rows, 47 where they have 128 and 55 where they have 32; FlashAttention-3 with its preparation
+takes 69, 57 and 155. Both were measured in one run, before requests without rows ended early.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.ops.attention.triton_extend import mix_tile
+from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.shared.launch_sizes import next_power_of_2
+from weft.kernels.shared.request_tiles import request_of_tile
+
+
+class _LaunchConfig(NamedTuple):
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def encoder_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_lens: torch.Tensor,
+    reach: int | None,
+    slopes: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """`weft.kernels.ops.encoder_attention.encoder_attention` for CUDA tensors, whose rows may have
+    any stride; the elements of a row's heads must be contiguous.
+    """
+    tokens, heads, dim = q.shape
+    if any(x.stride(2) != 1 or x.stride(1) != dim for x in (q, k, v)):
+        raise ValueError("heads of q, k and v must lie behind one another")
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    requests = len(cu_lens) - 1
+    if not tokens or not requests:
+        return out
+    launch = _launch_config(q.dtype, dim)
+    # An upper bound: each sequence has at most one tile that is not full.
+    tiles = tokens // launch.rows + requests
+    _encoder_kernel[(heads, tiles)](
+        out,
+        q,
+        k,
+        v,
+        cu_lens,
+        slopes,
+        scale * math.log2(math.e),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        requests,
+        HEADS=heads,
+        GROUP=heads // k.shape[1],
+        ROWS=launch.rows,
+        TILE=launch.tile,
+        DIM=dim,
+        BLOCK_DIM=next_power_of_2(dim),
+        REACH=-1 if reach is None else reach,
+        IS_FUSED=q.dtype.itemsize == 2,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **launch_options(q.device),
+    )
+    return out
+
+
+def _launch_config(dtype: torch.dtype, dim: int) -> _LaunchConfig:
+    if dtype == torch.float32:
+        return _LaunchConfig(rows=32, tile=32, warps=4, stages=1)
+    if dim > 128:
+        return _LaunchConfig(rows=64, tile=64, warps=4, stages=2)
+    if dim > 64:
+        return _LaunchConfig(rows=128, tile=64, warps=8, stages=3)
+    return _LaunchConfig(rows=64, tile=64, warps=4, stages=3)
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _encoder_kernel(
+    out: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cu_lens: tl.tensor,
+    slopes: tl.tensor,
+    scale: float,
+    q_stride: int,
+    k_stride: int,
+    v_stride: int,
+    requests: int,
+    IS_DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    REACH: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    head = tl.program_id(0)
+    index = tl.program_id(1)
+    # Steps are captured for more requests than they have. Request r at the end without rows has one
+    # tile, number last // ROWS + r, whose program ends here, before the search.
+    last = tl.load(cu_lens + requests)
+    behind = index - last // ROWS
+    at_number = tl.load(cu_lens + tl.minimum(tl.maximum(behind, 0), requests))
+    if (behind >= 0) & (at_number == last):
+        return
+    request = request_of_tile(index, cu_lens, requests, ROWS)
+    first_row = tl.load(cu_lens + request)
+    length = tl.load(cu_lens + request + 1) - first_row
+    begin = (index - first_row // ROWS - request) * ROWS
+    if begin >= length:
+        return
+
+    row = begin + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_DIM)
+    in_dim = (column < DIM)[None, :]
+    at = (first_row + row).to(tl.int64)
+    mask = (row < length)[:, None] & in_dim
+    query = tl.load(q + at[:, None] * q_stride + head * DIM + column[None, :], mask=mask, other=0.0)
+    slope = 0.0
+    if slopes is not None:
+        # For scores that are not scaled yet; `scale` is for powers of 2.
+        slope = tl.load(slopes + head) * 1.4426950408889634 / scale
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+
+    seen = tl.arange(0, TILE)
+    k_at = k + first_row.to(tl.int64) * k_stride + head // GROUP * DIM + column[None, :]
+    v_at = v + first_row.to(tl.int64) * v_stride + head // GROUP * DIM + column[None, :]
+    low, full, high = 0, length // TILE * TILE, length
+    if REACH >= 0:
+        low = tl.maximum(begin - REACH, 0) // TILE * TILE
+        full = low
+        high = tl.minimum(begin + ROWS + REACH, length)
+    for start in range(low, full, TILE):
+        position = start + seen
+        to = position.to(tl.int64)[:, None]
+        largest, total, mixed = _add_tile(
+            largest, total, mixed, query, k_at + to * k_stride, v_at + to * v_stride,
+            row, position, length, scale, slope, in_dim,
+            slopes is not None, REACH, IS_FUSED, DIM == BLOCK_DIM, False,
+        )  # fmt: skip
+    for start in range(full, high, TILE):
+        position = start + seen
+        to = position.to(tl.int64)[:, None]
+        largest, total, mixed = _add_tile(
+            largest, total, mixed, query, k_at + to * k_stride, v_at + to * v_stride,
+            row, position, length, scale, slope, in_dim,
+            slopes is not None, REACH, IS_FUSED, DIM == BLOCK_DIM, True,
+        )  # fmt: skip
+    # Rows after the sequence's last one may see nothing; they are not stored.
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    out_at = (at * HEADS + head)[:, None] * DIM + column[None, :]
+    tl.store(out + out_at, mixed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    query: tl.tensor,
+    k_at: tl.tensor,
+    v_at: tl.tensor,
+    row: tl.tensor,
+    position: tl.tensor,
+    length: tl.tensor,
+    scale: float,
+    slope: tl.tensor,
+    in_dim: tl.tensor,
+    HAS_SLOPES: tl.constexpr,
+    REACH: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds a tile of visible rows to a running softmax of base 2."""
+    if IS_PARTIAL:
+        is_there = (position < length)[:, None] & in_dim
+        keys = tl.load(k_at, mask=is_there, other=0.0)
+        values = tl.load(v_at, mask=is_there, other=0.0)
+    elif IS_WIDE:
+        keys = tl.load(k_at)
+        values = tl.load(v_at)
+    else:
+        keys = tl.load(k_at, mask=in_dim, other=0.0)
+        values = tl.load(v_at, mask=in_dim, other=0.0)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if HAS_SLOPES:
+        scores -= slope * tl.abs(row[:, None] - position[None, :]).to(tl.float32)
+    if IS_PARTIAL:
+        is_seen = (position < length)[None, :]
+        if REACH >= 0:
+            distance = tl.abs(row[:, None] - position[None, :])
+            is_seen = is_seen & (distance <= REACH)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    return mix_tile(  # type: ignore[no-any-return]
+        largest, total, mixed, scores, values, scale, IS_FUSED, REACH >= 0
+    )

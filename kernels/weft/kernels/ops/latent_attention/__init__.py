@@ -1,0 +1,339 @@
+"""Attention over paged latents: each position has one vector, which is key and value of all heads.
+
+`latent_attention` computes with the latents themselves, which suits few rows. For a prompt's many
+rows it is less work to compute keys and values by head for the prompt's own positions
+(`own_attention`), and to merge the result (`merged`) with attention to the positions before the
+step (`attention_before`). For very many rows it is even less work to compute keys and values by
+head for those earlier positions too (`earlier_attention`).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from weft.kernels.ops.attention import AttentionMetadata, check_ancestors
+from weft.kernels.ops.pages.pool import has_dense_pages
+
+_MAX_SCORES = 1 << 24
+"""Most scores that are held at once."""
+NOTHING = -1e38
+"""Logarithm of a softmax's sum that has no weight in it."""
+
+
+class EarlierLatents(NamedTuple):
+    """The cached positions of a step's requests with several rows, request by request."""
+
+    places: torch.Tensor
+    """[N] int64: page * page_size + offset, as for `write_latents`."""
+    parts: tuple[tuple[slice, torch.Tensor], ...]
+    """Parts of these positions, none with more positions than the step has rows. A part is a slice
+    of `places` and [R + 1] int32: where each request's positions begin within the part, and where
+    the last request's end.
+    """
+
+
+class LatentSpec(NamedTuple):
+    """The constants of one layer's attention."""
+
+    heads: int
+    """H."""
+    value_dim: int
+    """V: elements of a value, which are the first of a position's vector."""
+    scale: float
+    """Factor on the scores."""
+    first_position: int = 0
+    """First position to attend to; a row that sees none gets zeros."""
+
+
+def latent_attention(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
+) -> torch.Tensor:
+    """Causal attention of each request's new rows over its pages, in the absorbed form.
+
+    The caller has multiplied the queries by the projection of latents to keys, and multiplies the
+    result by the projection of latents to values (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+    The step's own vectors must be in the pool already. Rows may form trees, as in
+    `paged_attention`.
+
+    Args:
+        q: [T, H, D], contiguous.
+        pool: [num_pages, 1, layers, 1, page_size, D], contiguous within a page, dtype of `q`.
+
+    Returns:
+        [T, H, V], dtype of `q`; softmax in float32.
+
+    Raises:
+        IndexError: `layer` points outside.
+    """
+    _check(q, pool, layer, spec, step)
+    if q.is_cuda:
+        from weft.kernels.ops.latent_attention import triton_latent as gpu
+
+        return gpu.latent_attention(q, pool, layer, spec, step)
+    return latent_attention_reference(q, pool, layer, spec, step)
+
+
+def planned(
+    step: AttentionMetadata, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
+) -> AttentionMetadata:
+    """Prepares a step for consecutive layers of equal constants in which all rows attend. `rows`:
+    T.
+    """
+    if step.divided is None:
+        step = step._replace(divided=_divided(step.places, pool.shape[-2]))
+    if step.num_earlier and step.earlier is None and step.ancestors is None:
+        step = step._replace(earlier=_earlier_latents(step, step.num_earlier, rows, pool.shape[-2]))
+    if not pool.is_cuda or step.latents is not None or step.ancestors is not None:
+        return step
+    from weft.kernels.ops.latent_attention import library_flash_mla as flash_mla
+
+    if not flash_mla.supports(dtype, pool.shape[-1], spec, pool.shape[-2]):
+        return step
+    if step.max_q_len <= 1 and rows != step.page_table.shape[0]:
+        return step
+    return step._replace(latents=flash_mla.plan_latents(step, rows, spec.heads))
+
+
+def _earlier_latents(
+    step: AttentionMetadata, total: int, rows: int, page_size: int
+) -> EarlierLatents:
+    counts = step.cu_q_lens.diff()
+    before = torch.where(counts > 1, step.kv_lens - counts, 0)
+    ends = before.cumsum(0)
+    number = torch.arange(total, device=ends.device)
+    request = torch.searchsorted(ends, number, right=True)
+    position = number - (ends - before).index_select(0, request)
+    places = step.page_table[request, position // page_size].long() * page_size
+    bounds = torch.cat([ends.new_zeros(1), ends])
+    parts = []
+    for first in range(0, total, rows):
+        end = min(first + rows, total)
+        parts.append((slice(first, end), (bounds - first).clamp(0, end - first).int()))
+    return EarlierLatents(places + position % page_size, tuple(parts))
+
+
+def attention_before(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`latent_attention` to the positions before the step alone, without trees.
+
+    Returns:
+        [T, H, V], and [T, H] float32: the logarithm of each softmax's sum. A request without
+        earlier positions gets zeros and a very negative number.
+    """
+    _check(q, pool, layer, spec, step)
+    if step.ancestors is not None:
+        raise ValueError("rows of trees attend to each other in the pool")
+    if q.is_cuda:
+        from weft.kernels.ops.latent_attention import triton_latent as gpu
+
+        return gpu.attention_before(q, pool, layer, spec, step)
+    sums = torch.full(q.shape[:2], NOTHING, dtype=torch.float32)
+    return latent_attention_reference(q, pool, layer, spec, step, sums), sums
+
+
+def is_faster_uncompressed(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> bool:
+    """Whether `own_attention` is fast for a step of `rows` rows, which needs FlashAttention-3."""
+    from weft.kernels.ops.attention import library_flash as flash_attention
+
+    return flash_attention.supports_own_rows(dtype, dim, value_dim, rows)
+
+
+def own_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention among the rows of each request.
+
+    Args:
+        q: [T, H, D].
+        k: [T, H, D].
+        v: [T, H, V].
+        cu_q_lens: [R + 1] int32: request r has the rows cu_q_lens[r] to cu_q_lens[r + 1].
+
+    Returns:
+        [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum.
+    """
+    if q.is_cuda:
+        from weft.kernels.ops.attention import library_flash as flash_attention
+
+        return flash_attention.own_attention(q, k, v, cu_q_lens, scale)
+    return own_attention_reference(q, k, v, cu_q_lens, scale)
+
+
+def own_attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = v.new_zeros(v.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
+    for first, end in pairwise(cu_q_lens.tolist()):
+        scores = torch.einsum("thd,shd->hts", q[first:end].float(), k[first:end].float()) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(hidden, float("-inf"))
+        sums[first:end] = scores.logsumexp(dim=-1).t()
+        out[first:end] = torch.einsum("hts,shv->thv", scores.softmax(-1), v[first:end].float())
+    return out, sums
+
+
+def earlier_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each request's rows to all keys that it is given, without a mask.
+
+    Args:
+        q: [T, H, D].
+        k: [N, H, D].
+        v: [N, H, V].
+        cu_q_lens: [R + 1] int32: request r has the rows cu_q_lens[r] to cu_q_lens[r + 1].
+        cu_kv_lens: [R + 1] int32: its keys and values likewise; a request may have none.
+
+    Returns:
+        [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum. Rows
+        without keys get zeros and a very negative number.
+    """
+    if q.is_cuda:
+        from weft.kernels.ops.attention import library_flash as flash_attention
+
+        return flash_attention.earlier_attention(q, k, v, cu_q_lens, cu_kv_lens, scale)
+    return earlier_attention_reference(q, k, v, cu_q_lens, cu_kv_lens, scale)
+
+
+def earlier_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = v.new_zeros((*q.shape[:2], v.shape[2]))
+    sums = q.new_full(q.shape[:2], NOTHING, dtype=torch.float32)
+    keys = pairwise(cu_kv_lens.tolist())
+    for (first, end), (begin, stop) in zip(pairwise(cu_q_lens.tolist()), keys, strict=True):
+        if first == end or begin == stop:
+            continue
+        scores = torch.einsum("thd,shd->hts", q[first:end].float(), k[begin:stop].float()) * scale
+        sums[first:end] = scores.logsumexp(dim=-1).t()
+        out[first:end] = torch.einsum("hts,shv->thv", scores.softmax(-1), v[begin:stop].float())
+    return out, sums
+
+
+def merged(
+    values: torch.Tensor,
+    sums: torch.Tensor,
+    others: torch.Tensor,
+    other_sums: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Merges attention to two disjoint sets of positions.
+
+    Args:
+        values: [T, H, V]: attention to the first set.
+        sums: [T, H] float32: logarithms of its softmaxes' sums.
+        others: Like `values`, for the second set.
+        other_sums: Like `sums`.
+        out: Where the result goes, which may be `values`; None: new memory.
+    """
+    share = torch.sigmoid(other_sums - sums).to(values.dtype)
+    return torch.lerp(values, others, share.unsqueeze(2), out=out)
+
+
+def latent_attention_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    spec: LatentSpec,
+    step: AttentionMetadata,
+    sums_before: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`latent_attention` in eager torch, on any device: gathers each request's pages.
+
+    With `sums_before`, [T, H] float32, it is `attention_before`, which writes them.
+    """
+    page_size, out = pool.shape[-2], q.new_zeros((*q.shape[:2], spec.value_dim))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    starts = step.cu_q_lens.tolist()
+    for request, kv_len in enumerate(step.kv_lens.tolist()):
+        first, end = starts[request], starts[request + 1]
+        if sums_before is not None:
+            kv_len -= end - first
+        if first == end or kv_len == 0:
+            continue
+        pages = step.page_table[request, : -(-kv_len // page_size)].long()
+        keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].to(wide)
+        keys[: spec.first_position] = 0.0  # These rows may never have been written.
+        root = kv_len if sums_before is not None else kv_len - (end - first)
+        at_once = max(1, _MAX_SCORES // (spec.heads * max(1, kv_len)))
+        for begin in range(first, end, at_once):
+            rows = slice(begin, min(begin + at_once, end))
+            number = torch.arange(rows.start - first, rows.stop - first, device=q.device)
+            words = None if step.ancestors is None else step.ancestors[rows]
+            seen = _seen(number, root, kv_len, words)
+            seen[:, : spec.first_position] = False
+            scores = torch.matmul(q[rows].to(wide), keys.t()) * spec.scale
+            scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
+            if sums_before is not None:
+                sums_before[rows] = scores.logsumexp(dim=-1).clamp(min=NOTHING)
+            scores.masked_fill_(~seen.any(dim=1)[:, None, None], 0.0)
+            shares = scores.softmax(dim=-1).masked_fill_(~seen.unsqueeze(1), 0.0)
+            mixed = torch.matmul(shares, keys[:, : spec.value_dim])
+            out[rows] = mixed.to(q.dtype)
+    return out
+
+
+def _seen(number: torch.Tensor, root: int, kv_len: int, words: torch.Tensor | None) -> torch.Tensor:
+    """[N, kv_len] bool."""
+    positions = torch.arange(kv_len, device=number.device)
+    seen = positions <= (root + number).unsqueeze(1)
+    if words is None:
+        return seen
+    bits = words.unsqueeze(1) >> (positions - root).clamp(0, 63)
+    return seen & ((positions < root) | (bits & 1 == 1))
+
+
+def _check(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
+) -> None:
+    tokens, heads, dim = q.shape
+    if pool.dim() != 6 or pool.shape[1] != 1 or pool.shape[3] != 1 or pool.shape[-1] != dim:
+        raise ValueError(f"a pool {tuple(pool.shape)} does not fit queries {tuple(q.shape)}")
+    if heads != spec.heads or not 0 < spec.value_dim <= dim or pool.dtype != q.dtype:
+        raise ValueError(f"{spec} does not fit queries {tuple(q.shape)} {q.dtype}")
+    if not (q.is_contiguous() and has_dense_pages(pool)):
+        raise ValueError("q must be contiguous, and a pool contiguous within a page")
+    if not 0 <= layer < pool.shape[2]:
+        raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
+    if step.ancestors is not None:
+        check_ancestors(step.ancestors, tokens, None, step.max_q_len)
+
+
+def read_latents(pool: torch.Tensor, layer: int, places: torch.Tensor) -> torch.Tensor:
+    """[T, D]: the vectors that `write_latents` has written with these arguments."""
+    return pool[:, 0, layer, 0][_divided(places, pool.shape[-2])]
+
+
+def write_latents(
+    latents: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    places: torch.Tensor,
+    divided: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Writes rows' vectors to the pool.
+
+    Args:
+        latents: [T, D].
+        pool: As in `latent_attention`; changed.
+        places: [T] int64: page * page_size + offset.
+        divided: As in `AttentionMetadata`.
+    """
+    pool[:, 0, layer, 0][divided or _divided(places, pool.shape[-2])] = latents
+
+
+def _divided(places: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return places // page_size, places % page_size

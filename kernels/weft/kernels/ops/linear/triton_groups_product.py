@@ -1,0 +1,625 @@
+"""Products of floats with weights of 4 bits in groups, on a GPU: dense, or of sorted experts.
+
+Numbers become 16-bit floats in registers, exactly, and are the first operand of tensor cores. Each
+group is multiplied separately, and scales and offsets are applied to its sums in float32, so that
+neither weights nor activations are rounded. For many rows, weights are first multiplied by their
+scales and rounded to 16 bits. With `is_fixed` they never are, and only then is a row's result
+independent of the other rows.
+
+For few rows, warps walk slices of K whose sums are added at the end, as in `sliced_linear`. For
+more rows, programs compute tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.ops.linear.triton_groups_unpack import power_of_two, unpacked
+from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS, ExpertParts, gated
+from weft.kernels.ops.moe.triton_sort import Blocks
+from weft.kernels.shared.dependent_launch import (
+    LaunchOptions,
+    is_dependent,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
+from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
+
+
+class GroupsLaunchConfig(NamedTuple):
+    """What a program computes, and how it covers K."""
+
+    rows: int
+    columns: int
+    """Output columns of a program; of a gated pair so many of each."""
+    slices: int
+    """Slices of K, with a warp each; 0: the program's warps share tiles."""
+    warps: int
+    stages: int
+    """Parts of K that are being loaded."""
+    splits: int = 1
+    """Number of programs that share K; a further launch sums their parts. 1 for experts and where
+    gated.
+    """
+    is_rounded: bool = False
+    """Whether weights are rounded to 16-bit floats in registers; only without slices."""
+
+
+_SUMMED = 1024
+"""Columns whose parts a program sums."""
+_FEW_COLUMNS = 8192
+"""Columns up to which few programs would have a tile each."""
+MAX_SLICED_ROWS = 16
+"""Most rows for which warps take slices of K."""
+MAX_GATED_ROWS = 128
+"""Most rows for which the product should also gate."""
+
+
+def product_launch_config(
+    rows: int, columns: int, half: int, *, is_gated: bool, is_fixed: bool, can_split: bool = True
+) -> GroupsLaunchConfig:
+    """The launch configuration of a product (measured on an H100, K of 4,096 and 14,336).
+
+    Args:
+        rows: Rows; of experts, rows of a block.
+        half: Half the columns of a block of the weight.
+        is_fixed: Whether each sum must be one chain over K, the same for any number of rows.
+    """
+    is_short, splits = half < 64, can_split and not is_fixed and columns <= _FEW_COLUMNS
+    if rows <= MAX_SLICED_ROWS and not is_fixed:
+        few = 8 if rows <= 8 else 16
+        if is_short and not can_split:
+            return (
+                GroupsLaunchConfig(few, 32, 4, 4, 4)
+                if few == 8
+                else GroupsLaunchConfig(few, 128, 0, 4, 3)
+            )
+        if is_gated:
+            few_shape = (16, 4, 4, 6 if is_short else 4) if few == 8 else (64, 4, 4, 3)
+            return GroupsLaunchConfig(few, *few_shape)
+        if is_short:
+            return (
+                GroupsLaunchConfig(few, 16, 4, 4, 6, 4)
+                if splits
+                else GroupsLaunchConfig(few, 16, 8, 8, 4)
+            )
+        if few == 8:
+            return GroupsLaunchConfig(8, 16, 4, 4, 6)
+        return GroupsLaunchConfig(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
+    if rows <= 64 and splits and not is_gated:
+        return GroupsLaunchConfig(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
+    if rows <= 64 or is_gated or is_short:
+        few = min(64, max(16, triton.next_power_of_2(rows)))
+        return GroupsLaunchConfig(few, 64, 0, 4, 4 if is_gated or not can_split else 6)
+    if splits:
+        return GroupsLaunchConfig(128, 128, 0, 8, 3, 2)
+    if rows > MAX_GATED_ROWS and not is_fixed:
+        return GroupsLaunchConfig(256, 128, 0, 8, 2, is_rounded=True)
+    return GroupsLaunchConfig(128, 64, 0, 4, 4)
+
+
+class Experts(NamedTuple):
+    """The expert by whose weights each row is multiplied."""
+
+    blocks: Blocks
+    """Pairs in blocks of the launch's rows."""
+    shares: torch.Tensor | None
+    """[T, k] float32; None for gate and up."""
+    top_k: int
+    """Pairs of each row of the input."""
+    more: ExpertParts
+    is_raw: bool = False
+    """Whether gate and up are written side by side, not combined; without biases."""
+
+
+def multiply_groups(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: PackedGroups | PackedExperts,
+    launch: GroupsLaunchConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    is_gated: bool = False,
+    experts: Experts | None = None,
+    options: LaunchOptions | None = None,
+) -> None:
+    """x @ weight^T + bias + residual, or the gated product of a pair of matrices.
+
+    Args:
+        out: [M, N], where gated [M, N / 2], contiguous: receives the result, rounded once; may be
+            the residual. Of experts [P, ...], a row for each pair, times its share unless gated.
+        x: [M, K], contiguous, 16-bit floats.
+        weight: Where gated the rows of gate come first.
+        bias: [N], of experts [E, N], or None.
+        residual: [M, N] or None; of a gated pair of experts [P, N], added before the activation.
+        experts: The expert of each row; None: the weight is a single matrix.
+    """
+    first = weight.first if isinstance(weight, PackedExperts) else weight
+    columns, k = (out.shape[1], first.columns)
+    given: dict[str, Any]
+    if experts is None:
+        many, more = triton.cdiv(x.shape[0], launch.rows), PLAIN_EXPERTS
+        given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
+        given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
+    else:
+        blocks, more = experts.blocks, experts.more
+        many = blocks.expert.shape[0]
+        given = {"order": blocks.order, "block_expert": blocks.expert}
+        given |= {"block_begin": blocks.begin, "block_end": blocks.end, "shares": experts.shares}
+        given |= {"experts": weight.shape[0], "TOP_K": experts.top_k, "IS_RAW": experts.is_raw}
+        if experts.is_raw:
+            columns //= 2
+    is_split = launch.splits > 1
+    assert not (is_split and is_gated)
+    parts, target = (launch.splits, x.shape[0], first.rows), out
+    if is_split:
+        target = torch.empty(parts, dtype=torch.float32, device=x.device)
+    _groups_kernel[(triton.cdiv(columns, launch.columns), many, launch.splits)](
+        target,
+        x,
+        weight.data,
+        weight.scales,
+        weight.offsets,
+        None if is_split else bias,
+        None if is_split else residual,
+        rows=x.shape[0],
+        columns=columns,
+        width=weight.scales.shape[-1],
+        K=k,
+        IS_GATED=is_gated,
+        HALF=first.half,
+        UNIT=first.unit,
+        IS_E2M1=first.is_e2m1,
+        IS_NATIVE=is_dependent(x.device),
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        SLICES=launch.slices,
+        STAGES=launch.stages,
+        SPLITS=launch.splits,
+        IS_ROUNDED=launch.is_rounded,
+        num_warps=launch.warps,
+        **given,
+        **more.gating_arguments(),
+        **(options or launch_options(x.device)),
+    )
+    if is_split:
+        sum_parts(out, target, bias, residual, launch_options(x.device))
+
+
+def sum_parts(
+    out: torch.Tensor,
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    options: LaunchOptions,
+) -> None:
+    """Sums [splits, M, N] float32 in order, adds the bias [N] and the residual [M, N], and rounds
+    once into `out`, [M, N], which may be the residual.
+    """
+    splits, rows, columns = parts.shape
+    _sum_kernel[(rows, triton.cdiv(columns, _SUMMED))](
+        out,
+        parts,
+        bias,
+        residual,
+        columns,
+        parts.stride(0),
+        SPLITS=splits,
+        TILE=_SUMMED,
+        num_warps=4,
+        **options,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _groups_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    data: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    order: tl.tensor,
+    block_expert: tl.tensor,
+    block_begin: tl.tensor,
+    block_end: tl.tensor,
+    shares: tl.tensor,
+    rows: int,
+    columns: int,
+    width: int,
+    experts: int,
+    IS_DEPENDENT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_RAW: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+) -> None:
+    """Parts of a split product are written as they are, to [SPLITS, M, N] float32."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
+    weight_rows = columns * 2 if IS_GATED else columns
+    block = tl.program_id(1)
+    if order is None:
+        row = block * ROWS + tl.arange(0, ROWS)
+        exists = row < rows
+        of_expert = 0
+    else:
+        expert = tl.load(block_expert + block)
+        if expert >= experts:
+            return
+        place = tl.load(block_begin + block) + tl.arange(0, ROWS)
+        exists = place < tl.load(block_end + block)
+        row = tl.load(order + place, mask=exists, other=0)
+        wide_expert = expert.to(tl.int64)
+        of_expert = expert * weight_rows
+        data += wide_expert * weight_rows * (BLOCKS * HALF)
+        scales += wide_expert * (BLOCKS * (2 * HALF // UNIT)) * width
+        if offsets is not None:
+            offsets += wide_expert * (BLOCKS * (2 * HALF // UNIT)) * width
+    row = row.to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns that do not exist read those of the last: cheaper than a mask on each load.
+    last = tl.minimum(column, columns - 1)
+    row_at = x + row // TOP_K * K
+    STEP: tl.constexpr = SLICES if SLICES > 0 else 1
+    OWN: tl.constexpr = (BLOCKS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
+    begin = tl.program_id(2) * OWN
+    end = tl.minimum(begin + OWN, BLOCKS)
+    if SLICES > 0:
+        product, up = _sliced(
+            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES,
+        )  # fmt: skip
+    else:
+        product, up = _tiled(
+            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES, IS_ROUNDED,
+        )  # fmt: skip
+    in_out = column < columns
+    mask = in_out[:, None] & exists[None, :]
+    if bias is not None:
+        product += tl.load(bias + of_expert + last).to(tl.float32)[:, None]
+        if IS_GATED:
+            up += tl.load(bias + of_expert + columns + last).to(tl.float32)[:, None]
+    at = row[None, :] * columns + column[:, None]
+    if SPLITS > 1:
+        stride = tl.cast(columns, tl.int64)
+        at = (tl.program_id(2) * rows + row)[None, :] * stride + column[:, None]
+    elif IS_RAW:
+        at = row[None, :] * (2 * columns) + column[:, None]
+        tl.store(out + at + columns, up.to(out.dtype.element_ty), mask=mask)
+    elif IS_GATED:
+        if residual is not None:
+            beside = residual + row[None, :] * (2 * columns) + column[:, None]
+            product += tl.load(beside, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(beside + columns, mask=mask, other=0.0).to(tl.float32)
+        product = gated(product, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
+    elif shares is not None:
+        product *= tl.load(shares + row, mask=exists, other=0.0)[None, :]
+    elif residual is not None:
+        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sliced(
+    row_at: tl.tensor,
+    exists: tl.tensor,
+    data: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    column: tl.tensor,
+    columns: int,
+    width: int,
+    first_block: int,
+    end: int,
+    K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """[COLUMNS, ROWS] of one projection, and of the second one of a gated pair."""
+    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
+    IS_WHOLE: tl.constexpr = K % (2 * HALF * SLICES) == 0
+    PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
+    slice_ = tl.arange(0, SLICES)
+    part = tl.arange(0, HALF)
+    begin = data + column.to(tl.int64)[None, :, None] * (BLOCKS * HALF) + part[None, None, :]
+    begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * HALF)
+    row_at = row_at[None, :, None] + part[None, None, :]
+    is_row = exists[None, :, None]
+    product = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
+    at_scale = ((first_block + slice_) * PER_BLOCK)[:, None] * width + column[None, :]
+    step = SLICES * PER_BLOCK * width
+    is_block = (first_block + slice_ < BLOCKS)[:, None]
+    given = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
+    given_up = given
+    if IS_GATED:
+        given_up = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
+    for first in tl.range(first_block, end, SLICES, num_stages=STAGES):
+        block = first + slice_
+        at = (block * HALF)[:, None, None]
+        low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
+        low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
+        tile = _bytes(begin + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
+        # These are the scales of the next blocks, since the compiler does not load them ahead.
+        at_scale += step
+        is_block = (block + SLICES < BLOCKS)[:, None]
+        following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
+        product = _add_groups(
+            product, tile, low, high, given, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
+        )
+        given = following
+        if IS_GATED:
+            following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
+            tile = _bytes(begin_up + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
+            up = _add_groups(
+                up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
+            )
+            given_up = following
+    total = tl.sum(product, axis=0)
+    total_up = total
+    if IS_GATED:
+        total_up = tl.sum(up, axis=0)
+    return total, total_up
+
+
+@triton.jit
+def _tiled(
+    row_at: tl.tensor,
+    exists: tl.tensor,
+    data: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    column: tl.tensor,
+    columns: int,
+    width: int,
+    first_block: int,
+    end: int,
+    K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the same as `_sliced`."""
+    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
+    IS_WHOLE: tl.constexpr = K % (2 * HALF) == 0
+    PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
+    part = tl.arange(0, HALF)[None, :]
+    begin = data + column.to(tl.int64)[:, None] * (BLOCKS * HALF) + part
+    begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * HALF)
+    row_at = row_at[:, None] + part
+    product = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    # Some programs that share K may have no block; they read the first scales nevertheless.
+    at_scale = tl.minimum(first_block, BLOCKS - 1) * PER_BLOCK * width + column
+    given = _given(scales, offsets, at_scale, True, width, UNIT, HALF)
+    given_up = given
+    if IS_GATED:
+        given_up = _given(scales, offsets, at_scale + columns, True, width, UNIT, HALF)
+    for block in tl.range(first_block, end, num_stages=STAGES):
+        at = block * HALF
+        low, high = _rows(row_at, 2 * at, part, exists[:, None], K, HALF, IS_WHOLE)
+        low, high = tl.trans(low), tl.trans(high)
+        at_scale += PER_BLOCK * width
+        is_block = block + 1 < BLOCKS
+        following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
+        tile = tl.load(begin + at)
+        if IS_ROUNDED:
+            product = _add_rounded(
+                product, tile, low, high, given, offsets is not None, IS_E2M1, IS_NATIVE
+            )
+        else:
+            product = _add_groups(
+                product, tile, low, high, given, offsets is not None, UNIT == HALF, IS_E2M1,
+                IS_NATIVE,
+            )  # fmt: skip
+        given = following
+        if IS_GATED:
+            following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
+            tile = tl.load(begin_up + at)
+            if IS_ROUNDED:
+                up = _add_rounded(
+                    up, tile, low, high, given_up, offsets is not None, IS_E2M1, IS_NATIVE
+                )
+            else:
+                up = _add_groups(
+                    up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1,
+                    IS_NATIVE,
+                )  # fmt: skip
+            given_up = following
+    return product, up
+
+
+@triton.jit
+def _rows(
+    row_at: tl.tensor,
+    start: tl.tensor,
+    part: tl.tensor,
+    is_row: tl.tensor,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Columns of the rows that belong to the two halves of a block, zero beyond the rows and beyond
+    K.
+    """
+    if IS_WHOLE:
+        low = tl.load(row_at + start, mask=is_row, other=0.0)
+        high = tl.load(row_at + (start + HALF), mask=is_row, other=0.0)
+    else:
+        low = tl.load(row_at + start, mask=is_row & (start + part < K), other=0.0)
+        high = tl.load(row_at + (start + HALF), mask=is_row & (start + HALF + part < K), other=0.0)
+    return low, high
+
+
+@triton.jit
+def _bytes(at: tl.tensor, exists: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
+    return tl.load(at) if IS_WHOLE else tl.load(at, mask=exists, other=0)
+
+
+@triton.jit
+def _given(
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    at: tl.tensor,
+    exists: tl.tensor,
+    width: int,
+    UNIT: tl.constexpr,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Scales and offsets of a block's rows as they are stored, of its first and its second half;
+    zero for blocks that do not exist. Without offsets their place holds a value that is not read.
+    """
+    scale = tl.load(scales + at, mask=exists, other=0)
+    offset = scale
+    if offsets is not None:
+        offset = tl.load(offsets + at, mask=exists, other=0)
+    scale_high = scale
+    offset_high = offset
+    if UNIT == HALF:
+        scale_high = tl.load(scales + at + width, mask=exists, other=0)
+        if offsets is not None:
+            offset_high = tl.load(offsets + at + width, mask=exists, other=0)
+    return scale, offset, scale_high, offset_high
+
+
+@triton.jit
+def _add_groups(
+    total: tl.tensor,
+    tile: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    given: tl.tuple,
+    HAS_OFFSETS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+) -> tl.tensor:
+    """Adds a block's product with its columns of the rows to `total`.
+
+    `given` is from `_given`. IS_SPLIT: each half of a block has a scale of its own.
+    """
+    scale, offset, scale_high, offset_high = given
+    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
+    zeros = tl.zeros(total.shape, tl.float32)
+    if not IS_SPLIT:
+        total += tl.dot(upper, high, tl.dot(lower, low, zeros)) * _wide(scale, IS_E2M1)
+        if HAS_OFFSETS:
+            ones = tl.full(tile.shape, 1.0, low.dtype)
+            sums = tl.dot(ones, high, tl.dot(ones, low, zeros))
+            total += sums * _moved(offset, scale)
+    else:
+        total += tl.dot(lower, low, zeros) * _wide(scale, IS_E2M1)
+        total += tl.dot(upper, high, zeros) * _wide(scale_high, IS_E2M1)
+        if HAS_OFFSETS:
+            ones = tl.full(tile.shape, 1.0, low.dtype)
+            total += tl.dot(ones, low, zeros) * _moved(offset, scale)
+            total += tl.dot(ones, high, zeros) * _moved(offset_high, scale_high)
+    return total
+
+
+@triton.jit
+def _add_rounded(
+    total: tl.tensor,
+    tile: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    given: tl.tuple,
+    HAS_OFFSETS: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+) -> tl.tensor:
+    """Like `_add_groups`, with weights that are scaled and rounded first."""
+    scale, offset, scale_high, offset_high = given
+    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
+    if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:
+        # Exact: a power of two changes the exponent alone.
+        lower *= _wide(scale, IS_E2M1).to(tl.bfloat16)
+        upper *= _wide(scale_high, IS_E2M1).to(tl.bfloat16)
+    else:
+        lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
+        upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
+    if HAS_OFFSETS:
+        lower += _moved(offset, scale)
+        upper += _moved(offset_high, scale_high)
+    total = tl.dot(lower.to(low.dtype), low, total)
+    return tl.dot(upper.to(low.dtype), high, total)
+
+
+@triton.jit
+def _wide(scale: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
+    """[..., COLUMNS, 1] float32."""
+    wide = power_of_two(scale) if IS_E2M1 else scale.to(tl.float32)
+    return tl.expand_dims(wide, -1)
+
+
+@triton.jit
+def _moved(offset: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """The offset plus 8 scales, since numbers here are 8 less than they are stored."""
+    return tl.expand_dims(offset.to(tl.float32) + 8.0 * scale.to(tl.float32), -1)
+
+
+@triton.jit
+def _sum_kernel(
+    out: tl.tensor,
+    parts: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    columns: int,
+    stride: int,
+    IS_DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Sums the parts of a row's product in order, and adds bias and residual."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    at = row * columns + column
+    total = tl.zeros([TILE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = parts + tl.cast(split, tl.int64) * stride + at
+        total += tl.load(part, mask=mask, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)

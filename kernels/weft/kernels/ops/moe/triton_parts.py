@@ -1,0 +1,161 @@
+"""The parts of a mixture's experts other than their matrices: biases, gating and placement."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.ops.activation import SILU, Gating
+
+
+class ExpertParts(NamedTuple):
+    """All parts of experts other than their matrices."""
+
+    gating: Gating = SILU
+    """How gate and up become the input of the down projection."""
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[E, 2 * I], gate first, and [E, H]; None: there are none."""
+    placement: torch.Tensor | None = None
+    """[experts of all ranks] int32, if this rank has a share: each expert's place here, or E; None:
+    this rank has all experts.
+    """
+
+    @property
+    def gate_up_bias(self) -> torch.Tensor | None:
+        """[E, 2 * I]."""
+        return None if self.biases is None else self.biases[0]
+
+    @property
+    def down_bias(self) -> torch.Tensor | None:
+        """[E, H]."""
+        return None if self.biases is None else self.biases[1]
+
+    @property
+    def is_share(self) -> bool:
+        """Whether other ranks have further experts."""
+        return self.placement is not None
+
+    def num_routed(self, experts: int) -> int:
+        """Number of experts on all ranks, of which `experts` are here."""
+        return experts if self.placement is None else self.placement.numel()
+
+    def gating_arguments(self) -> dict[str, Any]:
+        """Arguments of a kernel that calls `gated`."""
+        gating = self.gating
+        return {
+            "ALPHA": gating.alpha,
+            "LIMIT": gating.limit or 0.0,
+            "OFFSET": gating.offset,
+            "GATE_LIMIT": gating.largest_gate or 0.0,
+            "CUBIC": gating.cubic,
+        }
+
+
+class SharedExpert(NamedTuple):
+    """An expert that takes every row. It has the routed experts' dtype and inner size, and no
+    biases.
+
+    Its share is the sigmoid of the product of the row and `gate`.
+    """
+
+    gate_up: torch.Tensor
+    """[2 * I, H], rows of gate first."""
+    down: torch.Tensor
+    """[H, I]."""
+    gate: torch.Tensor
+    """[1, H]."""
+
+
+PLAIN_EXPERTS = ExpertParts()
+"""silu(gate) * up, without biases."""
+
+
+@triton.jit
+def gated(
+    gate: tl.tensor,
+    up: tl.tensor,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
+) -> tl.tensor:
+    """`weft.kernels.ops.activation.Gating` in float32; a limit of 0 means no limit."""
+    if GATE_LIMIT > 0.0:
+        gate = tl.minimum(gate, GATE_LIMIT)
+    if LIMIT > 0.0:
+        up = tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
+    if OFFSET != 0.0:
+        up += OFFSET
+    if CUBIC != 0.0:
+        return gate / (1.0 + tl.exp(-gate * (ALPHA + CUBIC * gate * gate))) * up
+    if ALPHA == 1.0:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+
+
+@triton.jit
+def once(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Loads elements that are not read again, so that they need not be cached."""
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def store_inner(
+    inner: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    added: tl.tensor,
+    bias: tl.tensor,
+    pair: tl.tensor,
+    column: tl.tensor,
+    width: int,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
+) -> None:
+    """Writes gate and up of a pair's column, combined, with biases and what adapters add."""
+    if bias is not None:
+        gate += tl.load(bias + column).to(tl.float32)
+        up += tl.load(bias + width + column).to(tl.float32)
+    if added is not None:
+        added_at = added + pair * 2 * width + column
+        gate += tl.load(added_at).to(tl.float32)
+        up += tl.load(added_at + width).to(tl.float32)
+    product = gated(gate, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
+    tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))
+
+
+@triton.jit
+def with_row_parts(
+    result: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    ids: tl.tensor,
+    shares: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    mask: tl.tensor,
+    hidden: int,
+    experts: int,
+    TOP_K: tl.constexpr,
+    IS_SHARE: tl.constexpr,
+) -> tl.tensor:
+    """Some columns of a row's sum over its experts, plus the experts' biases and the residual, if
+    given.
+    """
+    if bias is not None:
+        for place in range(TOP_K):
+            expert = tl.load(ids + row * TOP_K + place).to(tl.int64)
+            has_bias = mask
+            if IS_SHARE:
+                has_bias = column < tl.where(expert < experts, hidden, 0)
+            given = tl.load(bias + expert * hidden + column, mask=has_bias, other=0.0)
+            result += tl.load(shares + row * TOP_K + place) * given.to(tl.float32)
+    if residual is not None:
+        result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    return result

@@ -1,0 +1,160 @@
+"""Normalisation of rows: RMS (Zhang and Sennrich 2019), plain and with the residual addition fused,
+and layer norm (Ba et al. 2016).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from weft.kernels.shared import cpu
+
+
+class Norm(NamedTuple):
+    """An RMS norm with its parameters."""
+
+    weight: torch.Tensor
+    """[H], dtype of the rows, or float32 where 1 + the checkpoint's weight would lose bits by
+    rounding.
+    """
+    eps: float
+    """Added to the mean square."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises each row: [T, H] -> [T, H]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(NamedTuple):
+    """A layer norm with its parameters."""
+
+    weight: torch.Tensor
+    """[H], dtype of the rows."""
+    bias: torch.Tensor | None
+    """[H], or None."""
+    eps: float
+    """Added to the variance."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises each row to zero mean and unit variance: [T, H] -> [T, H]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+AnyNorm = Norm | LayerNorm
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalises each row to unit root mean square and scales it.
+
+    Args:
+        x: [T, H], contiguous; not changed.
+        weight: [H], dtype of `x` or float32.
+
+    Returns:
+        [T, H], dtype of `x`; computed in float32, rounded once.
+    """
+    if x.is_cuda:
+        from weft.kernels.ops.norm import triton_rms as gpu
+
+        return gpu.rms_norm(x, weight, eps)
+    native = cpu.native_cpu_for(x)
+    if native is None:
+        return rms_norm_reference(x, weight, eps)
+    out = torch.empty_like(x)
+    _norm_native(native, out, x, None, weight, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds `x` to the residual stream in place and normalises the sum.
+
+    Args:
+        x: [T, H], contiguous; not changed.
+        residual: [T, H], contiguous; becomes `residual + x`, rounded to its dtype.
+        weight: [H], dtype of `x` or float32.
+
+    Returns:
+        The normalised rounded sum [T, H] and `residual` itself.
+    """
+    if x.is_cuda:
+        from weft.kernels.ops.norm import triton_rms as gpu
+
+        return gpu.add_rms_norm(x, residual, weight, eps)
+    native = cpu.native_cpu_for(x)
+    if native is None:
+        return add_rms_norm_reference(x, residual, weight, eps)
+    if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
+        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
+    out = torch.empty_like(x)
+    _norm_native(native, out, x, residual, weight, eps)
+    return out, residual
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Layer norm of a sum.
+
+    Args:
+        x: [T, H], contiguous; not changed.
+        residual: [T, H], contiguous; not changed.
+        weight: [H], dtype of `x`.
+        bias: [H], dtype of `x`, or None.
+
+    Returns:
+        [T, H], dtype of `x`; on a GPU computed in float32 and rounded once.
+    """
+    if x.is_cuda:
+        from weft.kernels.ops.norm import triton_layer as gpu
+
+        return gpu.add_layer_norm(x, residual, weight, bias, eps)
+    return F.layer_norm(x + residual, weight.shape, weight, bias, eps)
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual.add_(x)
+    return rms_norm_reference(residual, weight, eps), residual
+
+
+def _norm_native(
+    native: cpu.NativeCpu,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    rows, width = x.shape
+    is_fine = weight.dtype == torch.float32
+    is_typed = is_fine or weight.dtype == x.dtype
+    if weight.shape != (width,) or not is_typed or not x.is_contiguous():
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
+            f"{x.dtype} contiguous={x.is_contiguous()}"
+        )
+    native.rms_norm(
+        x.dtype == torch.bfloat16,
+        is_fine,
+        out.data_ptr(),
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        rows,
+        width,
+        eps,
+    )

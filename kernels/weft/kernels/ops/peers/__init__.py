@@ -1,0 +1,1 @@
+"""Sums over the ranks that hold shares of one model."""

@@ -1,0 +1,127 @@
+"""Operations of recurrent layers that compute each row separately, on a GPU, in one launch each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.gated_norm import GateForm
+
+_ELEMENTS = 2048
+"""Elements of a program."""
+
+
+def gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    form: GateForm,
+    gates_first: bool,
+) -> torch.Tensor:
+    """`weft.kernels.ops.gated_norm.gated_norm` for CUDA tensors; the gate has four axes."""
+    rows, groups, width = x.shape
+    x = x.contiguous()
+    gate = gate if gate.stride(3) == 1 else gate.contiguous()
+    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    # Computed here, since Triton's own functions for sizes take microseconds.
+    block = 1 << (width - 1).bit_length()
+    together = min(max(1, _ELEMENTS // block), 1 << max(0, rows * groups - 1).bit_length())
+    _norm_kernel[(-(-rows * groups // together),)](
+        *(x, gate, weight, out, *gate.stride()[:3], rows * groups, groups, eps),
+        *(0 if weight is None or weight.dim() == 1 else width,),
+        WIDTH=width, BLOCK=block, TOGETHER=together, INNER=gate.shape[2], IS_SILU=form == "silu",
+        GATES_FIRST=gates_first, num_warps=4, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def delta_gates(
+    ba: torch.Tensor, rates: torch.Tensor, dt_bias: torch.Tensor, shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads = ba.shape[0], rates.shape[0]
+    ba = ba if ba.stride(1) == 1 else ba.contiguous()
+    made = torch.empty((2, rows, heads), dtype=torch.float32, device=ba.device)
+    _gates_kernel[(-(-rows * heads // 256),)](
+        *(ba, rates, dt_bias, made[0], made[1], ba.stride(0), rows * heads, heads, shared),
+        BLOCK=256, num_warps=4,
+    )  # fmt: skip
+    return made[0], made[1]
+
+
+@triton.jit(do_not_specialize=["count"])
+def _norm_kernel(
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    gate_row: int,
+    gate_group: int,
+    gate_inner: int,
+    count: int,
+    groups: int,
+    eps: float,
+    weight_group: int,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    INNER: tl.constexpr,
+    IS_SILU: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    number = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
+    element = tl.arange(0, BLOCK)
+    mask = (number < count)[:, None] & (element < WIDTH)[None]
+    place = number[:, None] * WIDTH + element[None]
+    row, group = number // groups, number % groups
+    wide = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    of_group = row * gate_row + group // INNER * gate_group + group % INNER * gate_inner
+    at = gate + of_group[:, None] + element[None]
+    given = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.sigmoid(given)
+    if IS_SILU:
+        factor *= given
+    if GATES_FIRST or weight is None:
+        wide *= factor
+    if weight is not None:
+        wide *= tl.rsqrt(tl.sum(wide * wide, axis=1) / WIDTH + eps)[:, None]
+        at = weight + (group * weight_group)[:, None] + element[None]
+        wide *= tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if not GATES_FIRST:
+            wide *= factor
+    tl.store(out + place, wide.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gates_kernel(
+    ba: tl.tensor,
+    rates: tl.tensor,
+    dt_bias: tl.tensor,
+    decay: tl.tensor,
+    beta: tl.tensor,
+    ba_row: int,
+    count: int,
+    heads: int,
+    shared: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = number < count
+    row, head = (number // heads).to(tl.int64), number % heads
+    at = ba + row * ba_row + head // shared * 2 * shared + head % shared
+    b = tl.load(at, mask=mask, other=0.0)
+    a = tl.load(at + shared, mask=mask, other=0.0).to(tl.float32)
+    a += tl.load(dt_bias + head, mask=mask, other=0.0)
+    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    tl.store(decay + number, tl.load(rates + head, mask=mask, other=0.0) * soft, mask=mask)
+    made = tl.sigmoid(b.to(tl.float32)).to(ba.dtype.element_ty).to(tl.float32)
+    tl.store(beta + number, made, mask=mask)

@@ -1,0 +1,174 @@
+"""Sampling on the device of the logits: the counterpart of `weft.kernels.ops.sampling.cpu`.
+
+`reference.py` defines how tokens are drawn. The host applies bias, penalties and masks to
+the row itself; here they are parameters.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.kernels.ops.sampling.reference import SlotParams
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Field(IntEnum):
+    """Columns of `SlotTables.params`; real numbers are the bits of a float64."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    GAP = 2
+    SEED = 3
+    TOP_K = 4
+    MASK_END = 5
+    """From this position on the slot's mask does not count; 0: it never counts."""
+    BIAS_ROW = 6
+    """Row of `SlotTables.biases`; -1: none."""
+    COUNT_ROW = 7
+    """Row of `SlotTables.counts`; -1: none."""
+    REPETITION = 8
+    FREQUENCY = 9
+    PRESENCE = 10
+    TOP_N_SIGMA = 11
+
+
+NUM_FIELDS = len(Field)
+ALWAYS_MASKED = 1 << 62
+"""Value of `Field.MASK_END` with which the mask counts at every position."""
+
+
+def pack_slot(
+    params: SlotParams, *, mask_end: int = 0, bias_row: int = -1, count_row: int = -1
+) -> Int64Array:
+    """Packs one row of `SlotTables.params`. Before position `mask_end` only tokens of the slot's
+    mask may be drawn. `bias_row` -1: no biases. `count_row` is the row of the counts that penalties
+    use; -1: none.
+    """
+    row = np.zeros(NUM_FIELDS, np.int64)
+    reals = row.view(np.float64)
+    reals[Field.TEMPERATURE], reals[Field.TOP_P] = params.temperature, params.top_p
+    reals[Field.GAP], reals[Field.TOP_N_SIGMA] = params.gap, params.top_n_sigma
+    row[Field.SEED] = np.uint64(params.seed).astype(np.int64)
+    row[Field.TOP_K], row[Field.MASK_END] = params.top_k, mask_end
+    row[Field.BIAS_ROW], row[Field.COUNT_ROW] = bias_row, count_row
+    reals[Field.REPETITION] = params.repetition_penalty
+    reals[Field.FREQUENCY], reals[Field.PRESENCE] = (
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+    return row
+
+
+class SlotTables(NamedTuple):
+    """Sampling parameters of each slot, on the device of the logits."""
+
+    params: torch.Tensor
+    """[max_slots, NUM_FIELDS] int64, rows of `pack_slot`."""
+    masks: torch.Tensor
+    """[max_slots, ceil(vocab_size / 32)] int32: bit i % 32 of word i / 32 allows token i."""
+    biases: torch.Tensor
+    """[num_rows, vocab_size] float32, added to the logits before anything else; num_rows >= 1."""
+    counts: torch.Tensor
+    """[num_rows, vocab_size] int32: twice a token's occurrences in the output, plus 1 if the prompt
+    has it; num_rows >= 1. Drawing updates them.
+    """
+
+
+class DraftedRows(NamedTuple):
+    """Rows that follow drafts, several for one slot. Each draws as if the drafts before it were
+    text.
+    """
+
+    firsts: torch.Tensor
+    """[L] int64: the first row of each row's request: the row itself without drafts."""
+    tokens: torch.Tensor
+    """[T] int64: the input token of each row."""
+    words: torch.Tensor | None
+    """[T] int64: bit i is set if the i-th row of the request is this row or one before it, as in
+    `weft.kernels.ops.attention.paged_attention`. None: chains.
+    """
+
+
+class TopLogits(NamedTuple):
+    """The inputs of log-probabilities: log_softmax(row)[i] = row[i] - log_sum."""
+
+    log_sums: torch.Tensor
+    """[M] float64; NaN for rows that are not finite."""
+    drawn: torch.Tensor
+    """[M] float32: logit of the token drawn; undefined where there is none."""
+    ids: torch.Tensor
+    """[M, num_top] int64: ids of the largest logits, largest first, lower ids first among equals.
+    """
+    logits: torch.Tensor
+    """[M, num_top] float32."""
+
+
+def draw_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tables: SlotTables,
+    drafted: DraftedRows | None = None,
+) -> torch.Tensor:
+    """Draws one token a row and counts it, without waiting for the device.
+
+    With drafts, a request's tokens are counted up to the first row whose token differs from its
+    draft.
+
+    Args:
+        logits: [L, vocab_size] float32, rows contiguous; not changed.
+        slots: [L] int64: slot whose parameters a row uses. A slot with counts has one row, unless
+            `drafted` is given.
+        positions: [L] int64, absolute position of the token to be drawn.
+        drafted: The rows that follow drafts, if any of their slots has counts; else None.
+
+    Returns:
+        [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as from
+        `weft.kernels.ops.sampling.cpu.sample_rows`.
+    """
+    from weft.kernels.ops.sampling import triton_draw as sampling
+
+    vocab_size = _check_logits(logits)
+    for columns in (slots, positions):
+        if columns.dtype != torch.int64 or columns.shape != logits.shape[:1]:
+            raise ValueError(f"{len(logits)} rows, {columns.dtype} {tuple(columns.shape)}")
+    words = -(-vocab_size // 32)
+    if tables.params.shape[1:] != (NUM_FIELDS,) or tables.masks.shape[1:] != (words,):
+        raise ValueError(f"tables are {tuple(tables.params.shape)}, {tuple(tables.masks.shape)}")
+    for rows in (tables.biases, tables.counts):
+        if rows.shape[1:] != (vocab_size,) or len(rows) < 1:
+            raise ValueError(f"rows of tables are {tuple(rows.shape)}, vocabulary {vocab_size}")
+    if drafted is not None and drafted.firsts.shape != slots.shape:
+        raise ValueError(f"{tuple(drafted.firsts.shape)} first rows of {tuple(slots.shape)} rows")
+    return sampling.draw_rows(logits, slots, positions, tables, drafted)
+
+
+def top_logits(
+    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> TopLogits:
+    """Computes the inputs of the log-probabilities of some rows, without copying the rows.
+
+    Args:
+        logits: [L, vocab_size] float32, rows contiguous; not changed.
+        rows: [M] int64: rows of `logits` and `tokens` to compute.
+        tokens: [L] int64, the tokens drawn.
+        num_top: Most likely tokens wanted a row, at most the vocabulary.
+    """
+    from weft.kernels.ops.sampling import triton_top as sampling_top
+
+    vocab_size = _check_logits(logits)
+    if not 0 <= num_top <= vocab_size:
+        raise ValueError(f"{num_top} most likely of {vocab_size} tokens")
+    return sampling_top.top_logits(logits, rows, tokens, num_top)
+
+
+def _check_logits(logits: torch.Tensor) -> int:
+    is_contiguous = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
+    if logits.dtype != torch.float32 or not is_contiguous:
+        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")
+    return logits.shape[1]

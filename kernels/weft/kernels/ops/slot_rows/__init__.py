@@ -1,0 +1,49 @@
+"""Copies rows of tables by slot, the state that steps and drafts read and write for their
+requests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of a few tables, in one launch on a GPU.
+
+    Args:
+        rows: [R] int64.
+        tables: Up to three of [N] or [N, W]; rows contiguous, of a multiple of 4 bytes.
+
+    Returns:
+        For each table [R] or [R, W].
+
+    Raises:
+        ValueError: There are too many tables, or rows are not as described.
+    """
+    if rows.is_cuda:
+        from weft.kernels.ops.slot_rows import triton_rows as gpu
+
+        return gpu.take_rows(rows, *tables)
+    return [table.index_select(0, rows) for table in tables]
+
+
+def put_rows(
+    to: torch.Tensor, to_rows: torch.Tensor, source: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Copies rows of one table to another, in one launch on a GPU: to[to_rows] = source[rows].
+
+    Args:
+        to: [N, W] as in `take_rows`; changed.
+        to_rows: [R] int64; equal numbers must receive equal rows.
+        source: [M, W], dtype of `to`.
+        rows: [R] int64.
+
+    Raises:
+        ValueError: Rows are not as described, or differ between the tables.
+    """
+    if to.is_cuda:
+        from weft.kernels.ops.slot_rows import triton_rows as gpu
+
+        gpu.put_rows(to, to_rows, source, rows)
+        return
+    to.index_copy_(0, to_rows, source.index_select(0, rows))

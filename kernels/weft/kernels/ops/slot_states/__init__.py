@@ -1,0 +1,202 @@
+"""Recurrent layers in steps of few rows a request, on a GPU. Blocks and rings are read and written
+in place, and only the device knows where requests begin.
+
+A layer starts from the block of a request's last page border, takes the positions since then from
+the ring, then the step's rows. It writes the next block at a border whose next row is certain to
+stay, which a draft is not:
+
+    border          start   start + count
+    |-- ring rows ----|-- new rows --|       a block is written at the last border <= start + 1
+
+States in between are never computed. The result of reading such a state is computed from the block,
+and from the keys and updates of the rows since, which the ring holds too. So a step reads a
+request's states once, and writes them once in `page_size` tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class SlotRows(NamedTuple):
+    """The first R requests of a step, each of which has few rows."""
+
+    plan: torch.Tensor
+    """[R, 9] int64. Columns: slot, first row of the step, number of rows, position of that row,
+    border, block of that border, border that is written (-1: none), its block, and the first
+    position whose key and update are not in the ring.
+    """
+
+
+class LayerMemory(NamedTuple):
+    """The memory in which one layer keeps the states of requests."""
+
+    blocks: tuple[torch.Tensor, ...]
+    """[num_blocks, *shape] of each part; contiguous within a block."""
+    rings: tuple[torch.Tensor, ...]
+    """[slots + 1, ring_rows, *shape] of each part; contiguous within a row."""
+    found: tuple[torch.Tensor, ...] = ()
+    """Keys, [slots + 1, ring_rows, heads of keys, Dk], and updates, [slots + 1, ring_rows, H, Dv],
+    of rows that were taken; for layers with heads.
+    """
+
+
+class Channels(NamedTuple):
+    """Where heads lie among the channels of a convolution."""
+
+    first: int
+    """First channel of the first head."""
+    step: int
+    """Channels from one head of keys to the next."""
+
+
+class HeadForm(NamedTuple):
+    """A layer whose heads have a matrix as state: the gated delta rule, or Mamba 2's.
+
+    Parts of its ring: first the convolution's input; second the logarithm of the decay, [H] or [H,
+    Dk], or with `rates` time steps, [H]; for the delta rule beta, [H], third. Blocks hold states,
+    [H, Dk, Dv] float32, and the convolution's tail, [channels, taps - 1], whose channels may be in
+    another order (`in_tails`).
+    """
+
+    conv: torch.Tensor
+    """[taps, channels] float32; SiLU follows."""
+    bias: torch.Tensor | None
+    """[channels] float32."""
+    queries: Channels
+    keys: Channels
+    values: Channels
+    heads: int
+    shared: int
+    """Heads that share a head of keys; their values are adjacent."""
+    key_dim: int
+    value_dim: int
+    scale: float = 1.0
+    """Factor on queries."""
+    is_unit: bool = False
+    """Whether keys and queries are normalised to length 1."""
+    rates: torch.Tensor | None = None
+    """[H] float32: decay of a time step of 1."""
+    skips: torch.Tensor | None = None
+    """[H] float32: share of the values that is added to the result."""
+    in_tails: torch.Tensor | None = None
+    """[channels] int64: each channel's place in the tail; None: the tail has the same order."""
+
+
+class DeltaGates(NamedTuple):
+    """How `weft.kernels.ops.gated_delta.delta_gates` makes a gated delta net's decay and beta of a
+    product.
+    """
+
+    rates: torch.Tensor
+    """[H] float32."""
+    dt_bias: torch.Tensor
+    """[H] float32."""
+    shared: int
+    """Heads of a group."""
+
+
+def plan_slots(
+    slots: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    positions: torch.Tensor,
+    borders: torch.Tensor,
+    ends: torch.Tensor,
+    blocks: torch.Tensor,
+    page_size: int,
+) -> SlotRows:
+    """Decides where requests begin and what they write.
+
+    Args:
+        slots: [R] int64, all different except for padding.
+        cu_q_lens: [R + 1] int32: rows of each request; padding may have none.
+        positions: [T] int64, complete.
+        borders: [slots + 1] int64: border of each slot's newest block; written.
+        ends: [slots + 1] int64: position after the last row of each slot that such a step took,
+            which may be a draft; written.
+        blocks: [R, 3] int64: the block at border b in column b / page_size mod 3; 0: no block is to
+            be written there.
+    """
+    if slots.is_cuda:
+        from weft.kernels.ops.slot_states import triton_states as gpu
+
+        given = slots, cu_q_lens, positions, borders, ends, blocks
+        return SlotRows(gpu.plan(*given, page_size))
+    first, counts = cu_q_lens[:-1].long(), cu_q_lens.diff().long()
+    starts = positions[first.clamp(max=len(positions) - 1)] * (counts > 0)
+    before = borders[slots] * (counts > 0)
+    after = (starts + 1) // page_size * page_size
+    requests = torch.arange(len(slots))
+    old = blocks[requests, before // page_size % 3] * (before > 0)
+    new = blocks[requests, after // page_size % 3]
+    is_new = (after > before) & (new > 0)
+    borders[slots[is_new]] = after[is_new]
+    found = torch.minimum(ends[slots], starts).maximum(before)
+    ends[slots[counts > 0]] = (starts + counts)[counts > 0]
+    columns = (slots, first, counts, starts, before, old, torch.where(is_new, after, -1), new)
+    return SlotRows(torch.stack((*columns, found), dim=1))
+
+
+def step_heads(
+    form: HeadForm, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Takes rows through the states of a layer.
+
+    Args:
+        memory: Rings receive the new rows, keys and updates; blocks that `rows` names are written.
+        inputs: For each part of the ring, [T, *shape].
+
+    Returns:
+        [T, H, Dv] of the dtype of the first part; zeros for rows of no request.
+    """
+    from weft.kernels.ops.slot_states import triton_states as gpu
+
+    return gpu.step_heads(form, rows.plan, memory, inputs)
+
+
+def step_delta(
+    form: HeadForm,
+    gates: DeltaGates,
+    rows: SlotRows,
+    memory: LayerMemory,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """`step_heads` of a gated delta net that also computes its gates.
+
+    Args:
+        form: A layer with a decay for each head, and without a bias of the convolution.
+        gates: How the gates come from the second input.
+        inputs: The convolution's input, [T, channels] or [T, Hk, channels of a key head] with any
+            distance between heads, of the ring's dtype; and the product for the gates, [T, 2 * H].
+
+    Returns:
+        [T, H, Dv] of the dtype of the first input; zeros for rows of no request.
+    """
+    from weft.kernels.ops.slot_states import triton_delta as gpu
+
+    return gpu.step_delta(form, gates, rows.plan, memory, inputs)
+
+
+def step_conv(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: SlotRows,
+    memory: LayerMemory,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """Takes rows through a layer whose whole state is that of a short convolution.
+
+    Args:
+        weight: [taps, channels] float32.
+        bias: [channels] float32, or None.
+        memory: The ring holds x, [channels]; blocks hold its tail, [channels, taps - 1].
+        x: [T, channels].
+
+    Returns:
+        [T, channels] of the dtype of `x`; zeros for rows of no request.
+    """
+    from weft.kernels.ops.slot_states import triton_states as gpu
+
+    return gpu.step_conv(weight, bias, rows.plan, memory, x)

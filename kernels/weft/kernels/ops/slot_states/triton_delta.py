@@ -1,0 +1,315 @@
+"""Gated delta nets in steps of few rows a request, on a GPU: all that precedes the reading of
+blocks, in one launch.
+
+`triton_states` has one launch that convolves and one that computes products with the ring's keys.
+Here a program does both for some heads of one key head, and computes their gates. Each such program
+convolves the channels of keys and queries again, which costs less than another launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.ops.slot_states.triton_states import SHARE_ROWS, Shares, read_blocks
+from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.shared.launch_sizes import next_power_of_2
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.slot_states import DeltaGates, HeadForm, LayerMemory
+
+
+class _LaunchConfig(NamedTuple):
+    warps: int
+    rows: int
+    """Rows of the ring whose keys a program takes at once."""
+
+
+_LAUNCH_CONFIGS = {1: _LaunchConfig(4, 16), 64: _LaunchConfig(2, 8)}
+"""Launches by the least number of requests for which each is used. On an H100 a layer of
+Qwen3-Next's sizes takes 15.5 and 16.3 us for one request, and 281 and 263 us for 256.
+"""
+_HEADS = 2
+"""Heads that a program takes, of the heads that share a key."""
+_REGISTERS = 128
+"""Registers of a thread; with 255, 256 requests take 294 us."""
+
+
+def step_delta(
+    form: HeadForm,
+    gates: DeltaGates,
+    plan: torch.Tensor,
+    memory: LayerMemory,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    new, ba = inputs
+    ba = ba if ba.stride(1) == 1 else ba.contiguous()
+    (ring, ring_gate, ring_beta), keys = memory.rings, memory.found[0]
+    tails, requests, (rows, channels) = memory.blocks[1], plan.shape[0], ring.shape[1:]
+    between = new.stride(1) - new.shape[2] if new.dim() == 3 else 0
+    mixed = new.new_empty((requests, rows, channels))
+    found = Shares.empty(mixed, form.heads)
+    launch = _LAUNCH_CONFIGS[max(least for least in _LAUNCH_CONFIGS if least <= max(1, requests))]
+    at_once = _HEADS if form.shared % _HEADS == 0 else 1
+    _prepare_kernel[(requests * form.heads // at_once,)](
+        *(plan, new, ba, ring, tails, form.conv, form.in_tails, gates.rates, gates.dt_bias),
+        *(ring_gate, ring_beta, keys, mixed, found.shares, found.factors, channels),
+        *(new.stride(0), between, ba.stride(0), ring.stride(0), ring.stride(1), tails.stride(0)),
+        *(ring_gate.stride(0), ring_gate.stride(1), ring_beta.stride(0), ring_beta.stride(1)),
+        *(keys.stride(0), keys.stride(1), form.scale, *form.queries, *form.keys, *form.values),
+        RING_ROWS=rows, TAPS=form.conv.shape[0], HEADS=form.heads, SHARED=form.shared,
+        AT_ONCE=at_once, KEYS=form.key_dim, VALUES=form.value_dim,
+        BLOCK_KEYS=next_power_of_2(form.key_dim),
+        BLOCK_VALUES=next_power_of_2(at_once * form.value_dim), ROWS=SHARE_ROWS,
+        AT_A_TIME=launch.rows, GATES_SHARED=gates.shared, num_warps=launch.warps,
+        maxnreg=_REGISTERS, **launch_options(new.device),
+    )  # fmt: skip
+    return read_blocks(form, plan, memory, mixed, found, len(new))
+
+
+@triton.jit
+def _input(
+    new: tl.tensor,
+    ring: tl.tensor,
+    tail: tl.tensor,
+    new_row: int,
+    ring_row: int,
+    position: tl.tensor,
+    start: tl.tensor,
+    border: tl.tensor,
+    channel: tl.tensor,
+    in_tail: tl.tensor,
+    between: tl.tensor,
+    mask: tl.tensor,
+    RING_ROWS: tl.constexpr,
+    BEFORE: tl.constexpr,
+) -> tl.tensor:
+    """The convolution's input at a position, by one load: from a new row, whose channels are
+    `between` further, from the ring, or from the block.
+    """
+    own = new + (position - start) * new_row + between
+    base = tl.where(position >= start, own, ring + position % RING_ROWS * ring_row)
+    base = tl.where(position >= border, base, tail)
+    place = in_tail * BEFORE + (position - border + BEFORE)
+    at = tl.where(channel * 0 + position >= border, channel, place)
+    return tl.load(base + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _places_in_tails(in_tails: tl.tensor, channel: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    found = channel
+    if in_tails is not None:
+        found = tl.load(in_tails + channel, mask=mask, other=0).to(tl.int32)
+    return found
+
+
+@triton.jit
+def _convolved(
+    new: tl.tensor,
+    ring: tl.tensor,
+    tail: tl.tensor,
+    conv: tl.tensor,
+    in_tails: tl.tensor,
+    to: tl.tensor,
+    new_row: int,
+    ring_row: int,
+    channels: int,
+    position: tl.tensor,
+    start: tl.tensor,
+    border: tl.tensor,
+    channel: tl.tensor,
+    between: tl.tensor,
+    mask: tl.tensor,
+    RING_ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+) -> tl.tensor:
+    """Some channels of a position after the convolution and SiLU, rounded as they are stored at
+    `to`. The ring receives the channels of a new row.
+    """
+    in_tail = _places_in_tails(in_tails, channel, mask)
+    total = tl.zeros(channel.shape, tl.float32)
+    for back in tl.static_range(TAPS):
+        raw = _input(new, ring, tail, new_row, ring_row, position - back, start, border, channel,
+                     in_tail, between, mask, RING_ROWS, TAPS - 1)  # fmt: skip
+        factor = conv + (TAPS - 1 - back) * channels + channel
+        total += raw.to(tl.float32) * tl.load(factor, mask=mask, other=0.0)
+        if back == 0:
+            kept = ring + position % RING_ROWS * ring_row + channel
+            tl.store(kept, raw, mask=mask & (channel * 0 + position >= start))
+    narrow = (total * tl.sigmoid(total)).to(to.dtype.element_ty)
+    tl.store(to + channel, narrow, mask=mask)
+    return narrow.to(tl.float32)
+
+
+@triton.jit
+def _store_tail(
+    new: tl.tensor,
+    ring: tl.tensor,
+    tail: tl.tensor,
+    in_tails: tl.tensor,
+    new_row: int,
+    ring_row: int,
+    start: tl.tensor,
+    border: tl.tensor,
+    border_to: tl.tensor,
+    tail_to: tl.tensor,
+    channel: tl.tensor,
+    between: tl.tensor,
+    mask: tl.tensor,
+    RING_ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+) -> None:
+    BEFORE: tl.constexpr = TAPS - 1
+    in_tail = _places_in_tails(in_tails, channel, mask)
+    for index in tl.static_range(BEFORE):
+        raw = _input(new, ring, tail, new_row, ring_row, border_to - BEFORE + index, start, border,
+                     channel, in_tail, between, mask, RING_ROWS, BEFORE)  # fmt: skip
+        tl.store(tail_to + in_tail * BEFORE + index, raw, mask=mask)
+
+
+@triton.jit
+def _prepare_kernel(
+    plan: tl.tensor,
+    new: tl.tensor,
+    ba: tl.tensor,
+    ring: tl.tensor,
+    tails: tl.tensor,
+    conv: tl.tensor,
+    in_tails: tl.tensor,
+    rates: tl.tensor,
+    dt_bias: tl.tensor,
+    ring_gates: tl.tensor,
+    ring_betas: tl.tensor,
+    ring_keys: tl.tensor,
+    mixed: tl.tensor,
+    shares: tl.tensor,
+    factors: tl.tensor,
+    channels: int,
+    new_row: int,
+    new_between: int,
+    ba_row: int,
+    ring_slot: int,
+    ring_row: int,
+    tail_block: int,
+    gate_slot: int,
+    ring_gate_row: int,
+    beta_slot: int,
+    ring_beta_row: int,
+    keys_slot: int,
+    keys_row: int,
+    scale: float,
+    q_first: int,
+    q_step: int,
+    k_first: int,
+    k_step: int,
+    v_first: int,
+    v_step: int,
+    RING_ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+    GATES_SHARED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+) -> None:
+    """Does the work of `slot_states._conv_kernel` and `slot_states._shares_kernel` for `AT_ONCE`
+    heads of one key head, and computes the gates of `recurrent_rows.delta_gates` first.
+    """
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    GROUPS: tl.constexpr = HEADS // AT_ONCE
+    WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
+    request = tl.program_id(0) // GROUPS
+    head = tl.program_id(0) % GROUPS * AT_ONCE
+    of_keys = head // SHARED
+    heads = head + tl.arange(0, AT_ONCE)
+    given = plan + request * 9
+    slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
+    start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
+    border_to, block_to, known = tl.load(given + 6), tl.load(given + 7), tl.load(given + 8)
+    # Positions of 64 bits would take most of the registers.
+    start, border, known = start.to(tl.int32), border.to(tl.int32), known.to(tl.int32)
+    border_to, count = border_to.to(tl.int32), count.to(tl.int32)
+    end = tl.where(count > 0, start + count, border)
+    element, rows = tl.arange(0, BLOCK_KEYS), tl.arange(0, AT_A_TIME)
+    value = tl.arange(0, BLOCK_VALUES)
+    is_key, is_value = element < KEYS, value < AT_ONCE * VALUES
+    new += first * new_row
+    ba += first * ba_row + heads // GATES_SHARED * 2 * GATES_SHARED + heads % GATES_SHARED
+    ring += slot * ring_slot
+    tail, tail_to = tails + block * tail_block, tails + block_to * tail_block
+    ring_keys += slot * keys_slot + of_keys * KEYS + element
+    ring_gates += slot * gate_slot + heads
+    ring_betas += slot * beta_slot + heads
+    v_channel = v_first + of_keys * v_step + head % SHARED * VALUES + value
+    k_channel = k_first + of_keys * k_step + element
+    q_channel = q_first + of_keys * q_step + element
+    between = of_keys * new_between
+    for position in tl.range(known, end, disable_licm=True):
+        behind, ring_at = position - start, position % RING_ROWS
+        row = mixed + (request * RING_ROWS + ring_at) * channels
+        _convolved(new, ring, tail, conv, in_tails, row, new_row, ring_row, channels, position,
+                   start, border, v_channel, between, is_value, RING_ROWS, TAPS)  # fmt: skip
+        key = _convolved(new, ring, tail, conv, in_tails, row, new_row, ring_row, channels,
+                         position, start, border, k_channel, between, is_key, RING_ROWS,
+                         TAPS)  # fmt: skip
+        query = _convolved(new, ring, tail, conv, in_tails, row, new_row, ring_row, channels,
+                           position, start, border, q_channel, between, is_key, RING_ROWS,
+                           TAPS)  # fmt: skip
+        of_key = tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
+        of_query = scale * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
+        key, query = key * of_key, query * of_query
+        # All programs of a key head write the same values, since each program reads them in its
+        # next row.
+        tl.store(ring_keys + ring_at * keys_row, key.to(ring_keys.dtype.element_ty), mask=is_key)
+        if behind >= 0:
+            b_at = ba + behind * ba_row
+            a = tl.load(b_at + GATES_SHARED).to(tl.float32) + tl.load(dt_bias + heads)
+            soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+            gate = tl.load(rates + heads) * soft
+            beta = tl.sigmoid(tl.load(b_at).to(tl.float32)).to(ba.dtype.element_ty)
+            tl.store(ring_gates + ring_at * ring_gate_row, gate)
+            tl.store(ring_betas + ring_at * ring_beta_row, beta.to(tl.float32))
+        else:
+            gate = tl.load(ring_gates + ring_at * ring_gate_row)
+        # The next row reads what all threads have stored.
+        tl.debug_barrier()
+        left = gate
+        of_row = (request * RING_ROWS + ring_at) * HEADS + heads
+        # All shares of a whole `ROWS` are written, since they are read at once.
+        chunks = tl.cdiv(position - border, ROWS) * (ROWS // AT_A_TIME)
+        for back in range(0, chunks):
+            chunk = (chunks - 1 - back) * AT_A_TIME
+            at = border + chunk + rows
+            is_row, row_at = at < position, at % RING_ROWS
+            both = is_row[:, None] & is_key[None]
+            old = tl.load(ring_keys[None] + row_at[:, None] * keys_row, mask=both, other=0.0)
+            old = old.to(tl.float32)
+            gates = tl.load(ring_gates[:, None] + row_at[None] * ring_gate_row, mask=is_row[None],
+                            other=0.0)  # fmt: skip
+            is_later = rows[None] > rows[:, None]
+            since = tl.sum(tl.where(is_later[None], gates[:, None], 0.0), axis=2)
+            later = tl.exp(left[:, None] + since)
+            left += tl.sum(gates, axis=1)
+            share_to = shares + of_row[:, None] * 2 * WIDTH + chunk + rows[None]
+            tl.store(share_to, tl.sum(old * key[None], axis=1)[None] * later)
+            tl.store(share_to + WIDTH, tl.sum(old * query[None], axis=1)[None] * later)
+        factor_to, own = factors + of_row * 4, tl.sum(key * query, axis=0)
+        tl.store(factor_to, of_key * tl.exp(left))
+        tl.store(factor_to + 1, of_query * tl.exp(left))
+        tl.store(factor_to + 2, own + tl.zeros((AT_ONCE,), tl.float32))
+    if border_to >= 0:
+        _store_tail(new, ring, tail, in_tails, new_row, ring_row, start, border, border_to, tail_to,
+                    v_channel, between, is_value, RING_ROWS, TAPS)  # fmt: skip
+        _store_tail(new, ring, tail, in_tails, new_row, ring_row, start, border, border_to, tail_to,
+                    k_channel, between, is_key, RING_ROWS, TAPS)  # fmt: skip
+        _store_tail(new, ring, tail, in_tails, new_row, ring_row, start, border, border_to, tail_to,
+                    q_channel, between, is_key, RING_ROWS, TAPS)  # fmt: skip

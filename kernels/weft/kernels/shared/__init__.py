@@ -1,0 +1,1 @@
+"""What several operations need: native code, memory, launches."""

@@ -1,0 +1,1 @@
+"""Formats of weights: numbers of few bits with their scales."""
