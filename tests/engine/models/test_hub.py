@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from weft.checkpoint.hub import HubName
+from weft.contract.cache_folder import cache_folder
 from weft.testing.models.hub_mirror import Mirror, serving_mirror
 from weft.testing.models.tiny_models import make_tiny
 
@@ -57,6 +58,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     (source / "pytorch_model.bin").write_bytes(b"not read")
     (source / "original").mkdir()
     shutil.copy(next(source.glob("*.safetensors")), source / "original" / "model.safetensors")
+    own_cache, native = tmp_path / "home" / "weft", cache_folder() / "native"
+    native.mkdir(parents=True, exist_ok=True)
+    own_cache.mkdir(parents=True)
+    # Half a minute's work for a compiler.
+    (own_cache / "native").symlink_to(native)
     with serving_mirror() as mirror:
         mirror.folders[NAME] = source
         yield Hub(mirror, source, tmp_path / "home")

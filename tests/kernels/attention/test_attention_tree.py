@@ -130,7 +130,7 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
         attend(tree._replace(earlier=29))
 
 
-@pytest.mark.full_after(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("header", "original", "replacement"),
     [

@@ -140,7 +140,7 @@ def test_an_empty_window_is_refused(window: int) -> None:
         attend(case, window)
 
 
-@pytest.mark.full_after(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("header", "original", "replacement"),
     [

@@ -65,7 +65,7 @@ def test_native_and_reference(
     assert_as_exact(attend(case, softmax), eager, exact, slack=slack)
 
 
-@pytest.mark.full_after(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"),
     [

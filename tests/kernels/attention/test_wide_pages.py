@@ -155,6 +155,7 @@ def test_a_write_that_takes_pages_for_neighbours_is_noticed(
     assert notices(lambda: test_rotation_and_write("triton", torch.float32))
 
 
+@pytest.mark.full
 def test_native_operations_that_take_pages_for_neighbours_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

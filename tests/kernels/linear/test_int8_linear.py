@@ -227,7 +227,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
         pack_linear(data)
 
 
-@pytest.mark.full_after(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "header", "original", "replacement"),
     [

@@ -312,7 +312,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
         pack_int_groups(numbers, scales / 0, None, 32)
 
 
-@pytest.mark.full_after(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("header", "original", "replacement"),
     [

@@ -85,6 +85,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         add_rms_norm(x, torch.randn(3, 64), torch.ones(64), EPS)
 
 
+@pytest.mark.full
 def test_the_check_sees_a_dropped_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.native_cpu() is None:
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
