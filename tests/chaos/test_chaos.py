@@ -28,10 +28,10 @@ def plan(chaos: Chaos, num_faults: int) -> ChaosPlan:
     )
 
 
-async def test_twenty_faults_leave_every_invariant_whole(chaos: Chaos) -> None:
-    wanted = plan(chaos, 20)
+async def test_a_dozen_faults_leave_every_invariant_whole(chaos: Chaos) -> None:
+    wanted = plan(chaos, 12)
     result = await run_on(chaos.mesh, wanted, chaos.known, print)
-    assert result.num_happened >= 20
+    assert result.num_happened >= 12
     assert result.load.outcomes["ok"] > 0
     assert result.load.drafted_tokens >= result.load.accepted_tokens > 0
     assert not result.violations, json.dumps(as_json(wanted, result, "pytest"), indent=1)

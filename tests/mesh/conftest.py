@@ -16,7 +16,7 @@ from weft.testing.meshes.mesh_kinds import (
     PREEMPTED_TOKENS,
     TINY_KINDS,
 )
-from weft.testing.meshes.mesh_prompts import COVER, DRAFTED, PROMPTS
+from weft.testing.meshes.mesh_prompts import COVER, DRAFTED, PROMPTS, SOME
 from weft.testing.meshes.text_reference import TextReference
 from weft.testing.meshes.tiny_mesh import Greedy, TinyMesh
 
@@ -108,9 +108,10 @@ def reference(pytestconfig: pytest.Config) -> TextReference:
     """Transformers' own greedy answers in float32."""
     folder = pytestconfig.cache.mkdir("weft-text-reference")
     made = TextReference(resolve_model(DEMO_NAME), folder)
+    prompts = PROMPTS if pytestconfig.getoption("--full") else SOME
     made.prepare(
         [
-            *((prompt, NUM_TOKENS, False) for prompt in PROMPTS),
+            *((prompt, NUM_TOKENS, False) for prompt in prompts),
             *((prompt, PREEMPTED_TOKENS, True) for prompt in COVER),
             *((prompt, DRAFTED_TOKENS, True) for prompt in DRAFTED),
         ]

@@ -28,7 +28,7 @@ for (const chosen of [openai(model), openai.chat(model), compatible(model)]) {
   });
   assert.equal(called.toolCalls[0].toolName, "getWeather");
   const both = await generateText({
-    ...brief, maxOutputTokens: 64, tools: { getWeather }, output: Output.object({ schema }), stopWhen: stepCountIs(6),
+    ...brief, maxOutputTokens: 64, tools: { getWeather }, output: Output.object({ schema }), stopWhen: stepCountIs(2),
   });
   // The model decides: it calls the tool, or answers under the schema.
   const calls = both.steps.flatMap((step) => step.toolCalls);

@@ -11,7 +11,7 @@ import pytest
 from weft.testing.meshes.local_mesh import LocalMesh
 from weft.testing.meshes.mesh_calls import Answer, Ask, Caller, check_way, new_salt
 from weft.testing.meshes.mesh_kinds import DRAFTED_TOKENS, NUM_TOKENS, PREEMPTED_TOKENS, on
-from weft.testing.meshes.mesh_prompts import BY_NAME, COVER, DRAFTED, PROMPTS, MeshPrompt
+from weft.testing.meshes.mesh_prompts import BY_NAME, COVER, DRAFTED, PROMPTS, SOME, MeshPrompt
 from weft.testing.meshes.text_reference import Reference, TextReference, is_near_tie
 from weft.v1 import common_pb2
 
@@ -51,7 +51,11 @@ def check_text(reference: TextReference, ask: Ask, answer: Answer) -> None:
 
 
 @on("nixl")
-async def test_thirty_prompts_sixteen_at_once(mesh: LocalMesh, reference: TextReference) -> None:
+@pytest.mark.full_after(1)
+@pytest.mark.parametrize("prompts", [SOME, PROMPTS], ids=["some", "all"])
+async def test_prompts_sixteen_at_once(
+    mesh: LocalMesh, reference: TextReference, prompts: Sequence[MeshPrompt]
+) -> None:
     places = asyncio.Semaphore(16)
 
     async def one(number: int, prompt: MeshPrompt) -> tuple[Ask, Answer]:
@@ -60,7 +64,7 @@ async def test_thirty_prompts_sixteen_at_once(mesh: LocalMesh, reference: TextRe
             return ask, await caller.rest(ask)
 
     async with Caller(mesh) as caller:
-        done = await asyncio.gather(*(one(*pair) for pair in enumerate(PROMPTS)))
+        done = await asyncio.gather(*(one(*pair) for pair in enumerate(prompts)))
     for ask, answer in done:
         check_text(reference, ask, answer)
         check_way("nixl", answer)
@@ -175,13 +179,18 @@ async def ask_preempted(
 
 
 @on("bfloat16")
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
-    "num_prompts", [len(PROMPTS) // 4, pytest.param(len(PROMPTS), marks=pytest.mark.full)]
+    ("prompts", "count"), [(SOME, 7), (PROMPTS, len(PROMPTS))], ids=["some", "all"]
 )
 async def test_bfloat16_differs_at_near_ties_only(
-    mesh: LocalMesh, reference: TextReference, capsys: pytest.CaptureFixture[str], num_prompts: int
+    mesh: LocalMesh,
+    reference: TextReference,
+    capsys: pytest.CaptureFixture[str],
+    prompts: Sequence[MeshPrompt],
+    count: int,
 ) -> None:
-    prompts = random.sample(PROMPTS, num_prompts)
+    prompts = random.sample(prompts, count)
     async with Caller(mesh) as caller:
         asks = [Ask(prompt, NUM_TOKENS, new_salt()) for prompt in prompts]
         answers = await asyncio.gather(*(caller.grpc(ask) for ask in asks))

@@ -107,6 +107,15 @@ PROMPTS: tuple[MeshPrompt, ...] = (
 BY_NAME = {prompt.name: prompt for prompt in PROMPTS}
 assert len(BY_NAME) == len(PROMPTS) == 30
 
+SOME = tuple(
+    BY_NAME[name]
+    for name in (
+        *("one-token", "page", "english", "chinese", "arabic", "emoji", "json", "raw-300"),
+        *("capital", "system", "turns", "chat-hindi", "chat-japanese", "chat-code"),
+        *("chat-russian", "long-summary"),
+    )
+)
+"""Sixteen of all kinds and lengths: where the others are asked for with --full."""
 COVER = tuple(BY_NAME[name] for name in ("chat-hindi", "chinese", "chat-code", "emoji"))
 """Stand for all of them where every prompt would take too long."""
 DRAFTED = tuple(BY_NAME[name] for name in ("english", "raw-300", "system"))
