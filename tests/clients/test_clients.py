@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 POOLING = ("cohere_sdk", "langchain_embeddings", "llama_index_embeddings")
-"""Scripts that ask for vectors: they get a mesh with small models for that."""
+"""Scripts that ask small models for vectors and ranks."""
 ABOVE_OTHERS = (
     *("langchain_chat.py", "litellm_completion.py", "openai_agents.py"),
     *("pydantic_ai_agent.py", "langchain_embeddings.py", "llama_index_embeddings.py"),
@@ -37,26 +37,17 @@ pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[LocalMesh]:
-    # The same text twice: the demo model has near-ties that bfloat16 cannot tell.
-    flags = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
-    mesh = LocalMesh(tmp_path_factory.mktemp("clients"), *flags)
-    mesh.wait_ready()
-    yield mesh
-    assert mesh.stop() == 0, mesh.text
-
-
-@pytest.fixture(scope="module")
-def pooling_mesh(
-    tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
-) -> Iterator[LocalMesh]:
-    folder = tmp_path_factory.mktemp("pooling")
+    """One for all clients: the demo model, and small models for vectors and ranks."""
+    folder = tmp_path_factory.mktemp("clients")
     shape: dict[str, Any] = {"vocab_size": 517, "max_position_embeddings": 1024}
     prompts = {"query": "Given a query, find passages: "}
     embedder = make_embedder("qwen3", folder / "embedder", tokenizer=True, prompts=prompts, **shape)
     labels = {"id2label": {"0": "LABEL_0"}}
     ranker = make_classifier("qwen3", folder / "ranker", **shape, **labels)
     (ranker / "tokenizer.json").write_bytes((embedder / "tokenizer.json").read_bytes())
-    flags = ["--prefill", "0", "--kv-memory-bytes", str(16 << 20), "--dtype", "float32"]
+    # The same text twice: the demo model has near-ties that bfloat16 cannot tell.
+    flags = ["--prefill", "0", "--dtype", "float32", "--kv-memory-bytes", str(512 << 20)]
+    flags += ["--model", DEMO_NAME, "--model-name", MODEL]
     for path in (embedder, ranker):
         flags += ["--model", list_text([str(path)]), "--model-name", path.name]
     mesh = LocalMesh(folder, *flags)
@@ -106,8 +97,8 @@ def run(mesh: LocalMesh, *command: str) -> None:
 
 @pytest.mark.needs("python-clients")
 @pytest.mark.parametrize("name", marked(POOLING, ".py"))
-def test_a_client_that_asks_for_vectors_works(pooling_mesh: LocalMesh, name: str) -> None:
-    run(pooling_mesh, str(PYTHON), f"python/{name}.py")
+def test_a_client_that_asks_for_vectors_works(mesh: LocalMesh, name: str) -> None:
+    run(mesh, str(PYTHON), f"python/{name}.py")
 
 
 @pytest.mark.needs("python-clients")
