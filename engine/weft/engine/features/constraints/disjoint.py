@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.contract.schema_keywords import KEYWORDS
+from weft.engine.features.constraints.excluded import excluded_steps
 from weft.engine.features.constraints.names import have_match_in_common
 from weft.engine.features.constraints.patterns import convert_pattern
 
@@ -86,7 +87,7 @@ def are_disjoint(
     types = [_types_of(schema, around or {}) for schema in (first, second)]
     if not types[0] & types[1]:
         return True
-    if types[0] & types[1] == {"number"} and _are_apart(first, second):
+    if types[0] & types[1] == {"number"} and _are_apart(first, second, resolve):
         return True
     if types[0] & types[1] == {"string"} and not _have_strings(first, second):
         return True
@@ -130,12 +131,19 @@ def _property(schema: Mapping[str, Json], name: str) -> Json:
     return not is_shut
 
 
-def _are_apart(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
+def _are_apart(first: Mapping[str, Json], second: Mapping[str, Json], resolve: Resolve) -> bool:
     for low, high in ((first, second), (second, first)):
+        if low.get("type") == "integer" and _excludes_whole(high, resolve):
+            return True
         most, least = low.get("maximum"), high.get("minimum")
         if isinstance(most, int | float) and isinstance(least, int | float) and most < least:
             return True
     return False
+
+
+def _excludes_whole(schema: Mapping[str, Json], resolve: Resolve) -> bool:
+    found = excluded_steps(resolve(schema.get("not")))
+    return found is not None and found[0] == 1
 
 
 def _have_strings(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
@@ -191,6 +199,8 @@ def _opposites(
     """Schemas, one of which holds for each value that violates a keyword; None if unknown."""
     if name == "type":
         return _other_types(value)
+    if name == "multipleOf" and excluded_steps({name: value}) is not None:
+        return [{"type": "number", "not": {name: value}}]
     if name in ("const", "enum"):
         return _other_values([value] if name == "const" else value, schema.get("type"))
     if name == "required" and isinstance(value, list):
@@ -221,13 +231,12 @@ def _opposites(
 
 def _other_types(value: Json) -> list[Json]:
     given = {*value} if isinstance(value, list) else {value}
-    # JSON Schema has no type for numbers that are not whole.
-    left = [
-        kind
-        for kind in _TYPES
-        if kind not in given and not (kind == "number" and "integer" in given)
-    ]
-    return [{"type": left}] if left else []
+    left = [kind for kind in _TYPES if kind not in given]
+    if "number" not in left or "integer" not in given:
+        return [{"type": left}] if left else []
+    left.remove("number")
+    found: list[Json] = [{"type": left}] if left else []
+    return [*found, {"type": "number", "not": {"type": "integer"}}]
 
 
 def _other_counts(name: str, value: Json) -> list[Json] | None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from weft.engine.features.constraints.excluded import EXCLUDED
 from weft.engine.features.constraints.names import NOTHING
-from weft.engine.features.constraints.places import UNIQUE, Place, Places
+from weft.engine.features.constraints.places import UNIQUE, Place, Places, check_numbers
 from weft.engine.features.constraints.schema import MAX_UNIQUE
 from weft.engine.features.constraints.vocabulary import tokenizer_of
 
@@ -64,16 +65,20 @@ def _key(value: Json) -> Hashable:
     return ("boolean", value) if isinstance(value, bool) else value
 
 
-def has_unique_arrays(schema: Json) -> bool:
-    return UNIQUE in json.dumps(schema)
+def is_watched(schema: Json) -> bool:
+    """Whether a rewritten schema has marks that `UniqueMatcher` obeys."""
+    written = json.dumps(schema)
+    return UNIQUE in written or EXCLUDED in written
 
 
-def bound_arrays(schema: dict[str, Json]) -> Place:
+def watched_places(schema: dict[str, Json]) -> Place:
     """Bounds arrays without duplicates in a rewritten schema by the number of values that their
     items can have, so that wherever an item may come, some new item is possible. Returns the place
-    of the whole text. Raises ValueError if an array cannot be kept free of duplicates.
+    of the whole text. Raises ValueError if an array cannot be kept free of duplicates, and Untold
+    as `check_numbers` does.
     """
     places = Places(schema)
+    check_numbers(places.root)
     count = _Counter(places.definitions).count
     for place in places.root.within():
         if not place.is_unique:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from weft.contract.request import Constraint
 from weft.engine.features.constraints.domains import (
     MARK,
     MAX_MARKS,
-    bound_arrays,
     byte_tokens,
-    has_unique_arrays,
+    is_watched,
+    watched_places,
 )
+from weft.engine.features.constraints.excluded import UNTOLD, Untold
 from weft.engine.features.constraints.gbnf import convert_gbnf
 from weft.engine.features.constraints.patterns import convert_regex
 from weft.engine.features.constraints.places import Place
 from weft.engine.features.constraints.schema import prepare_schema
 from weft.engine.features.constraints.tags import convert_tags
 from weft.engine.features.constraints.unique import Matcher, UniqueMatcher, Vocabulary
+
+Json = Any
 
 LIMITS = LLParserLimits(
     max_items_in_row=10_000,
@@ -112,13 +116,15 @@ class GrammarSource:
         form = _form(constraint.whitespace)
 
         def rule(schema: str) -> str:
-            prepared = prepare_schema(schema, is_closed=self._is_closed)
+            prepared, root = self._prepared(schema, is_whole=kind == "json_schema")
             mark = ""
-            if has_unique_arrays(prepared):
+            if root is not None:
                 mark = f"<[{MARK + len(roots)}]> " if has_marks else ""
-                roots.append(bound_arrays(prepared))
+                roots.append(root)
                 if len(roots) > MAX_MARKS:
-                    raise ValueError(f"more than {MAX_MARKS} schemas have uniqueItems")
+                    raise ValueError(
+                        f"more than {MAX_MARKS} schemas have uniqueItems or exclude numbers"
+                    )
             options = {**form, "json_allowed_escapes": _ESCAPES}
             return f"{mark}%json {json.dumps({**prepared, 'x-guidance': options})}"
 
@@ -131,6 +137,27 @@ class GrammarSource:
         if kind == "choice":
             return f"{_HEAD}start: " + " | ".join(map(json.dumps, constraint.choices))
         return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
+
+    def _prepared(self, schema: str, *, is_whole: bool) -> tuple[dict[str, Json], Place | None]:
+        """The rewritten schema, and the place of its text if that has to be watched.
+
+        Args:
+            is_whole: Whether the text is nothing but JSON under this schema.
+        """
+        prepared = prepare_schema(schema, is_closed=self._is_closed)
+        if not is_watched(prepared):
+            return prepared, None
+        try:
+            root = watched_places(prepared)
+            if root.numbers is not None and not is_whole:
+                raise Untold(f"at {root.marked_at}: {UNTOLD}")
+            return prepared, root
+        except Untold as untold:
+            try:
+                prepared = prepare_schema(schema, is_closed=self._is_closed, excludes_steps=False)
+            except ValueError:
+                raise untold from None
+            return prepared, watched_places(prepared) if is_watched(prepared) else None
 
 
 def _form(whitespace: str | None) -> Mapping[str, str | bool]:

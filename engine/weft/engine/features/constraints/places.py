@@ -4,10 +4,19 @@ there.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from weft.engine.features.constraints.excluded import (
+    EXCLUDED,
+    UNTOLD,
+    NumberSet,
+    Untold,
+    number_set,
+)
 
 Json = Any
 
@@ -17,14 +26,18 @@ array's schema as the client wrote it. llguidance ignores it.
 """
 MAX_PLACES = 20_000
 """Most places of one schema that are looked at."""
+_UNLISTED = "\0"
+"""A name that no schema lists."""
 _CODE = re.compile(r"\\x\{([0-9a-fA-F]{1,6})\}")
 
 
 class Place:
     """The parts that may hold for a value; made by `Places`."""
 
-    def __init__(self, places: Places, nodes: tuple[dict[str, Json], ...]) -> None:
-        self._places = places
+    def __init__(
+        self, places: Places, parts: Iterable[dict[str, Json]], nodes: tuple[dict[str, Json], ...]
+    ) -> None:
+        self._places, self._parts = places, tuple(parts)
         self.nodes = nodes
         self.is_unique = any(UNIQUE in node for node in nodes)
         """Whether an array here may have no value twice."""
@@ -32,8 +45,27 @@ class Place:
         """Whether the possible items of an array without duplicates are more strings than it can
         have items.
         """
+        marks = (node[EXCLUDED]["at"] for node in nodes if EXCLUDED in node)
+        self.marked_at: str = next(marks, "")
+        """JSON pointer of numbers here of which steps are excluded, if there are any."""
+        self.has_numbers_within = False
+        """Whether numbers here or further inside have steps that are excluded."""
         self._of_name: dict[str | None, Place] = {}
         self._of_index: dict[int, Place] = {}
+
+    @functools.cached_property
+    def numbers(self) -> NumberSet | None:
+        """The numbers that may come here; None: the grammar by itself allows no others. Raises
+        Untold if that depends on more than the place.
+        """
+        if not self.marked_at:
+            return None
+        # Each part holds in one of several cases, and the grammar alone knows which has come.
+        sets = {number_set(part, self._places.definitions) for part in self._parts}
+        found = [one for one in sets if one.is_begun]
+        if len(found) > 1 or not all(found):
+            raise Untold(f"at {self.marked_at}: {UNTOLD}")
+        return found[0] if found else None
 
     def property(self, name: str) -> Place:
         is_listed = any(name in node.get("properties", ()) for node in self.nodes)
@@ -100,23 +132,45 @@ class Places:
 
     def __init__(self, schema: dict[str, Json]) -> None:
         self.definitions: dict[str, Json] = schema.get("$defs", {})
-        self._known: dict[frozenset[int], Place] = {}
+        self._known: dict[tuple[frozenset[int], frozenset[int]], Place] = {}
         self.root = self.of([schema])
 
     def of(self, parts: Iterable[Json]) -> Place:
         """The place for which several parts may hold."""
         nodes: dict[int, dict[str, Json]] = {}
-        left = [part for part in parts if isinstance(part, dict)]
+        given = {id(part): part for part in parts if isinstance(part, dict)}
+        left = [*given.values()]
         while left:
             node = left.pop()
             if id(node) in nodes:
                 continue
             nodes[id(node)] = node
             left += [part for part in _beside(node, self.definitions) if isinstance(part, dict)]
-        key = frozenset(nodes)
+        key = frozenset(given), frozenset(nodes)
         if key not in self._known:
-            self._known[key] = Place(self, tuple(nodes.values()))
+            self._known[key] = Place(self, given.values(), tuple(nodes.values()))
         return self._known[key]
+
+
+def check_numbers(root: Place) -> None:
+    """Raises Untold if excluded numbers could not be recognised somewhere in a text, or are items
+    of an array without duplicates. Else notes whether there are any.
+    """
+    within = root.within()
+    places = [place for place in within if place.numbers is not None]
+    root.has_numbers_within = bool(places)
+    for place in within if places else ():
+        inner = place.within() if place.is_unique else place.inner()
+        marked = [one for one in inner if one.numbers is not None]
+        if not marked:
+            continue
+        objects = [node for node in place.nodes if node.get("type") == "object"]
+        num_patterns = sum(len(node.get("patternProperties", ())) for node in objects)
+        is_joined = len(objects) > 1 or any("properties" in node for node in objects)
+        if place.is_unique or num_patterns > 1 or (num_patterns and is_joined):
+            raise Untold(f"at {marked[0].marked_at}: {UNTOLD}")
+        if objects and not num_patterns:
+            _ = place.property(_UNLISTED).numbers
 
 
 def _beside(node: dict[str, Json], definitions: dict[str, Json]) -> Iterator[Json]:

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -29,6 +30,7 @@ from weft.contract.schema_keywords import (
     escaped,
 )
 from weft.engine.features.constraints.disjoint import are_disjoint, negated, type_names
+from weft.engine.features.constraints.excluded import UNTOLD, excluded_steps, without_multiples
 from weft.engine.features.constraints.names import has_names
 from weft.engine.features.constraints.numbers import FREE_NUMBERS, check_number, prepare_number
 from weft.engine.features.constraints.patterns import convert_pattern, without_lookahead
@@ -82,22 +84,23 @@ _NAMES = (".", ".+", "^.+$", "^.")
 """Patterns of all names, and of all but the empty one."""
 _BESIDE_PATTERNS = "beside patternProperties it is supported where these say the same of names"
 _NOT_POSITIVE = "what it excludes cannot be told in positive terms"
-_WHOLE_TWICE = (
-    "each whole number satisfies both integer and number, so that none would be valid; use anyOf,"
-    " or number alone"
-)
 _OVERLAP = "the schemas may overlap; use anyOf, or tell them apart by a constant"
 _ESCAPED = "\b\t\n\f\r"
 """Control characters that have a short escape in JSON."""
 
 
-def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
+def prepare_schema(
+    text: str, *, is_closed: bool = True, excludes_steps: bool = True
+) -> dict[str, Json]:
     """Rewrites a schema, given as JSON text, for llguidance. Arrays without duplicates are marked
-    by `UNIQUE`; `UniqueMatcher` keeps them so. Raises ValueError if the text is no schema, or a
-    part of it cannot be enforced; the message says where.
+    by `UNIQUE`, and numbers of which the multiples of a step are excluded by `EXCLUDED`;
+    `UniqueMatcher` keeps them so. Raises ValueError if the text is no schema, or a part of it
+    cannot be enforced; the message says where.
 
     Args:
         is_closed: Whether objects and arrays may have only what the schema lists.
+        excludes_steps: Whether numbers may have the mark `EXCLUDED`. Else none comes where a step
+            is excluded.
     """
     try:
         schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -109,7 +112,7 @@ def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
     if not isinstance(schema, dict | bool):
         raise ValueError("is not a JSON schema: an object is expected")
     try:
-        return _Rewriter(schema, is_closed=is_closed).run()
+        return _Rewriter(schema, is_closed=is_closed, excludes_steps=excludes_steps).run()
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
@@ -124,9 +127,9 @@ def _finite(written: str) -> float:
 
 
 class _Rewriter:
-    def __init__(self, root: Json, *, is_closed: bool) -> None:
+    def __init__(self, root: Json, *, is_closed: bool, excludes_steps: bool) -> None:
         self._root = root
-        self._is_closed = is_closed
+        self._is_closed, self._excludes_steps = is_closed, excludes_steps
         given = root.get("$schema", "") if isinstance(root, dict) else ""
         self._require(isinstance(given, str), "#/$schema", "a string is expected")
         self._is_old = any(f"draft-0{number}/" in given for number in (3, 4, 6, 7))
@@ -195,6 +198,7 @@ class _Rewriter:
         schema = self._with_values(schema, at)
         if "enum" in schema or "const" in schema:
             return self._listed(schema, at)
+        schema, steps = self._with_excluded(schema, at)
         base = {name: schema[name] for name in schema if name in ASSERTING}
         if _is_vacuous(base):
             base = {}
@@ -207,7 +211,7 @@ class _Rewriter:
         closed = is_closed and (not several or set(combined) <= opens)
         parts: list[Json] = []
         if base:
-            parts.append(self._typed(base, at, is_closed=closed, is_merged=several))
+            parts.append(self._typed(base, at, is_closed=closed, is_merged=several, steps=steps))
         for name in combined:
             write: Callable[..., list[Json]] = getattr(self, f"_{name.lstrip('$')}")
             parts += write(schema, f"{at}/{name}", is_closed=closed, is_merged=several)
@@ -229,6 +233,27 @@ class _Rewriter:
             if isinstance(listed, dict) and {"enum", "const"} & listed.keys():
                 return {"enum": listed.get("enum", [listed.get("const")]), **schema}
         return schema
+
+    def _with_excluded(
+        self, schema: Mapping[str, Json], at: str
+    ) -> tuple[Mapping[str, Json], list[Fraction]]:
+        """The schema without a `not` of integers, or of multiples, and the step whose multiples
+        that excludes.
+        """
+        found = None
+        if "not" in schema:
+            found = excluded_steps(self.behind_references(schema["not"], f"{at}/not"))
+        if found is None:
+            return schema, []
+        step, has_other_types = found
+        rest = {name: value for name, value in schema.items() if name != "not"}
+        kinds = [kind for kind in _TYPES if has_other_types or kind in ("integer", "number")]
+        if "type" in schema:
+            given = self._kinds(schema["type"], f"{at}/type")
+            kinds = [kind for kind in kinds if kind in given]
+        elif named := _implied_types(schema):
+            kinds = [kind for kind in kinds if kind in named]
+        return {**rest, "type": kinds}, [step]
 
     def _says(self, schema: Mapping[str, Json], name: str) -> bool:
         return name != "if" or "then" in schema or "else" in schema
@@ -342,7 +367,7 @@ class _Rewriter:
             return [self._either(parts, at, is_closed=is_closed, is_merged=is_merged)]
         for i, others in overlaps.items():
             is_twice = _is_integer(behind[i]) and any(_is_any_number(behind[j]) for j in others)
-            self._require(not is_twice, at, _WHOLE_TWICE)
+            self._require(self._excludes_steps or not is_twice, at, UNTOLD)
         if len(parts) > 2 and (telling := self._telling(behind, overlaps)) is not None:
             return [self._told_apart(parts, telling, at)]
         opposites = {
@@ -490,12 +515,18 @@ class _Rewriter:
         return set(kinds)
 
     def _typed(
-        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+        self,
+        schema: Mapping[str, Json],
+        at: str,
+        *,
+        is_closed: bool,
+        is_merged: bool,
+        steps: Sequence[Fraction] = (),
     ) -> Json:
         if "type" in schema:
             named = self._kinds(schema["type"], f"{at}/type")
         else:
-            named = {kind for kind, names in OF_TYPE.items() if set(names) & schema.keys()}
+            named = _implied_types(schema)
         kinds = [
             kind
             for kind in _TYPES
@@ -507,7 +538,9 @@ class _Rewriter:
             parts.append({"type": plain if len(plain) > 1 else plain[0]})
         for kind in kinds:
             if kind in ("integer", "number"):
-                if schema.keys().isdisjoint(OF_TYPE["number"]) and not is_merged:
+                if steps and not self._excludes_steps:
+                    continue
+                if schema.keys().isdisjoint(OF_TYPE["number"]) and not (is_merged or steps):
                     parts.append(self._shared(kind))
                     continue
                 number = prepare_number(
@@ -516,6 +549,7 @@ class _Rewriter:
                     is_integer=kind == "integer",
                     is_merged=is_merged,
                 )
+                number = self._without_multiples(number, steps, at) if steps else number
                 parts += [] if number is False else [number]
             elif kind == "string":
                 parts.append(self._string(schema, at))
@@ -524,8 +558,24 @@ class _Rewriter:
             elif kind == "object":
                 found = self._object(schema, at, is_closed=is_closed, is_merged=is_merged)
                 parts += [] if found is False else [found]
+        if not parts and (steps or is_merged):
+            return False
         self._require(bool(parts), at, "no value satisfies it")
         return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _without_multiples(self, number: Json, steps: Sequence[Fraction], at: str) -> Json:
+        """Marks numbers by the place in the client's schema; `at` may go on in a negation of it."""
+        found, place = self._root, "#"
+        for part in at.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, dict) and key in found:
+                found = found[key]
+            else:
+                break
+            place = f"{place}/{part}"
+        return without_multiples(number, steps, place)
 
     def _string(self, schema: Mapping[str, Json], at: str) -> Json:
         out: dict[str, Json] = {"type": "string"}
@@ -891,6 +941,11 @@ class _Rewriter:
     def _require(is_right: bool, at: str, message: str) -> None:
         if not is_right:
             raise ValueError(_at(at, message))
+
+
+def _implied_types(schema: Mapping[str, Json]) -> set[str]:
+    """The types that a schema's keywords are about."""
+    return {kind for kind, names in OF_TYPE.items() if set(names) & schema.keys()}
 
 
 def _is_integer(schema: Json) -> bool:

@@ -1,10 +1,12 @@
-"""Keeps arrays free of duplicates, since a grammar cannot remember earlier items.
+"""Keeps arrays free of duplicates, since a grammar cannot remember earlier items, and numbers free
+of the multiples of excluded steps, for which llguidance has no form.
 
 `UniqueMatcher` follows the text that a sample writes. From each mask it clears the tokens that
 would end an item equal to an earlier one of its array, and those after which every possible item
-would be equal to one. A second matcher of the same grammar, whose tokens are single bytes, shows
-which bytes may come within an item. Where a grammar has more than JSON, the second grammar has a
-mark before each schema with such arrays, so it also shows where a schema's text begins.
+would be equal to one. It also clears those that would end an excluded number, or begin nothing
+else. A second matcher of the same grammar, whose tokens are single bytes, shows which bytes may
+come within an item. Where a grammar has more than JSON, the second grammar has a mark before each
+schema that is watched, so it also shows where a schema's text begins.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from weft.engine.features.constraints.domains import END, MARK, key_of, tokens_o
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from weft.engine.features.constraints.excluded import NumberSet
     from weft.engine.features.constraints.places import Place
 
 UNCLEAR = "two parts begin alike, and one is a schema with uniqueItems: give each a text before it"
 """Error message for a text in which duplicates cannot be recognised."""
+_TWICE = "an item is twice, or a number is excluded"
 _BLANKS = b" \t\n\r"
 _QUOTE, _BACKSLASH = b'"\\'
 _OUTSIDE_STRINGS = re.compile(
@@ -38,6 +42,10 @@ _OPEN_NUMBER = re.compile(rb"(?:^|[\[:,])(?:-?[0-9]+\.(?:[0-9]*0)?|-?0|-)$")
 """
 
 
+_OF_NUMBERS = b"-.0123456789"
+_DIGIT = re.compile(rb"[-0-9]")
+_LATER_NUMBER = re.compile(rb'[",:\[\]{}].*[-0-9]', re.DOTALL)
+_BEGUN_NUMBER = re.compile(rb"[\[{].*[-0-9]", re.DOTALL)
 _UP_TO_QUOTE = re.compile(rb'[^"\\]*')
 _ARRAY_AND_ITEM = re.compile(rb"\[[^\]]*,")
 
@@ -84,6 +92,21 @@ class Vocabulary:
         """Tokens that, outside of strings, may end a value or begin one of several tokens."""
         self.arrays = self._those(b"[" in one and _may_end_item(one) for one in self.spelled)
         """Tokens that may begin an array and end an item of it."""
+        self.numerals = self._those(
+            one != b"" and not one.strip(_OF_NUMBERS) for one in self.spelled
+        )
+        """Tokens that have nothing but characters of numbers."""
+        self.with_digits = self._those(_DIGIT.search(one) is not None for one in self.spelled)
+        self.later_numbers = self._those(
+            _LATER_NUMBER.search(one) is not None for one in self.spelled
+        )
+        """Tokens that may begin a number after other parts of JSON."""
+        self.begun_numbers = self._those(
+            # llguidance spells a token that has no text by its number.
+            _BEGUN_NUMBER.search(one) is not None and one != b"<[%d]>" % token
+            for token, one in enumerate(self.spelled)
+        )
+        """Tokens that may begin an array or an object and a number in it."""
         self.zeros = self._those(one[-1:] in (b"-", b"0", b".") for one in self.spelled)
         """Tokens that may be the last digits of a number so far."""
 
@@ -116,6 +139,8 @@ class _Level(NamedTuple):
     """Beginnings of items, without blanks, after which all items are among those seen."""
     ended: tuple[int, int] | None = None
     """Where the item is that the last token has ended."""
+    is_text: bool = False
+    """Whether this is a number that is the whole text."""
 
 
 class _State(NamedTuple):
@@ -126,6 +151,8 @@ class _State(NamedTuple):
     levels: tuple[_Level, ...] = ()
     is_string: bool = False
     is_escaped: bool = False
+    number: bytes = b""
+    """The number that has begun and may go on, at a place whose numbers are watched."""
 
 
 class _Wrong(Exception):
@@ -133,7 +160,8 @@ class _Wrong(Exception):
 
 
 class UniqueMatcher:
-    """A grammar's matcher that allows no duplicate in some arrays. It takes over both matchers.
+    """A grammar's matcher that allows no duplicate in some arrays, and not all numbers at some
+    places. It takes over both matchers.
 
     Args:
         by_bytes: Matcher of the same grammar with the tokens of `byte_tokens`.
@@ -152,6 +180,7 @@ class UniqueMatcher:
     ) -> None:
         self._matcher, self._by_bytes = matcher, by_bytes
         self._roots, self._vocabulary, self._has_marks = roots, vocabulary, has_marks
+        self._has_numbers = any(root.has_numbers_within for root in roots)
         self._text: list[int] = []
         """Bytes and marks."""
         self._num_followed = 0
@@ -179,7 +208,10 @@ class UniqueMatcher:
         return self._problem or self._matcher.get_error()
 
     def is_accepting(self) -> bool:
-        return not self._problem and self._matcher.is_accepting()
+        if self._problem or not self._matcher.is_accepting():
+            return False
+        state = self._states[-1]
+        return not state.number or _may_end_number(state)
 
     def rollback(self, num_tokens: int) -> bool:
         del self._states[len(self._states) - num_tokens :]
@@ -193,7 +225,7 @@ class UniqueMatcher:
         if self._problem or not self._matcher.consume_token(sampled_token):
             return False
         if self._is_wrong(sampled_token):
-            self._problem = f"token {sampled_token} doesn't satisfy the grammar: an item is twice"
+            self._problem = f"token {sampled_token} doesn't satisfy the grammar: {_TWICE}"
             return False
         self._follow(sampled_token)
         return not self._problem
@@ -227,7 +259,13 @@ class UniqueMatcher:
         mask = mask[:size]
         if not state.levels:
             mask &= ~words.arrays[:size]
+            if self._has_numbers:
+                mask &= ~words.begun_numbers[:size]
+                if self._begins_with_number():
+                    self._clear_wrong(mask, mask & words.with_digits[:size])
             return
+        if self._has_numbers:
+            self._refine_numbers(mask, state)
         unique = [level for level in state.levels if level.seen is not None]
         wanted = mask & (words.quotes if state.is_string else words.structural)[:size]
         if not unique:
@@ -245,6 +283,31 @@ class UniqueMatcher:
                     for token in words.spelled_as(rest, is_string=state.is_string):
                         _clear(mask, token)
 
+    def _refine_numbers(self, mask: Words, state: _State) -> None:
+        """Clears tokens that would end a number which may not come, or begin none that may."""
+        words, size = self._vocabulary, len(mask)
+        numbers = _numbers_at(state.levels[-1])
+        if numbers is None or state.is_string:
+            self._clear_wrong(mask, mask & words.later_numbers[:size])
+            return
+        numerals = mask & words.numerals[:size]
+        for token in _tokens_in(numerals):
+            if not numbers.may_become(state.number + words.spelled[token]):
+                _clear(mask, token)
+        rest = mask & ~numerals
+        self._clear_wrong(mask, rest if state.number else rest & words.with_digits[:size])
+
+    def _clear_wrong(self, mask: Words, tokens: Words) -> None:
+        for token in _tokens_in(tokens):
+            if self._is_wrong(token):
+                _clear(mask, token)
+
+    def _begins_with_number(self) -> bool:
+        """Whether the text has not begun, and may be nothing but a watched number."""
+        if self._has_marks or self._roots[0].numbers is None:
+            return False
+        return not bytes(self._text).strip(_BLANKS)
+
     def _begun(self, level: _Level) -> bytes:
         """The part of an array's item that has been written, without blanks."""
         return _plain(bytes(self._text[level.start :]))
@@ -254,17 +317,35 @@ class UniqueMatcher:
         only such items.
         """
         state = self._states[-1]
+        spelled = self._vocabulary.spelled[token]
         if not state.levels:
-            return bool(self._vocabulary.arrays[token // 32] >> token % 32 & 1)
+            return self._is_wrong_at_first(token)
+        if state.number and not spelled:
+            return not _may_end_number(state)
         try:
             reader = _Reader(self._text, state)
-            spelled = self._vocabulary.spelled[token]
             behind = spelled[reader.read(spelled) :]
         except (_Wrong, RecursionError):
             return True
         if behind and _may_end_item(behind):
             return True
         return any(self._ends(level, reader) for level in reader.levels if level.seen is not None)
+
+    def _is_wrong_at_first(self, token: int) -> bool:
+        """Whether a token, which the grammar allows outside of objects and arrays, ends an item or
+        a number, or begins a number that may not come.
+        """
+        words, at, bit = self._vocabulary, token // 32, token % 32
+        if words.arrays[at] >> bit & 1:
+            return True
+        if self._has_numbers and words.begun_numbers[at] >> bit & 1:
+            return True
+        begun = words.spelled[token].strip(_BLANKS)
+        if not (self._begins_with_number() and begun[:1] and begun[:1] in _OF_NUMBERS):
+            return False
+        numbers = self._roots[0].numbers
+        assert numbers is not None
+        return not numbers.may_become(begun)
 
     def _ends(self, level: _Level, reader: _Reader) -> bool:
         """Whether no new item can come in an array after the text read so far."""
@@ -331,7 +412,9 @@ class UniqueMatcher:
             levels = tuple(
                 level if level.ended is None else self._exhaust(level) for level in reader.levels
             )
-            state = _State(len(self._text), levels, reader.is_string, reader.is_escaped)
+            state = _State(
+                len(self._text), levels, reader.is_string, reader.is_escaped, reader.number
+            )
             for byte in spelled[num_read:]:
                 state = self._outside(state, byte)
         self._states.append(state)
@@ -350,8 +433,12 @@ class UniqueMatcher:
                 root = self._roots[marks[0] - MARK]
                 self._text += marks
         self._text.append(byte)
+        here = len(self._text)
+        if root is not None and root.numbers is not None and byte in _OF_NUMBERS:
+            level = _Level(root, is_array=False, inner=root, start=here - 1, is_text=True)
+            return _State(here, (level,), number=bytes([byte]))
         if root is None or byte not in b"[{":
-            return _State(len(self._text))
+            return _State(here)
         return _State(len(self._text), (_opened(root, byte, len(self._text)),))
 
     def _begins(self, mark: int, byte: int) -> bool:
@@ -392,6 +479,7 @@ class _Reader:
         self._text, self._length = text, state.length
         self.levels = [*state.levels]
         self.is_string, self._is_escaped = state.is_string, state.is_escaped
+        self.number = state.number
         self.tail = bytearray()
 
     @property
@@ -405,7 +493,8 @@ class _Reader:
 
     def read(self, spelled: bytes) -> int:
         """Reads bytes up to the end of the JSON text and returns their number. Raises _Wrong if
-        they end an item that its array already has.
+        they end an item that its array already has, or a number that may not come, or begin one
+        that can become none that may.
         """
         at = 0
         while at < len(spelled) and self.levels:
@@ -417,6 +506,10 @@ class _Reader:
             if at < len(spelled):
                 (self._in_string if self.is_string else self._outside_string)(spelled[at])
                 at += 1
+        if self.number:
+            numbers = _numbers_at(self.levels[-1])
+            if numbers is not None and not numbers.may_become(self.number):
+                raise _Wrong
         return at
 
     def _here(self) -> int:
@@ -435,7 +528,26 @@ class _Reader:
         else:
             self._end_item()
 
+    def _follow_number(self, byte: int) -> None:
+        """Follows a byte outside of strings at a place whose numbers are watched."""
+        level = self.levels[-1]
+        numbers = _numbers_at(level)
+        if numbers is None:
+            return
+        if byte in _OF_NUMBERS:
+            self.number += bytes([byte])
+        elif self.number:
+            if not numbers.has(self.number):
+                raise _Wrong
+            self.number = b""
+            if level.is_text:
+                self.levels.pop()
+
     def _outside_string(self, byte: int) -> None:
+        self._follow_number(byte)
+        if not self.levels:
+            self.tail.append(byte)
+            return
         level = self.levels[-1]
         if byte in b",] \t\n\r" and level.is_array:
             self._end_item()
@@ -477,6 +589,16 @@ def _opened(place: Place | None, byte: int, here: int) -> _Level:
     is_array = byte == ord("[")
     seen = frozenset[Hashable]() if is_array and place.is_unique else None
     return _Level(place, is_array, place.item(0) if is_array else None, here, seen=seen)
+
+
+def _numbers_at(level: _Level) -> NumberSet | None:
+    """The numbers that may come at a level's next value, if they are watched."""
+    return level.inner.numbers if level.inner is not None else None
+
+
+def _may_end_number(state: _State) -> bool:
+    numbers = _numbers_at(state.levels[-1])
+    return numbers is None or numbers.has(state.number)
 
 
 def _may_end_item(spelled: bytes) -> bool:
