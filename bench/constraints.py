@@ -418,8 +418,7 @@ def host(run: Run) -> None:
         constraints = Constraints(config, model.vocab_size, model.eos_token_ids, lambda: None)
         constraints._maker = MaskMaker(threads)
         sampler = Sampler(model.vocab_size, batch, device=torch.device("cpu"))
-        device, step_sampler = sampler._device, StepSampler(sampler, constraints)
-        assert device is not None
+        table, step_sampler = sampler._table, StepSampler(sampler, constraints)
         requests: list[Any] = [HostRequest(i, texts[index]) for i, index in enumerate(chosen)]
         for request, index in zip(requests, chosen, strict=True):
             stop = StopCriteria(max_tokens=STEP_TOKENS)
@@ -436,7 +435,7 @@ def host(run: Run) -> None:
             marks.append(time.perf_counter())
             step_sampler._has_masks = True
             step_sampler._take_masks(requests)
-            device.send_changes()
+            table.send()
             marks.append(time.perf_counter())
             for matcher, request in zip(alone, requests, strict=True):
                 if step:
@@ -447,7 +446,7 @@ def host(run: Run) -> None:
             marks.append(time.perf_counter())
             for part, (begin, end) in zip(spent, pairwise(marks), strict=True):
                 part.append(1e3 * (end - begin))
-            sent = device.plain_tables.masks.numpy().view(np.uint8)
+            sent = table.plain_tensors.masks.numpy().view(np.uint8)
             for request in requests:
                 bits = np.unpackbits(sent[request.slot], bitorder="little")
                 request.tokens.append(int(rng.choice(np.flatnonzero(bits))))

@@ -14,9 +14,11 @@ import torch
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.draws import StepSampler
 from weft.engine.sampling import device_check
-from weft.engine.sampling.device_sampling import RowsOnDevice
+from weft.engine.sampling.device_draws import RowsOnDevice
+from weft.engine.sampling.pending import PendingTokens
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan
+from weft.kernels.ops.sampling.device import draw_rows
 from weft.testing.scheduling.bare_request import bare_request
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -57,21 +59,35 @@ def random_mask(rng: np.random.Generator) -> np.ndarray:
     return words
 
 
-def test_a_mask_that_stays_allows_stop_tokens_after_min_tokens() -> None:
-    device = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
+@pytest.mark.parametrize("way", ["host", "device", "graph"])
+def test_a_mask_that_stays_allows_stop_tokens_after_min_tokens(way: str) -> None:
+    sampler = Sampler(VOCAB, NUM_SLOTS, device=None if way == "host" else torch.device("cpu"))
     params = SamplingParams(temperature=0.0)
     stop = StopCriteria(min_tokens=2, stop_token_ids=(7,))
-    device.add(1, SamplerRow(params=params, stop=stop, seed=0, eos_token_ids=(1,)), [5, 5, 5], [])
+    sampler.add(1, SamplerRow(params=params, stop=stop, seed=0, eos_token_ids=(1,)), [5, 5, 5], [])
     words = np.zeros(-(-VOCAB // 32), np.uint32)
     words[0] = (1 << 7) | (1 << 9)
-    device.set_mask(1, words)
-    logits = torch.zeros(1, VOCAB)
+    sampler.set_mask(1, words)
+    logits, slots, drawn = torch.zeros(1, VOCAB), np.array([1]), list[int]()
     logits[0, 7] = 4.0
-    drawn = [
-        device.draw(logits, np.array([1]), np.array([3 + step])).token_ids.tolist()
-        for step in range(4)
-    ]
-    assert drawn == [[9], [9], [7], [7]]
+    for step in range(4):
+        positions = np.array([3 + step])
+        if way == "graph":
+            assert sampler.common_way(slots) == "any"
+            captured = partial(draw_by_graph, sampler, logits, slots, positions)
+            drawn += sampler.begin_captured(captured, "any", slots).wait().token_ids.tolist()
+        else:
+            drawn += sampler.draw(logits, slots, positions).token_ids.tolist()
+    assert drawn == [9, 9, 7, 7]
+
+
+def draw_by_graph(
+    sampler: Sampler, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, *_: object
+) -> PendingTokens:
+    tables = sampler.plain_tensors
+    assert tables is not None
+    rows = torch.from_numpy(slots), torch.from_numpy(positions)
+    return PendingTokens.of_tokens(draw_rows(logits, *rows, tables), positions)
 
 
 def test_both_samplers_draw_and_report_the_same() -> None:

@@ -23,11 +23,11 @@ from weft.engine.executor.graphs import GraphBucket
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.encode import step_input
 from weft.engine.requests.request import Request
-from weft.engine.sampling.device_sampling import WAYS, Way
+from weft.engine.sampling.device_draws import WAYS, Way
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
-from weft.kernels.ops.sampling.device import Field
+from weft.kernels.ops.sampling.reference import Field
 from weft.kernels.ops.step_rows import SlotTokens, keep_tokens
 from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.captured_drafts import capture
@@ -78,7 +78,7 @@ class Desk:
         )
         self.keeper = DraftKeeper(self.known, self.pool, self.states)
         model: Any = SimpleNamespace(logits=lambda hidden, lora=None: hidden @ self.weight.T)
-        tables = self.sampler.plain_tables
+        tables = self.sampler.plain_tensors
         self.draws = DrawGraphs(model, graphs, self.inputs, self.keeper, tables, WAYS)
 
     def _results(self) -> Iterator[tuple[GraphBucket, torch.Tensor]]:
@@ -288,7 +288,7 @@ def test_a_graph_draws_for_a_slot_that_became_free_as_it_was() -> None:
     assert sampler.common_way(slots) is None
     add(top_p=0.9)
     sampler.remove(0)
-    tables = sampler.plain_tables
+    tables = sampler.plain_tensors
     assert tables is not None
     assert sampler.common_way(slots) == "any"
     seen: list[int] = []

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from weft.kernels.ops.sampling.cpu import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     MASKED_LOGIT,
-    SamplingColumns,
+    Scratch,
     native_sampling,
     sample_rows,
     top_rows,
 )
+from weft.kernels.ops.sampling.reference import ALWAYS_MASKED, Field, SlotParams, pack_slot
 from weft.testing.kernels import naive_sampling
 from weft.testing.kernels.device_sampling_cases import slot_params
 from weft.testing.kernels.naive_sampling import NaiveParams
@@ -119,11 +121,27 @@ def test_noise_is_gumbel_and_independent_of_its_neighbours() -> None:
 # ---- what is drawn -----------------------------------------------------------------------------
 
 
-def make_columns(vocab: int, rows: list[NaiveParams], seeds: list[int], native: bool):
-    columns = SamplingColumns(vocab, len(rows), use_native=native)
-    for slot, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-        columns.set(slot, slot_params(row, seed))
-    return columns
+class Table:
+    """Parameters and masks of a few slots, and what the host's sampler needs beside them."""
+
+    def __init__(self, vocab: int, params: Sequence[SlotParams], *, native: bool) -> None:
+        self.params = np.stack([pack_slot(one) for one in params])
+        self.reals = self.params.view(np.float64)
+        self.masks = np.zeros((len(params), -(-vocab // 32)), np.uint32)
+        self.scratch = Scratch(vocab, use_native=native)
+
+    def draw(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        tables = torch.from_numpy(self.params), torch.from_numpy(self.masks.view(np.int32))
+        return sample_rows(logits, slots, positions, *tables, self.scratch)
+
+
+def greedy_table(vocab: int, num_slots: int, *, native: bool = True) -> Table:
+    return Table(vocab, [SlotParams()] * num_slots, native=native)
+
+
+def make_table(vocab: int, rows: list[NaiveParams], seeds: list[int], native: bool) -> Table:
+    params = [slot_params(row, seed) for row, seed in zip(rows, seeds, strict=True)]
+    return Table(vocab, params, native=native)
 
 
 def random_params(rng: np.random.Generator, vocab: int) -> NaiveParams:
@@ -167,8 +185,8 @@ def test_both_paths_equal_the_sorted_reference(entropy: int, vocab: int) -> None
     ]
     before = logits.clone()
     for native in (True, False):
-        columns = make_columns(vocab, rows, seeds, native)
-        drawn = sample_rows(logits, np.arange(num_rows), positions, columns)
+        table = make_table(vocab, rows, seeds, native)
+        drawn = table.draw(logits, np.arange(num_rows), positions)
         assert drawn.tolist() == expected, (native, rows)
     assert torch.equal(logits, before)
 
@@ -196,10 +214,10 @@ def test_masked_rows_draw_as_if_the_forbidden_tokens_had_no_mass(entropy: int, v
     ]
     before = logits.clone()
     for native in (True, False):
-        columns = make_columns(vocab, rows, seeds, native)
-        columns.masks[:] = mask_words(allowed, rng)
-        columns.is_masked[:] = is_masked
-        drawn = sample_rows(logits, np.arange(num_rows), positions, columns)
+        table = make_table(vocab, rows, seeds, native)
+        table.masks[:] = mask_words(allowed, rng)
+        table.params[:, Field.MASK_END] = np.where(is_masked, ALWAYS_MASKED, 0)
+        drawn = table.draw(logits, np.arange(num_rows), positions)
         assert drawn.tolist() == expected, (native, rows)
     assert torch.equal(logits, before)
 
@@ -219,10 +237,10 @@ def test_a_mask_hides_no_fault_and_may_leave_nothing(native: bool) -> None:
     vocab = 70
     logits = torch.randn(3, vocab)
     logits[0, 69] = float("nan")
-    columns = SamplingColumns(vocab, 3, use_native=native)
-    columns.is_masked[:2] = True
-    columns.masks[0, 0] = 1
-    drawn = sample_rows(logits, np.arange(3), np.arange(3), columns)
+    table = greedy_table(vocab, 3, native=native)
+    table.params[:2, Field.MASK_END] = ALWAYS_MASKED
+    table.masks[0, 0] = 1
+    drawn = table.draw(logits, np.arange(3), np.arange(3))
     assert drawn[:2].tolist() == [ERROR_NOT_FINITE, ERROR_NO_CANDIDATE]
     assert drawn[2] == int(logits[2].argmax())
 
@@ -236,7 +254,7 @@ def test_paths_agree_on_large_vocabularies(vocab: int) -> None:
         seeds = rng.integers(2**64, size=8, dtype=np.uint64).tolist()
         logits, positions = random_logits(rng, 8, vocab), rng.integers(2**20, size=8)
         drawn = [
-            sample_rows(logits, np.arange(8), positions, make_columns(vocab, rows, seeds, native))
+            make_table(vocab, rows, seeds, native).draw(logits, np.arange(8), positions)
             for native in (True, False)
         ]
         assert np.array_equal(*drawn), rows
@@ -248,17 +266,17 @@ def test_rows_are_independent_of_batch_and_slot(native: bool) -> None:
     vocab, num_rows = 700, 12
     rows = [random_params(rng, vocab) for _ in range(num_rows)]
     seeds = rng.integers(2**64, size=num_rows, dtype=np.uint64).tolist()
-    columns = make_columns(vocab, rows, seeds, native)
+    table = make_table(vocab, rows, seeds, native)
     logits = random_logits(rng, num_rows, vocab)
     positions = rng.integers(2**20, size=num_rows)
-    together = sample_rows(logits, np.arange(num_rows), positions, columns)
+    together = table.draw(logits, np.arange(num_rows), positions)
     order = rng.permutation(num_rows)
-    moved = make_columns(vocab, [rows[i] for i in order], [seeds[i] for i in order], native)
+    moved = make_table(vocab, [rows[i] for i in order], [seeds[i] for i in order], native)
     assert np.array_equal(
-        sample_rows(logits[order], np.arange(num_rows), positions[order], moved), together[order]
+        moved.draw(logits[order], np.arange(num_rows), positions[order]), together[order]
     )
     for r in range(num_rows):
-        alone = sample_rows(logits[r : r + 1], np.array([r]), positions[r : r + 1], columns)
+        alone = table.draw(logits[r : r + 1], np.array([r]), positions[r : r + 1])
         assert alone[0] == together[r]
 
 
@@ -267,8 +285,8 @@ def test_greedy_takes_the_lowest_of_equals(native: bool) -> None:
     for vocab, ties in ((200, [130, 7, 199]), (49152, [49151, 300, 20000])):
         logits = torch.randn(3, vocab)
         logits[:, ties] = 50.0
-        columns = SamplingColumns(vocab, 3, use_native=native)
-        drawn = sample_rows(logits, np.arange(3), np.zeros(3, np.int64), columns)
+        table = greedy_table(vocab, 3, native=native)
+        drawn = table.draw(logits, np.arange(3), np.zeros(3, np.int64))
         assert drawn.tolist() == [min(ties)] * 3
 
 
@@ -280,9 +298,9 @@ def test_rows_that_are_not_finite_are_told_apart(native: bool, bad: float) -> No
         logits = torch.randn(4, vocab)
         logits[1, where] = bad
         logits[2] = MASKED_LOGIT
-        columns = SamplingColumns(vocab, 4, use_native=native)
-        columns.temperature[:] = temperature
-        drawn = sample_rows(logits, np.arange(4), np.arange(4), columns)
+        table = greedy_table(vocab, 4, native=native)
+        table.reals[:, Field.TEMPERATURE] = temperature
+        drawn = table.draw(logits, np.arange(4), np.arange(4))
         assert drawn[1] == ERROR_NOT_FINITE
         assert drawn[2] == ERROR_NO_CANDIDATE
         assert (drawn[[0, 3]] >= 0).all()
@@ -293,17 +311,17 @@ def test_rows_may_share_memory_or_be_a_part(native: bool) -> None:
     vocab = 300
     wide = torch.randn(3, vocab + 20)
     part, forks = wide[:, :vocab], wide[:1, :vocab].expand(3, vocab)
-    columns = SamplingColumns(vocab, 3, use_native=native)
-    columns.temperature[:] = 1.0
-    columns.seed[:] = [fresh_seed() for _ in range(3)]
+    table = greedy_table(vocab, 3, native=native)
+    table.reals[:, Field.TEMPERATURE] = 1.0
+    table.params[:, Field.SEED] = [fresh_seed() for _ in range(3)]
     for logits in (part, forks):
-        drawn = sample_rows(logits, np.arange(3), np.arange(3), columns)
-        copied = sample_rows(logits.contiguous(), np.arange(3), np.arange(3), columns)
+        drawn = table.draw(logits, np.arange(3), np.arange(3))
+        copied = table.draw(logits.contiguous(), np.arange(3), np.arange(3))
         assert np.array_equal(drawn, copied)
 
 
 def test_wrong_tensors_are_refused() -> None:
-    columns = SamplingColumns(100, 2)
+    table = greedy_table(100, 2)
     slots, positions = np.arange(2), np.arange(2)
     for logits in (
         torch.zeros(2, 100, dtype=torch.bfloat16),
@@ -313,10 +331,10 @@ def test_wrong_tensors_are_refused() -> None:
         torch.zeros(3, 100),
     ):
         with pytest.raises(ValueError):
-            sample_rows(logits, slots, positions, columns)
+            table.draw(logits, slots, positions)
     with pytest.raises(ValueError, match="slots"):
-        sample_rows(torch.zeros(2, 100), np.array([0, 2]), positions, columns)
-    assert len(sample_rows(torch.zeros(0, 100), slots[:0], positions[:0], columns)) == 0
+        table.draw(torch.zeros(2, 100), np.array([0, 2]), positions)
+    assert len(table.draw(torch.zeros(0, 100), slots[:0], positions[:0])) == 0
 
 
 # ---- log-probabilities -------------------------------------------------------------------------
@@ -329,8 +347,8 @@ def test_top_rows_equal_log_softmax(native: bool, vocab: int) -> None:
     logits = torch.randn(5, vocab) * 5
     logits[1] = logits[1].round()  # Ties.
     logits[2, 0] = float("nan")
-    columns = SamplingColumns(vocab, 5, use_native=native)
-    log_sums, ids = top_rows(logits, num_top, columns)
+    table = greedy_table(vocab, 5, native=native)
+    log_sums, ids = top_rows(logits, num_top, table.scratch)
     exact = torch.log_softmax(logits.double(), -1)
     assert np.isnan(log_sums[2])
     for r in (0, 1, 3, 4):

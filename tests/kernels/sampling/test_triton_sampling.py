@@ -15,17 +15,17 @@ from weft.kernels.ops.sampling import noise
 from weft.kernels.ops.sampling import triton_draw as gpu_sampling
 from weft.kernels.ops.sampling.device import (
     DraftedRows,
-    Field,
-    SlotTables,
+    SlotTensors,
     draw_rows,
-    pack_slot,
     top_logits,
 )
 from weft.kernels.ops.sampling.reference import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     MASKED_LOGIT,
+    Field,
     SlotParams,
+    pack_slot,
     top_rows_reference,
 )
 from weft.testing.kernels import naive_sampling
@@ -59,8 +59,8 @@ def draw(case: DrawCase, module: ModuleType | None = None) -> list[int]:
     return tokens
 
 
-def plain_tables(vocab: int, rows: Sequence[np.ndarray]) -> SlotTables:
-    return SlotTables(
+def plain_tables(vocab: int, rows: Sequence[np.ndarray]) -> SlotTensors:
+    return SlotTensors(
         torch.from_numpy(np.stack(rows)),
         torch.zeros(len(rows), -(-vocab // 32), dtype=torch.int32),
         torch.zeros(1, vocab),
@@ -165,7 +165,7 @@ def test_drawing_counts_and_rows_may_be_a_part() -> None:
     assert not tables.counts[0].any()
 
 
-def penalised_tables(rng: np.random.Generator, vocab: int) -> SlotTables:
+def penalised_tables(rng: np.random.Generator, vocab: int) -> SlotTensors:
     """Three slots that count what they draw, and have drawn something."""
     penalties = SlotParams(
         frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3

@@ -29,7 +29,7 @@ from weft.engine.executor.states import DeviceStates
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
-from weft.engine.sampling.device_sampling import RowsOnDevice
+from weft.engine.sampling.device_draws import RowsOnDevice
 from weft.kernels.ops.attention import AttentionMetadata
 from weft.kernels.ops.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.ops.step_requests import (

@@ -18,10 +18,10 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
 from weft.engine.model.interface import LogitsInParts, Model
-from weft.engine.sampling.device_sampling import Way
+from weft.engine.sampling.device_draws import Way
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.kernels.ops.greedy import greedy_rows
-from weft.kernels.ops.sampling.device import SlotTables, draw_rows
+from weft.kernels.ops.sampling.device import SlotTensors, draw_rows
 from weft.kernels.ops.step_rows import keep_tokens
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class DrawGraphs:
         graphs: StepGraphs,
         inputs: DeviceInputs,
         keeper: DraftKeeper,
-        tables: SlotTables | None,
+        tables: SlotTensors | None,
         ways: Sequence[Way],
         peers: DevicePeers | None = None,
         on_capture: Progress = lambda done, total, what: None,

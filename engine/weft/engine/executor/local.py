@@ -35,12 +35,12 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
-from weft.engine.sampling.device_sampling import WAYS, CapturedDraw, Way
+from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
 from weft.engine.transfer.device_pages import DevicePages
 from weft.kernels.ops.pages import copy_pages, page_index, repack_pages
 from weft.kernels.ops.pages.scaled_kv import ALL_BITS, is_scaled
-from weft.kernels.ops.sampling.device import SlotTables
+from weft.kernels.ops.sampling.device import SlotTensors
 from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified, keep_tokens
 from weft.kernels.shared.memory import huge_zeros
 from weft.pages.memory.page_table import PageTable
@@ -342,7 +342,7 @@ class LocalExecutor:
             return None
         return partial(self._draws.begin, bucket, arrays.drawing_positions)
 
-    def capture_draws(self, tables: SlotTables | None, ways: Sequence[Way] = WAYS) -> None:
+    def capture_draws(self, tables: SlotTensors | None, ways: Sequence[Way] = WAYS) -> None:
         """Captures sampling for the steps that have graphs.
 
         Args:

@@ -11,7 +11,7 @@ from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.pooling import PooledStates
 from weft.engine.executor.step_input import StepInput
-from weft.engine.sampling.device_sampling import CapturedDraw, RowsOnDevice
+from weft.engine.sampling.device_draws import CapturedDraw, RowsOnDevice
 from weft.engine.sampling.prompt_scores import PromptScores
 from weft.pages.memory.page_table import PageTable
 from weft.pages.transfer.page_pool import PagePool

@@ -66,7 +66,7 @@ from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.requests.request import Request
 from weft.engine.requests.window_pages import WindowPages
-from weft.engine.sampling.device_sampling import WAYS
+from weft.engine.sampling.device_draws import WAYS
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
@@ -217,7 +217,7 @@ def _load_parts(
         device=draws_on,
         max_masked_rows=max_drafts_of_a_step(config),
     )
-    tables = sampler.plain_tables
+    tables = sampler.plain_tensors
     ways = 1 if tables is None else len(WAYS)
     if ranks is not None:
         ranks.agree("drawing", ways)

@@ -17,7 +17,7 @@ from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.port import Logits
 from weft.engine.requests.request import Request, end_of
-from weft.engine.sampling.device_sampling import RowsBehindDrafts
+from weft.engine.sampling.device_draws import RowsBehindDrafts
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem

@@ -8,14 +8,14 @@ import logging
 
 import numpy as np
 import torch
-from weft.kernels.ops.sampling.cpu import SamplingColumns, SlotParams, sample_rows
+from weft.kernels.ops.sampling.cpu import Scratch, sample_rows
 from weft.kernels.ops.sampling.device import (
     DraftedRows,
-    SlotTables,
+    SlotTensors,
     draw_rows,
-    pack_slot,
     top_logits,
 )
+from weft.kernels.ops.sampling.reference import SlotParams, pack_slot
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,13 @@ def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
     count = len(_TRIALS) * _ROWS_A_TRIAL
     spreads = np.resize([0.3, 4.0], count)[:, None]
     rows = (spreads * rng.standard_normal((count, vocab_size))).astype(np.float32)
-    columns = SamplingColumns(vocab_size, count)
-    packed = []
-    for slot in range(count):
-        trial = _TRIALS[slot // _ROWS_A_TRIAL]
-        params = trial._replace(seed=slot)
-        columns.set(slot, params)
-        packed.append(pack_slot(params))
+    trials = [_TRIALS[slot // _ROWS_A_TRIAL]._replace(seed=slot) for slot in range(count)]
+    params = torch.from_numpy(np.stack([pack_slot(trial) for trial in trials]))
+    masks = torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32)
     slots, logits = np.arange(count), torch.from_numpy(rows)
-    expected = sample_rows(logits, slots, slots + 100, columns)
+    expected = sample_rows(logits, slots, slots + 100, params, masks, Scratch(vocab_size))
     try:
-        drawn = _draw(logits, np.stack(packed), device)
+        drawn = _draw(logits, params, masks, device)
     except Exception as error:
         # A compiler or driver may raise anything; the host can draw instead.
         logger.exception("the device's sampler does not run")
@@ -56,13 +52,15 @@ def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
     return f"{num_wrong} of {count} tokens of a trial differ" if num_wrong else None
 
 
-def _draw(logits: torch.Tensor, params: np.ndarray, device: torch.device) -> np.ndarray:
+def _draw(
+    logits: torch.Tensor, params: torch.Tensor, masks: torch.Tensor, device: torch.device
+) -> np.ndarray:
     """Draws once as from rows without drafts, and once as from rows with drafts: [2, L]."""
     count, vocab_size = logits.shape
     slots, logits = torch.arange(count, device=device), logits.to(device)
-    tables = SlotTables(
-        torch.from_numpy(params).to(device),
-        torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32, device=device),
+    tables = SlotTensors(
+        params.to(device),
+        masks.to(device),
         torch.zeros((1, vocab_size), device=device),
         torch.zeros((1, vocab_size), dtype=torch.int32, device=device),
     )

@@ -1,4 +1,4 @@
-"""Changes of a row's logits that depend on the request: bias, penalties, masked stop tokens.
+"""Changes of a row's logits that depend on the request: bias, penalties.
 
 Each change concerns a short list of token ids. So `LogitEdits` changes the row in place, and
 reverts the changes once the row's token is drawn.
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from weft.contract.arrays import Float32Array, Int64Array
 from weft.contract.request import SamplingParams
-from weft.kernels.ops.sampling.cpu import MASKED_LOGIT
 
 
 class TokenCounts:
@@ -50,7 +49,7 @@ class TokenCounts:
     @property
     def words(self) -> Int64Array:
         """The packed count of each of `ids`, as in
-        `weft.kernels.ops.sampling.device.SlotTables.counts`.
+        `weft.kernels.ops.sampling.device.SlotTensors.counts`.
         """
         in_prompt = np.isin(self.ids, np.asarray(self._prompt_ids, np.int64))
         return 2 * self.output_counts.astype(np.int64) + in_prompt
@@ -62,37 +61,29 @@ class LogitEdits:
     def __init__(
         self,
         params: SamplingParams,
-        stop_ids: Sequence[int],
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
     ) -> None:
         """Prepares a sample that has `output_ids` already.
 
         Args:
-            stop_ids: Tokens that `apply` masks with `is_masking`.
             prompt_ids: Prompt tokens, which count for the repetition penalty only.
             output_ids: Generated tokens, which count for all penalties.
         """
         self.params = params
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self.bias = np.fromiter(params.logit_bias.values(), np.float32)
-        self.stop_ids = np.unique(np.asarray(stop_ids, np.int64))
         self.counts = TokenCounts(prompt_ids, output_ids) if params.has_penalties else None
         self._undo: list[tuple[Float32Array, Int64Array, Float32Array]] = []
 
-    def apply(self, row: Float32Array, *, is_masking: bool) -> None:
-        """Changes `row`, [vocab_size], in place: bias, then penalties, then the mask of stop tokens
-        if `is_masking`.
-        """
+    def apply(self, row: Float32Array) -> None:
+        """Changes `row`, [vocab_size], in place: bias, then penalties."""
         if len(self.bias_ids):
             self._remember(row, self.bias_ids)
             row[self.bias_ids] += self.bias
         if self.counts is not None and len(self.counts.ids):
             self._remember(row, self.counts.ids)
             row[self.counts.ids] = self._penalised(row[self.counts.ids], self.counts)
-        if is_masking and len(self.stop_ids):
-            self._remember(row, self.stop_ids)
-            row[self.stop_ids] = MASKED_LOGIT
 
     def take_back(self) -> None:
         """Reverts all changes that `apply` has made since the last call."""

@@ -50,7 +50,7 @@ class PendingTokens:
         """Whether the device has kept the tokens for later steps (`Executor.keep`)."""
         self.rows = rows
         """Waits for the tokens and ancestor masks of the logits' rows ([2, L]); valid until the
-        next step draws. None: the host knows the drafts, or they are not fetched.
+        next step draws. None: they are not fetched.
         """
         self.errors: dict[int, WeftError] = {}
         """Errors by row that the host knows before there are tokens."""

@@ -6,31 +6,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.base.device_copies import Fetched
-from weft.engine.sampling.device_sampling import (
+from weft.engine.sampling.device_draws import (
     CapturedDraw,
-    DeviceSampler,
     RowsBehindDrafts,
     RowsOnDevice,
     Way,
+    draw_on_device,
 )
 from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.engine.sampling.pending import PendingTokens, SampledRows
+from weft.engine.sampling.slot_table import SlotTable, Words
 from weft.kernels.ops.greedy import greedy_rows
 from weft.kernels.ops.sampling.cpu import (
     GREEDY_TEMPERATURE,
-    SamplingColumns,
+    Scratch,
     SlotParams,
     sample_rows,
     top_rows,
 )
-from weft.kernels.ops.sampling.device import SlotTables
+from weft.kernels.ops.sampling.device import SlotTensors
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that all multiples below 2^64 are distinct."""
@@ -55,6 +55,18 @@ class SamplerRow:
     """The model's end tokens; masked before `min_tokens` unless the request ignores them."""
     top_logprobs: int | None = None
     """Number of alternatives for each token's log-probability; None: no log-probabilities."""
+
+
+@dataclass(slots=True)
+class _Stops:
+    """Stop tokens of a slot, which are masked before `min_tokens`."""
+
+    ids: Int64Array
+    """[n], distinct."""
+    begin: int
+    """Position from which on the slot may get them."""
+    allowed: Words | None = None
+    """The constraint's mask; None: all tokens."""
 
 
 class Sampler:
@@ -87,16 +99,17 @@ class Sampler:
         self.null_slot = max_rows
         """A slot that samples greedily and whose tokens are discarded. Several rows may use it."""
         num_slots = max_rows + 1
-        self._device: DeviceSampler | None = None
-        if device is not None:
-            self._device = DeviceSampler(vocab_size, num_slots, device, max_masked_rows)
-        self._stops_from = np.zeros(num_slots, np.int64)
-        """Position from which on a slot may get its stop tokens."""
+        self._vocab_size = vocab_size
+        self._table = SlotTable(vocab_size, num_slots, device, max_masked_rows)
+        self._scratch = Scratch(vocab_size, use_native=use_native)
         self._counting: set[int] = set()
         """Slots with penalties."""
+        self._stops: dict[int, _Stops] = {}
+        """Of slots that must not get their stop tokens at first."""
         self._lacking_stops: set[int] = set()
-        """Slots whose mask on the device excludes their stop tokens at every position."""
-        self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
+        """Slots whose mask excludes their stop tokens at every position."""
+        self._is_masked = np.zeros(num_slots, np.bool_)
+        """Slots with a constraint's mask."""
         self._num_generated = np.zeros(num_slots, np.int64)
         self._is_special = np.zeros(num_slots, np.bool_)
         """Slots that need Python: their logits are edited, or log-probabilities are wanted. A free
@@ -111,16 +124,16 @@ class Sampler:
         self._edits: dict[int, LogitEdits] = {}
 
     @property
-    def plain_tables(self) -> SlotTables | None:
+    def plain_tensors(self) -> SlotTensors | None:
         """Parameters of slots without penalties or biases, on the device; None: the host samples
         the tokens.
         """
-        return None if self._device is None else self._device.plain_tables
+        return self._table.plain_tensors if self._table.is_on_device else None
 
     @property
     def is_on_device(self) -> bool:
         """Whether all tokens of a step are sampled at once, on the device of the logits."""
-        return self._device is not None
+        return self._table.is_on_device
 
     def add(
         self, slot: int, row: SamplerRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
@@ -135,59 +148,58 @@ class Sampler:
         """
         if slot in self._rows:
             raise ValueError(f"slot {slot} is taken")
-        params, columns = row.params, self._columns
+        params = row.params
         for token_id in params.logit_bias:
-            if not 0 <= token_id < columns.vocab_size:
-                message = f"logit_bias: token id {token_id} is not below {columns.vocab_size}"
+            if not 0 <= token_id < self._vocab_size:
+                message = f"logit_bias: token id {token_id} is not below {self._vocab_size}"
                 raise InvalidRequest(message, stage="sample", param="logit_bias")
-        stop_ids = self._stop_ids(row)
-        has_edits = bool(params.logit_bias) or params.has_penalties or bool(stop_ids)
-        if has_edits:
-            self._edits[slot] = LogitEdits(params, stop_ids, prompt_ids, output_ids)
+        edits: LogitEdits | None = None
+        if params.logit_bias or params.has_penalties:
+            edits = self._edits[slot] = LogitEdits(params, prompt_ids, output_ids)
         if params.has_penalties:
             self._counting.add(slot)
+        if stop_ids := self._stop_ids(row):
+            ids = np.unique(np.array(stop_ids, np.int64))
+            self._stops[slot] = _Stops(ids, len(prompt_ids) + row.stop.min_tokens)
         numbers = {name: getattr(params, name) for name in SlotParams._fields}
         own = SlotParams(**{**numbers, "seed": row.seed})
-        columns.set(slot, own)
         self._num_generated[slot] = len(output_ids)
-        self._stops_from[slot] = len(prompt_ids) + row.stop.min_tokens
-        self._is_special[slot] = has_edits or row.top_logprobs is not None
+        self._is_special[slot] = edits is not None or row.top_logprobs is not None
         self._rows[slot] = row
         self._note_greedy(slot)
-        if self._device is not None:
-            self._device.add(slot, own, self._edits.get(slot))
-            if stop_ids:
-                self._send_mask(slot)
+        self._table.add(slot, own, edits)
+        if stop_ids:
+            self._mask_stops(slot)
 
     def remove(self, slot: int) -> None:
         """Frees `slot`, even if `add` failed for it."""
         self._rows.pop(slot, None)
-        self._columns.is_masked[slot] = False
+        self._is_masked[slot] = False
         self._edits.pop(slot, None)
+        self._stops.pop(slot, None)
         self._counting.discard(slot)
         self._lacking_stops.discard(slot)
-        if self._device is not None:
-            self._device.remove(slot)
+        self._table.remove(slot)
 
-    def set_mask(self, slot: int, mask: npt.NDArray[np.uint32] | None) -> None:
+    def set_mask(self, slot: int, mask: Words | None) -> None:
         """Sets the tokens that the slot may get, until the next call.
 
         Args:
-            mask: [ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i, and bits from
-                vocab_size on are 0. None: all tokens.
+            mask: Bits from vocab_size on are 0. None: all tokens.
         """
-        self._columns.is_masked[slot] = mask is not None
-        if mask is not None:
-            self._columns.masks[slot] = mask
+        self._is_masked[slot] = mask is not None
         self._note_greedy(slot)
-        if self._device is not None:
-            self._send_mask(slot)
+        if slot in self._stops:
+            self._stops[slot].allowed = None if mask is None else mask.copy()
+            self._mask_stops(slot)
+        else:
+            self._table.set_mask(slot, mask)
 
-    def mask_memory(self) -> npt.NDArray[np.uint32]:
+    def mask_memory(self) -> Words:
         """[num_slots, ceil(vocab_size / 32)]: where masks may be written before `set_masks`, once
         the tokens of all steps so far are known.
         """
-        return self._columns.masks if self._device is None else self._device.mask_memory()
+        return self._table.mask_memory()
 
     def set_masks(self, slots: Int64Array, num_generated: Sequence[int]) -> None:
         """`set_mask` for each of these slots, with the mask in its row of `mask_memory`.
@@ -196,16 +208,14 @@ class Sampler:
             slots: [M], distinct.
             num_generated: Number of tokens that each of their samples has generated.
         """
-        self._columns.is_masked[slots] = True
+        self._is_masked[slots] = True
         self._is_greedy[slots] = False
-        if self._device is None:
-            return
         self._num_generated[slots] = num_generated
-        self._device.have_masks(slots)
-        for slot in self._edits.keys() & slots.tolist():
-            if len(self._edits[slot].stop_ids):
-                self._columns.masks[slot] = self._device.mask_memory()[slot]
-                self._send_mask(slot)
+        self._table.have_masks(slots)
+        if self._stops:
+            for slot in self._stops.keys() & slots.tolist():
+                self._stops[slot].allowed = self._table.mask_memory()[slot].copy()
+                self._mask_stops(slot)
 
     def advance(self, slot: int, num_generated: int) -> None:
         """Sets how many tokens a slot's sample has generated, when drafts of it were accepted."""
@@ -214,7 +224,7 @@ class Sampler:
     def mask_rows(
         self,
         slots: Int64Array,
-        masks: Sequence[npt.NDArray[np.uint32] | None],
+        masks: Sequence[Words | None],
         num_generated: Sequence[int],
     ) -> Int64Array:
         """Gives rows that follow drafts separate masks, until the next call. On a device only.
@@ -227,19 +237,16 @@ class Sampler:
         Returns:
             [M]: slots for `begin` to sample these rows with.
         """
-        assert self._device is not None, "tokens are drawn on the host"
         rows = zip(slots.tolist(), masks, num_generated, strict=True)
-        return self._device.mask_rows(slots, [self._later_mask(*row) for row in rows])
+        return self._table.mask_rows(slots, [self._later_mask(*row) for row in rows])
 
-    def _later_mask(
-        self, slot: int, mask: npt.NDArray[np.uint32] | None, num_generated: int
-    ) -> npt.NDArray[np.uint32] | None:
+    def _later_mask(self, slot: int, mask: Words | None, num_generated: int) -> Words | None:
         """The mask of a slot's sample after `num_generated` tokens. It excludes stop tokens while
         `min_tokens` is not reached and the mask allows other tokens.
         """
-        if slot not in self._edits or num_generated >= self._rows[slot].stop.min_tokens:
+        if slot not in self._stops or num_generated >= self._rows[slot].stop.min_tokens:
             return mask
-        words = _without(mask, self._edits[slot].stop_ids, self._columns.masks.shape[1])
+        words = self._without_stops(slot, mask)
         return words if mask is None or words.any() else mask
 
     def counts_tokens(self, slots: Int64Array) -> bool:
@@ -275,11 +282,13 @@ class Sampler:
             ValueError: Shapes or dtype are wrong.
         """
         if logits.is_cuda and slot_override is None and self._is_greedy[slots].all():
-            pending = _draw_greedily(logits, positions)
-        elif self._device is not None:
+            pending = PendingTokens.of_tokens(greedy_rows(logits), positions)
+        elif self._table.is_on_device:
+            self._allow_stops(slots)
             found = None if on_device is None else on_device()
-            columns = (slots, slots if slot_override is None else slot_override, positions)
-            pending = self._draw_on_device(logits, *columns, found, drafted)
+            columns = (slots if slot_override is None else slot_override, positions)
+            num_tops = self._num_tops(slots)
+            pending = draw_on_device(self._table, logits, *columns, num_tops, found, drafted)
         else:
             on_host = Fetched(logits).wait() if logits.is_cuda else logits
             drawn = self._draw(on_host, slots, positions)
@@ -296,7 +305,7 @@ class Sampler:
             return None
         if self._is_greedy[slots].all():
             return "greedy"
-        return "any" if self._device is not None else None
+        return "any" if self._table.is_on_device else None
 
     def begin_captured(
         self,
@@ -310,57 +319,53 @@ class Sampler:
         """
         if slot_override is not None:
             way = "any"
-        if self._device is not None and way != "greedy":
-            self._device.send_changes()
+        if self._table.is_on_device and way != "greedy":
+            self._allow_stops(slots)
+            self._table.send()
         self._num_generated[slots] += 1
         return draw(way, slot_override)
 
     def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampledRows:
+        self._allow_stops(slots)
         if self._is_special[slots].any():
             return self._sample_special(logits, slots, positions)
-        tokens = sample_rows(logits, slots, positions, self._columns)
+        tokens = self._sample(logits, slots, positions)
         return SampledRows(tokens, [None] * len(slots))
 
+    def _sample(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> Int64Array:
+        tables = self._table.params, self._table.masks
+        return sample_rows(logits, slots, positions, *tables, self._scratch)
+
     def _note_greedy(self, slot: int) -> None:
-        columns = self._columns
-        is_cold = columns.temperature[slot] < GREEDY_TEMPERATURE
-        has_changes = self._is_special[slot] or columns.is_masked[slot]
+        is_cold = self._rows[slot].params.temperature < GREEDY_TEMPERATURE
+        has_changes = self._is_special[slot] or self._is_masked[slot] or slot in self._stops
         self._is_greedy[slot] = is_cold and not has_changes
 
-    def _draw_on_device(
-        self,
-        logits: torch.Tensor,
-        slots: Int64Array,
-        slot_override: Int64Array,
-        positions: Int64Array,
-        on_device: RowsOnDevice | None,
-        drafted: RowsBehindDrafts | None,
-    ) -> PendingTokens:
-        assert self._device is not None
-        if self._lacking_stops:
-            for slot in self._lacking_stops.intersection(slots.tolist()):
-                if not self._is_masking(slot):
-                    self._send_mask(slot)
-        num_tops = self._num_tops(slots)
-        return self._device.draw(logits, slot_override, positions, num_tops, on_device, drafted)
-
-    def _send_mask(self, slot: int) -> None:
-        """Copies the slot's mask, without stop tokens, to the device. Without a constraint, the
-        device knows up to which position stop tokens are masked.
+    def _mask_stops(self, slot: int) -> None:
+        """Masks the slot's stop tokens. Without a constraint, drawing knows up to which position;
+        with one, they come back in `_allow_stops`.
         """
-        assert self._device is not None
-        has_stops = slot in self._edits and len(self._edits[slot].stop_ids) > 0
-        if has_stops and not self._columns.is_masked[slot]:
-            end = int(self._stops_from[slot])
-            self._device.set_mask(slot, self._without_stops(slot), end)
-        elif has_stops and self._is_masking(slot):
-            self._device.set_mask(slot, self._without_stops(slot))
+        stops = self._stops[slot]
+        words = self._without_stops(slot, stops.allowed)
+        if stops.allowed is None:
+            self._table.set_mask(slot, words, stops.begin)
+        elif self._is_early(slot) and words.any():
+            self._table.set_mask(slot, words)
             self._lacking_stops.add(slot)
             return
         else:
-            is_masked = bool(self._columns.is_masked[slot])
-            self._device.set_mask(slot, self._columns.masks[slot] if is_masked else None)
+            self._table.set_mask(slot, stops.allowed)
         self._lacking_stops.discard(slot)
+
+    def _allow_stops(self, slots: Int64Array) -> None:
+        """Gives slots that have reached `min_tokens` all tokens that their constraints allow."""
+        if self._lacking_stops:
+            for slot in self._lacking_stops.intersection(slots.tolist()):
+                if not self._is_early(slot):
+                    self._mask_stops(slot)
+
+    def _is_early(self, slot: int) -> bool:
+        return bool(self._num_generated[slot] < self._rows[slot].stop.min_tokens)
 
     def _sample_special(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
@@ -371,8 +376,8 @@ class Sampler:
         edited = [(r, e) for r, s in enumerate(slots.tolist()) if (e := self._edits.get(s))]
         try:
             for r, edits in edited:
-                edits.apply(rows[r], is_masking=self._is_masking(int(slots[r])))
-            tokens = sample_rows(logits, slots, positions, self._columns)
+                edits.apply(rows[r])
+            tokens = self._sample(logits, slots, positions)
         finally:
             for _, edits in edited:
                 edits.take_back()
@@ -390,7 +395,7 @@ class Sampler:
             return logprobs
         indices = list(wanted)
         chosen = logits if len(wanted) == len(slots) else logits[indices]
-        log_sums, top_ids = top_rows(chosen, max(wanted.values()), self._columns)
+        log_sums, top_ids = top_rows(chosen, max(wanted.values()), self._scratch)
         rows, own_tokens = chosen.numpy(), tokens[indices]
         drawn = np.take_along_axis(rows, own_tokens[:, None], 1)[:, 0] - log_sums
         top = np.take_along_axis(rows, top_ids, 1) - log_sums[:, None]
@@ -402,7 +407,7 @@ class Sampler:
         if not self._is_special[slots].any():
             return {}
         return {
-            r: min(top, self._columns.vocab_size)
+            r: min(top, self._vocab_size)
             for r, slot in enumerate(slots.tolist())
             if self._is_special[slot] and (top := self._rows[slot].top_logprobs) is not None
         }
@@ -411,40 +416,13 @@ class Sampler:
         if row.stop.min_tokens <= 0:
             return ()
         eos = () if row.stop.ignore_eos else row.eos_token_ids
-        vocab_size = self._columns.vocab_size
-        return tuple(i for i in {*eos, *row.stop.stop_token_ids} if 0 <= i < vocab_size)
+        ids = {*eos, *row.stop.stop_token_ids}
+        return tuple(i for i in ids if 0 <= i < self._vocab_size)
 
-    def _is_masking(self, slot: int) -> bool:
-        """Whether `min_tokens` keeps the slot from stopping. It does not if the mask allows only
-        stop tokens.
-        """
-        if self._num_generated[slot] >= self._rows[slot].stop.min_tokens:
-            return False
-        if not self._columns.is_masked[slot]:
-            return True
-        return bool(self._without_stops(slot).any())
-
-    def _without_stops(self, slot: int) -> npt.NDArray[np.uint32]:
-        columns = self._columns
-        mask = columns.masks[slot] if columns.is_masked[slot] else None
-        return _without(mask, self._edits[slot].stop_ids, columns.masks.shape[1])
-
-
-def _draw_greedily(logits: torch.Tensor, positions: Int64Array) -> PendingTokens:
-    tokens = greedy_rows(logits)
-    fetched = Fetched(tokens)
-
-    def fetch() -> SampledRows:
-        return SampledRows(fetched.wait().numpy(), [None] * len(tokens))
-
-    return PendingTokens(tokens, positions, fetch)
-
-
-def _without(
-    mask: npt.NDArray[np.uint32] | None, stop_ids: Int64Array, num_words: int
-) -> npt.NDArray[np.uint32]:
-    """`mask` None: all tokens are allowed."""
-    words = np.full(num_words, 0xFFFFFFFF, np.uint32) if mask is None else mask.copy()
-    bits = np.uint32(1) << (stop_ids & 31).astype(np.uint32)
-    np.bitwise_and.at(words, stop_ids >> 5, ~bits)
-    return words
+    def _without_stops(self, slot: int, mask: Words | None) -> Words:
+        """A copy of the mask without the slot's stop tokens. `mask` None: all tokens."""
+        ids, num_words = self._stops[slot].ids, self._table.masks.shape[1]
+        words = np.full(num_words, 0xFFFFFFFF, np.uint32) if mask is None else mask.copy()
+        bits = np.uint32(1) << (ids & 31).astype(np.uint32)
+        np.bitwise_and.at(words, ids >> 5, ~bits)
+        return words

@@ -30,15 +30,10 @@ static const double LOG2_E = 1.44269504088896340736;
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
 #endif
 
-// Columns by slot, as in ops/sampling/cpu.py.
-typedef struct {
-  const double *temperature, *top_p, *gap, *top_n_sigma;
-  const uint64_t *seed;
-  const int64_t *top_k;
-  const uint8_t *is_masked;
-  const uint32_t *masks;  // `mask_words` a slot; bit i % 32 of word i / 32: token i may be drawn
-  int64_t mask_words;
-} Columns;
+// Columns of a slot's row of parameters, as `Field` in ops/sampling/reference.py has them. The rest
+// is for devices.
+enum { TEMPERATURE = 0, TOP_P = 1, GAP = 2, SEED = 3, TOP_K = 4, MASK_END = 5, TOP_N_SIGMA = 11 };
+enum { NUM_FIELDS = 12 };
 
 // Memory of one thread for rows of `vocab` logits.
 typedef struct {
@@ -495,24 +490,30 @@ static int64_t draw(const Candidates *candidates, int64_t first_guess, uint64_t 
   return best.token;
 }
 
-static int64_t sample_row(const float *row, int64_t vocab, int64_t slot, int64_t position,
-                          const Columns *columns, Scratch *scratch) {
-  if (columns->is_masked[slot]) {
-    const uint32_t *mask = columns->masks + slot * columns->mask_words;
+static double real(const int64_t *params, int field) {
+  double value;
+  memcpy(&value, params + field, sizeof value);
+  return value;
+}
+
+// `params` and `mask` are the slot's: bit i % 32 of word i / 32 says whether token i may be drawn.
+static int64_t sample_row(const float *row, int64_t vocab, int64_t position, const int64_t *params,
+                          const uint32_t *mask, Scratch *scratch) {
+  if (position < params[MASK_END]) {
     if (!apply_mask(row, vocab, mask, scratch->masked)) return ERROR_NOT_FINITE;
     row = scratch->masked;
   }
   const float largest = chunk_maxima(row, vocab, scratch->maxima);
   if (isnan(largest)) return ERROR_NOT_FINITE;
   if (largest == MASKED) return ERROR_NO_CANDIDATE;
-  const double temperature = columns->temperature[slot];
+  const double temperature = real(params, TEMPERATURE);
   int64_t guess = first_of_largest(row, vocab, scratch->maxima, largest);
   if (temperature < GREEDY_TEMPERATURE) return guess;
 
   Candidates candidates = {row, NULL, vocab, -FLT_MAX, largest, 1.0 / temperature, temperature};
-  const int64_t top_k = columns->top_k[slot];
-  const double top_p = columns->top_p[slot], sigmas = columns->top_n_sigma[slot];
-  double gap = columns->gap[slot];
+  const int64_t top_k = params[TOP_K];
+  const double top_p = real(params, TOP_P), sigmas = real(params, TOP_N_SIGMA);
+  double gap = real(params, GAP);
   if (top_k > 0 && top_k < vocab)
     take_from_row(&candidates, row, vocab, kth_largest(row, vocab, top_k, scratch), scratch);
   if (top_p < 1.0) filter_top_p(&candidates, row, vocab, top_p, scratch);
@@ -524,7 +525,7 @@ static int64_t sample_row(const float *row, int64_t vocab, int64_t slot, int64_t
     guess = 0;
     while (candidates.logits[guess] != largest) guess++;
   }
-  return draw(&candidates, guess, columns->seed[slot], (uint64_t)position);
+  return draw(&candidates, guess, (uint64_t)params[SEED], (uint64_t)position);
 }
 
 // ---- entry points ------------------------------------------------------------------------------
@@ -544,16 +545,19 @@ static Scratch scratch_of_thread(float *memory, int64_t vocab) {
 }
 
 // logits [num_rows, vocab] with `stride` floats between rows; `memory` as many scratches as
-// `num_threads`. Writes tokens[num_rows].
+// `num_threads`. `params` and `masks` have a row for each slot. Writes tokens[num_rows].
 void weft_sample_rows(const float *logits, int64_t stride, int64_t num_rows, int64_t vocab,
-                      const int64_t *slots, const int64_t *positions, const Columns *columns,
-                      float *memory, int num_threads, int64_t *tokens) {
+                      const int64_t *slots, const int64_t *positions, const int64_t *params,
+                      const uint32_t *masks, float *memory, int num_threads, int64_t *tokens) {
+  const int64_t mask_words = (vocab + 31) / 32;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Scratch scratch = scratch_of_thread(memory, vocab);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t r = 0; r < num_rows; r++)
-      tokens[r] = sample_row(logits + r * stride, vocab, slots[r], positions[r], columns, &scratch);
+      tokens[r] =
+          sample_row(logits + r * stride, vocab, positions[r], params + slots[r] * NUM_FIELDS,
+                     masks + slots[r] * mask_words, &scratch);
   }
 }
 

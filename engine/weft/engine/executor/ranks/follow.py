@@ -62,7 +62,7 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
-from weft.engine.sampling.device_sampling import WAYS
+from weft.engine.sampling.device_draws import WAYS
 
 UNBOUNDED = 1 << 62
 """Number of pages that a rank offers if its own memory sets no bound."""

@@ -19,7 +19,7 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.drafts.chains import LaterChains
 from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.executor.step_input import StepInput
-from weft.engine.sampling.device_sampling import WAYS, Way
+from weft.engine.sampling.device_draws import WAYS, Way
 from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.pages.memory.page_table import PageTable
 

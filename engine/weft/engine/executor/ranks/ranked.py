@@ -29,7 +29,7 @@ from weft.engine.executor.ranks.frames import (
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.sampling.device_sampling import CapturedDraw, Way
+from weft.engine.sampling.device_draws import CapturedDraw, Way
 from weft.engine.sampling.pending import PendingTokens
 
 

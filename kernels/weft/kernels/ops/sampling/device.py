@@ -6,65 +6,13 @@ the row itself; here they are parameters.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from weft.kernels.ops.sampling.reference import SlotParams
-
-Int64Array = npt.NDArray[np.int64]
+from weft.kernels.ops.sampling.reference import NUM_FIELDS
 
 
-class Field(IntEnum):
-    """Columns of `SlotTables.params`; real numbers are the bits of a float64."""
-
-    TEMPERATURE = 0
-    TOP_P = 1
-    GAP = 2
-    SEED = 3
-    TOP_K = 4
-    MASK_END = 5
-    """From this position on the slot's mask does not count; 0: it never counts."""
-    BIAS_ROW = 6
-    """Row of `SlotTables.biases`; -1: none."""
-    COUNT_ROW = 7
-    """Row of `SlotTables.counts`; -1: none."""
-    REPETITION = 8
-    FREQUENCY = 9
-    PRESENCE = 10
-    TOP_N_SIGMA = 11
-
-
-NUM_FIELDS = len(Field)
-ALWAYS_MASKED = 1 << 62
-"""Value of `Field.MASK_END` with which the mask counts at every position."""
-
-
-def pack_slot(
-    params: SlotParams, *, mask_end: int = 0, bias_row: int = -1, count_row: int = -1
-) -> Int64Array:
-    """Packs one row of `SlotTables.params`. Before position `mask_end` only tokens of the slot's
-    mask may be drawn. `bias_row` -1: no biases. `count_row` is the row of the counts that penalties
-    use; -1: none.
-    """
-    row = np.zeros(NUM_FIELDS, np.int64)
-    reals = row.view(np.float64)
-    reals[Field.TEMPERATURE], reals[Field.TOP_P] = params.temperature, params.top_p
-    reals[Field.GAP], reals[Field.TOP_N_SIGMA] = params.gap, params.top_n_sigma
-    row[Field.SEED] = np.uint64(params.seed).astype(np.int64)
-    row[Field.TOP_K], row[Field.MASK_END] = params.top_k, mask_end
-    row[Field.BIAS_ROW], row[Field.COUNT_ROW] = bias_row, count_row
-    reals[Field.REPETITION] = params.repetition_penalty
-    reals[Field.FREQUENCY], reals[Field.PRESENCE] = (
-        params.frequency_penalty,
-        params.presence_penalty,
-    )
-    return row
-
-
-class SlotTables(NamedTuple):
+class SlotTensors(NamedTuple):
     """Sampling parameters of each slot, on the device of the logits."""
 
     params: torch.Tensor
@@ -112,7 +60,7 @@ def draw_rows(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    tables: SlotTables,
+    tables: SlotTensors,
     drafted: DraftedRows | None = None,
 ) -> torch.Tensor:
     """Draws one token a row and counts it, without waiting for the device.

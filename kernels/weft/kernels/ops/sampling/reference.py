@@ -20,18 +20,17 @@ Tokens of equal logits stay or go together: what is kept never depends on an ord
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from weft.kernels.ops.sampling.noise import gumbel_noise
 
-if TYPE_CHECKING:
-    from weft.kernels.ops.sampling.cpu import SamplingColumns
-
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
+UInt32Array = npt.NDArray[np.uint32]
 
 GREEDY_TEMPERATURE = 1e-5
 MASKED_LOGIT = float(np.finfo(np.float32).min)
@@ -68,20 +67,73 @@ class SlotParams(NamedTuple):
         return math.log(self.min_p) if self.min_p > 0.0 else -math.inf
 
 
+class Field(IntEnum):
+    """Columns of a slot's row of parameters; real numbers are the bits of a float64."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    GAP = 2
+    SEED = 3
+    TOP_K = 4
+    MASK_END = 5
+    """From this position on the slot's mask does not count; 0: it never counts."""
+    BIAS_ROW = 6
+    """Row of `SlotTensors.biases`; -1: none."""
+    COUNT_ROW = 7
+    """Row of `SlotTensors.counts`; -1: none."""
+    REPETITION = 8
+    FREQUENCY = 9
+    PRESENCE = 10
+    TOP_N_SIGMA = 11
+
+
+NUM_FIELDS = len(Field)
+ALWAYS_MASKED = 1 << 62
+"""Value of `Field.MASK_END` with which the mask counts at every position."""
+
+
+def pack_slot(
+    params: SlotParams, *, mask_end: int = 0, bias_row: int = -1, count_row: int = -1
+) -> Int64Array:
+    """Packs one slot's row of parameters. Before position `mask_end` only tokens of the slot's
+    mask may be drawn. `bias_row` -1: no biases. `count_row` is the row of the counts that penalties
+    use; -1: none.
+    """
+    row = np.zeros(NUM_FIELDS, np.int64)
+    reals = row.view(np.float64)
+    reals[Field.TEMPERATURE], reals[Field.TOP_P] = params.temperature, params.top_p
+    reals[Field.GAP], reals[Field.TOP_N_SIGMA] = params.gap, params.top_n_sigma
+    row[Field.SEED] = np.uint64(params.seed).astype(np.int64)
+    row[Field.TOP_K], row[Field.MASK_END] = params.top_k, mask_end
+    row[Field.BIAS_ROW], row[Field.COUNT_ROW] = bias_row, count_row
+    reals[Field.REPETITION] = params.repetition_penalty
+    reals[Field.FREQUENCY], reals[Field.PRESENCE] = (
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+    return row
+
+
 def sample_rows_reference(
-    logits: Float32Array, slots: Int64Array, positions: Int64Array, columns: SamplingColumns
+    logits: Float32Array,
+    slots: Int64Array,
+    positions: Int64Array,
+    params: Int64Array,
+    masks: UInt32Array,
 ) -> Int64Array:
     """Reference of `sample_rows` in numpy."""
     is_finite = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
-    if columns.is_masked[slots].any():
-        logits = _under_masks(logits, slots, columns)
+    is_masked = positions < params[slots, Field.MASK_END]
+    if is_masked.any():
+        logits = _under_masks(logits, masks[slots], is_masked)
     largest = logits.max(axis=1)
     tokens: Int64Array = logits.argmax(axis=1)
     tokens[largest == MASKED_LOGIT] = ERROR_NO_CANDIDATE
     tokens[~is_finite] = ERROR_NOT_FINITE
-    is_drawn = (columns.temperature[slots] >= GREEDY_TEMPERATURE) & (tokens >= 0)
+    temperatures = params.view(np.float64)[slots, Field.TEMPERATURE]
+    is_drawn = (temperatures >= GREEDY_TEMPERATURE) & (tokens >= 0)
     for r in np.flatnonzero(is_drawn):
-        tokens[r] = _draw(logits[r], int(slots[r]), int(positions[r]), columns)
+        tokens[r] = _draw(logits[r], int(positions[r]), params[slots[r]])
     return tokens
 
 
@@ -101,30 +153,34 @@ def top_rows_reference(logits: Float32Array, num_top: int) -> tuple[Float64Array
     return log_sums, top
 
 
-def _under_masks(logits: Float32Array, slots: Int64Array, columns: SamplingColumns) -> Float32Array:
+def _under_masks(
+    logits: Float32Array, masks: UInt32Array, is_masked: npt.NDArray[np.bool_]
+) -> Float32Array:
     logits = logits.copy()
-    for r in np.flatnonzero(columns.is_masked[slots]):
-        words = columns.masks[slots[r]].astype("<u4").view(np.uint8)
+    for r in np.flatnonzero(is_masked):
+        words = masks[r].astype("<u4").view(np.uint8)
         allowed = np.unpackbits(words, count=logits.shape[1], bitorder="little")
         logits[r, allowed == 0] = MASKED_LOGIT
     return logits
 
 
-def _draw(row: Float32Array, slot: int, position: int, columns: SamplingColumns) -> int:
-    """`row` is finite, and the slot is not greedy."""
-    temperature = float(columns.temperature[slot])
+def _draw(row: Float32Array, position: int, params: Int64Array) -> int:
+    """`row` is finite, and the slot with these parameters, [NUM_FIELDS], is not greedy."""
+    reals = params.view(np.float64)
+    temperature = float(reals[Field.TEMPERATURE])
     ids = np.arange(len(row))
-    if 0 < (top_k := int(columns.top_k[slot])) < len(row):
+    if 0 < (top_k := int(params[Field.TOP_K])) < len(row):
         ids = np.flatnonzero(row >= np.partition(row, -top_k)[-top_k])
     scaled = (row[ids].astype(np.float64) - float(row.max())) / temperature
-    if (top_p := float(columns.top_p[slot])) < 1.0:
+    if (top_p := float(reals[Field.TOP_P])) < 1.0:
         keep = scaled >= _top_p_threshold(scaled, top_p)
         ids, scaled = ids[keep], scaled[keep]
-    gap = max(float(columns.gap[slot]), -NOISE_SPREAD)
-    if (count := float(columns.top_n_sigma[slot])) > 0.0:
+    gap = max(float(reals[Field.GAP]), -NOISE_SPREAD)
+    if (count := float(reals[Field.TOP_N_SIGMA])) > 0.0:
         gap = max(gap, -(count * _deviation(row)) / temperature)
     ids = ids[scaled >= gap]
-    noise = gumbel_noise(int(columns.seed[slot]), position, ids)
+    seed = int(params.view(np.uint64)[Field.SEED])
+    noise = gumbel_noise(seed, position, ids)
     return int(ids[np.argmax(row[ids].astype(np.float64) / temperature + noise)])
 
 

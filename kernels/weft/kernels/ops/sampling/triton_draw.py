@@ -25,13 +25,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.sampling.device import DraftedRows, Field, SlotTables
+from weft.kernels.ops.sampling.device import DraftedRows, SlotTensors
 from weft.kernels.ops.sampling.reference import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     GREEDY_TEMPERATURE,
     MASKED_LOGIT,
     NOISE_SPREAD,
+    Field,
 )
 from weft.kernels.ops.sampling.triton_noise import (
     exp_of_negative,
@@ -116,7 +117,7 @@ def draw_rows(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    tables: SlotTables,
+    tables: SlotTensors,
     drafted: DraftedRows | None = None,
 ) -> torch.Tensor:
     """`weft.kernels.ops.sampling.device.draw_rows` for CUDA tensors, or in Triton's interpreter."""

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.sampling.device import NUM_FIELDS, Field
-from weft.kernels.ops.sampling.reference import MASKED_LOGIT
+from weft.kernels.ops.sampling.reference import MASKED_LOGIT, NUM_FIELDS, Field
 from weft.kernels.ops.sampling.triton_noise import key_of
 
 _NUM_FIELDS = tl.constexpr(NUM_FIELDS)
@@ -30,7 +29,7 @@ _NOT_DRAFTED, _TREES = tl.constexpr(NOT_DRAFTED), tl.constexpr(TREES)
 
 class Source(NamedTuple):
     """Logits [L, vocab] float32 with `stride` between rows, each row's slot and position,
-    `SlotTables` and, if rows are `drafted`, `DraftedRows`.
+    `SlotTensors` and, if rows are `drafted`, `DraftedRows`.
     """
 
     logits: torch.Tensor

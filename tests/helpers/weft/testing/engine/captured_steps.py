@@ -71,7 +71,7 @@ class RecordedSteps(StepGraphs):
             max_masked_rows=most * max_drafts,
         )
         engine._step_sampler._sampler = sampler
-        executor.capture_draws(sampler.plain_tables)
+        executor.capture_draws(sampler.plain_tensors)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple:  # type: ignore[type-arg]
         """See `StepGraphs.capture`."""

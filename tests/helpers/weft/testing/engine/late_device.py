@@ -161,7 +161,7 @@ class LateDevice:
         slot_override: None = None,
     ) -> PendingTokens:
         """See `Sampler.begin`."""
-        sampler = Sampler(self._sampler._columns.vocab_size, len(slots))
+        sampler = Sampler(self._sampler._vocab_size, len(slots))
         for row, slot in enumerate(slots.tolist()):
             if slot != self._sampler.null_slot:
                 sampler.add(row, self._sampler._rows[slot], (), ())

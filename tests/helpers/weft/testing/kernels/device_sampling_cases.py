@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.kernels.ops.sampling.cpu import SamplingColumns, SlotParams, sample_rows
-from weft.kernels.ops.sampling.device import ALWAYS_MASKED, SlotTables, pack_slot
+from weft.kernels.ops.sampling.cpu import Scratch, sample_rows
+from weft.kernels.ops.sampling.device import SlotTensors
+from weft.kernels.ops.sampling.reference import ALWAYS_MASKED, SlotParams, pack_slot
 from weft.testing.kernels.naive_sampling import NaiveParams, edited_logits
 
 Int64Array = npt.NDArray[np.int64]
@@ -83,15 +84,17 @@ def _random_params(rng: np.random.Generator, vocab: int) -> NaiveParams:
 
 def draw_on_host(case: DrawCase) -> list[int]:
     """Draws with the host's sampler from logits that were edited one token at a time."""
-    vocab, num_slots = case.logits.shape[1], len(case.params)
-    columns = SamplingColumns(vocab, num_slots)
-    for slot, params in enumerate(case.params):
-        columns.set(slot, slot_params(params, case.seeds[slot]))
-    columns.masks[:] = case.masks
-    columns.is_masked[:] = case.is_masked
+    packed = [
+        pack_slot(slot_params(params, seed), mask_end=ALWAYS_MASKED * is_masked)
+        for params, seed, is_masked in zip(
+            case.params, case.seeds, case.is_masked.tolist(), strict=True
+        )
+    ]
+    tables = torch.from_numpy(np.stack(packed)), torch.from_numpy(case.masks.view(np.int32))
     rows = zip(case.logits.numpy(), case.slots.tolist(), strict=True)
     edited = np.stack([edited_logits(row, case.params[slot]) for row, slot in rows])
-    return sample_rows(torch.from_numpy(edited), case.slots, case.positions, columns).tolist()
+    logits, scratch = torch.from_numpy(edited), Scratch(edited.shape[1])
+    return sample_rows(logits, case.slots, case.positions, *tables, scratch).tolist()
 
 
 def slot_params(params: NaiveParams, seed: int) -> SlotParams:
@@ -100,7 +103,7 @@ def slot_params(params: NaiveParams, seed: int) -> SlotParams:
     return SlotParams(**{**{n: getattr(params, n) for n in names if n != "seed"}, "seed": seed})
 
 
-def tables_of(case: DrawCase, device: torch.device) -> SlotTables:
+def tables_of(case: DrawCase, device: torch.device) -> SlotTensors:
     """The same parameters in the device's memory."""
     vocab, num_slots = case.logits.shape[1], len(case.params)
     rows = []
@@ -119,4 +122,4 @@ def tables_of(case: DrawCase, device: torch.device) -> SlotTables:
             )
         )
     arrays = (np.stack(rows), case.masks.view(np.int32), biases, counts)
-    return SlotTables(*(torch.from_numpy(array).to(device) for array in arrays))
+    return SlotTensors(*(torch.from_numpy(array).to(device) for array in arrays))

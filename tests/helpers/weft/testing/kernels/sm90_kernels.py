@@ -73,7 +73,8 @@ from weft.kernels.ops.replaced import triton_replaced as replaced
 from weft.kernels.ops.rope import rope_and_cache, rotate_heads
 from weft.kernels.ops.sampling import triton_draw as sampling
 from weft.kernels.ops.sampling import triton_top as sampling_top
-from weft.kernels.ops.sampling.device import NUM_FIELDS, DraftedRows, SlotTables
+from weft.kernels.ops.sampling.device import DraftedRows, SlotTensors
+from weft.kernels.ops.sampling.reference import NUM_FIELDS
 from weft.kernels.ops.slot_rows import triton_rows as slot_rows
 from weft.kernels.ops.slot_states import Channels, DeltaGates, HeadForm, LayerMemory
 from weft.kernels.ops.slot_states import triton_delta as delta_steps
@@ -486,7 +487,7 @@ def compile_drafts() -> None:
 def compile_drawing() -> None:
     """Drawing tokens, with drafts and without."""
     slots, vocab = torch.zeros(3, dtype=torch.int64), 9000
-    tables = SlotTables(
+    tables = SlotTensors(
         torch.zeros(3, NUM_FIELDS, dtype=torch.int64),
         torch.zeros(3, -(-vocab // 32), dtype=torch.int32),
         torch.zeros(1, vocab),
