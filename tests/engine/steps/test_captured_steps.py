@@ -324,7 +324,8 @@ def test_chains_that_read_a_steps_requests_are_the_heads(
     check_chains(noted, target_dir, draft_dir)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.full_after(1)
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
     temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -453,6 +453,7 @@ def test_closing_a_peer_without_unfinished_writes_leaves_nothing_to_fear(pair: P
 
 
 @needs_nixl
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("lanes", LANES)
 def test_closing_while_other_threads_write(start: Start, lanes: str) -> None:
     options = {"num_pages": PAIR_PAGES, "page_bytes": PAIR_PAGE_BYTES, "lanes": lanes}

@@ -88,6 +88,7 @@ def test_a_lane_that_needs_the_sources_help_is_refused(start: Start) -> None:
     assert reader.call("wait_read", number=number) == "done"
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("lanes", LANES)
 def test_nothing_is_put_down_after_the_readers_agent_is_closed(start: Start, lanes: str) -> None:
     """The first read from a source that stands still waits for the connection to come about."""
@@ -109,6 +110,7 @@ def test_nothing_is_put_down_after_the_readers_agent_is_closed(start: Start, lan
     assert reader.call("digests", pages=[5]) == source.call("digests", pages=[3])
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("lanes", LANES)
 def test_an_agent_closed_in_mid_read_puts_nothing_more_down(start: Start, lanes: str) -> None:
     """Over TCP that may end the source, which is why the lane is refused otherwise."""

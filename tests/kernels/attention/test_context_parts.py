@@ -61,6 +61,7 @@ def use_parts(patch: pytest.MonkeyPatch, count: int, positions: int) -> None:
 
 
 @pytest.mark.needs("triton-interpreter")
+@pytest.mark.each_of("softmax", "has_own", "dtype")
 @pytest.mark.parametrize("softmax", [(0.0, False), (1.5, True)])
 @pytest.mark.parametrize("has_own", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

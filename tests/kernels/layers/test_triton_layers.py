@@ -164,7 +164,8 @@ def make_sparse(index: int, layer: Layer, *, is_stacked: bool, has_shared: bool)
     return layer._replace(feed=SparseMLP(index, weight, layer.feed, gate))
 
 
-@pytest.mark.parametrize(("rows", "has_shared"), [(1, False), (3, False), (3, True)])
+@pytest.mark.full_after(2)
+@pytest.mark.parametrize(("rows", "has_shared"), [(1, False), (3, True), (3, False)])
 def test_layers_of_several_kinds_share_a_stream(rows: int, has_shared: bool) -> None:
     """Of few rows dense layers take norms along and add by themselves, layers of experts do not;
     of more rows the norm of a layer of one kind adds what one of the other kind has left.

@@ -165,7 +165,9 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(tmp_path: Path) -> N
 
 
 def test_a_failed_start_shows_the_log(tmp_path: Path) -> None:
-    mesh = LocalMesh(tmp_path, "--no-rest", "--decode-args", "--host-cache-bytes 1")
+    mesh = LocalMesh(
+        tmp_path, "--no-rest", "--prefill", "0", "--decode-args", "--host-cache-bytes 1"
+    )
     assert mesh.process.wait(120) == 1
     assert "decode-0 ended with status 1 before it was ready" in mesh.text
     assert "host_cache_bytes = 1" in mesh.text

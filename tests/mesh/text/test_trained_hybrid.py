@@ -18,7 +18,7 @@ from weft.testing.meshes.mesh_prompts import MeshPrompt
 from weft.testing.meshes.tiny_mesh import Greedy
 from weft.testing.models.choices import OF_STATES
 
-pytestmark = pytest.mark.needs("go")
+pytestmark = [pytest.mark.needs("go"), pytest.mark.full]
 
 MODEL = Path(__file__).parents[3] / "models" / "tales-10m"
 NUM_NEW, NUM_PROMPTS = 48, 4

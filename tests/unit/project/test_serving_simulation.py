@@ -18,6 +18,7 @@ def slo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("slo")
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(("mesh", "rate"), [("prefill-bound", 400.0), ("decode-bound", 180.0)])
 def test_goodput_survives_twice_the_capacity(slo: Any, mesh: str, rate: float) -> None:
     setup = slo.MESHES[mesh]
