@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from weft.contract.request import StopCriteria
@@ -80,7 +81,26 @@ def test_the_kept_model_is_small_and_names_no_place_of_its_maker() -> None:
         assert not re.search(r"/(?:tmp|root|home|work)/", (KEPT / name).read_text())
 
 
-@pytest.mark.full
+def test_the_kept_model_drafts_in_an_engine() -> None:
+    """A whole mesh compares its texts with transformers'."""
+    asked = "Write a short story about a wise owl who builds a boat."
+    prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    ids = Tokenizer.from_file(str(KEPT / "tokenizer.json")).encode(prompt).ids
+    stop = StopCriteria(max_tokens=48, ignore_eos=True)
+    with LLM(
+        KEPT,
+        device="cpu",
+        dtype="float32",
+        drafter="mtp",
+        draft_gate="fixed",
+        max_draft_tokens=2,
+        kv_memory_bytes=64 << 20,
+    ) as llm:
+        llm.generate([ids], stop=stop)
+        counters = llm.engine.counters()
+    assert counters["accepted_tokens"] > 0.3 * counters["drafted_tokens"] > 0
+
+
 def test_what_is_trained_is_what_transformers_and_the_engine_compute(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
