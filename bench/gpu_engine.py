@@ -114,7 +114,7 @@ class FixedStep:
 
 def device_ms(llm: LLM, batch: int) -> float:
     """Time on the device of one decode step of a batch, done again and again in mid-run."""
-    executor = llm.engine._executor
+    executor = llm.engine.parts.local
     known, inputs = executor.known.tokens, executor.inputs
     assert executor.graphs is not None
     assert inputs is not None
@@ -170,7 +170,7 @@ def bench_decode(
     )
     step_s = best.seconds / best.num_steps
     host_median, host_p90 = (1e3 * np.quantile(best.host_s, share) for share in (0.5, 0.9))
-    graphs = llm.engine._executor.graphs is not None
+    graphs = llm.engine.parts.local.graphs is not None
     context = PROMPT_TOKENS + new_tokens - best.num_steps / 2
     roof = batch / decode_work(config, batch, context).seconds(rates)
     tokens_per_s = batch / step_s
@@ -251,7 +251,7 @@ def fixed_step(llm: LLM) -> FixedStep:
 
 def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list[list[int]]]:
     """[prompts, vocab]: logits of prompts' last tokens; and what the engine generates."""
-    executor, seen = llm.engine._executor, []
+    executor, seen = llm.engine.parts.local, []
     launch = executor.launch
 
     def noted(step: Any) -> Any:
@@ -272,7 +272,7 @@ def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list
 
 def change_a_tile(llm: LLM) -> None:
     """Changes one tile of the second layer's last projection."""
-    feed = llm.engine._executor._model.model.layers[1].feed  # type: ignore[attr-defined]
+    feed = llm.engine.parts.local._model.model.layers[1].feed  # type: ignore[attr-defined]
     if isinstance(feed, SparseMLP):
         feed.weight.experts.stacked[1][:, :256, :256].add_(0.5)
     else:
@@ -304,7 +304,7 @@ def bench_model(run: Run, name: str, rates: Rates, deterministic: bool) -> None:
             del llm
             release()
         with LLM(model_dir, **settings) as llm:
-            graphs = llm.engine._executor.graphs
+            graphs = llm.engine.parts.local.graphs
             assert graphs is not None
             gc.collect()
             gc.freeze()  # As workers do.

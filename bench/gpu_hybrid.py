@@ -187,7 +187,7 @@ class Costs:
 
     def __init__(self, llm: LLM) -> None:
         info = llm.engine.info
-        executor = llm.engine._executor
+        executor = llm.engine.parts.local
         config = executor._model.config
         self.config = config
         self.kv_bytes = info.page_bytes / info.page_size
@@ -395,7 +395,7 @@ def bench_mtp(run: Run, name: str) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 path = write_config(Path(folder), name)
                 with LLM(path, **(SETTINGS | {"max_running_requests": 64}), **settings) as llm:
-                    llm.engine._executor._model._target.lm_head.weight.data.zero_()  # type: ignore[attr-defined]
+                    llm.engine.parts.local._model._target.lm_head.weight.data.zero_()  # type: ignore[attr-defined]
                     forced.right.fill_(run_batch(llm, 1, 64, 8).tokens[0][-1])
                     for batch in (1, 64):
                         before = llm.engine.counters()

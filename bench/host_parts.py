@@ -89,7 +89,7 @@ class Parts:
 def watch_engine(llm: LLM) -> Parts:
     """Wraps the parts of a step."""
     engine, parts = llm.engine, Parts()
-    pipeline, executor = engine.pipeline, engine._executor
+    pipeline, executor = engine.pipeline, engine.parts.local
     plan_step = engine.scheduler.plan
 
     def plan(*arguments: Any) -> Any:

@@ -256,6 +256,7 @@ class Bench:
         )
         return EngineComponents(
             executor=executor,
+            local=executor,
             layout=LAYOUT,
             memory=PageMemory(num_pages, prefixes),
             prefixes=prefixes,

@@ -431,13 +431,13 @@ def test_steps_without_adapters_take_the_path_of_a_model_without(peft: PeftModel
     with make_llm(peft) as llm:
         digest = llm.load_adapter(peft.directories[peft.digests[0]])
         steps = []
-        forward = llm.engine._executor._model.forward
+        forward = llm.engine.parts.local._model.forward
 
         def seen(batch: Any, pool: torch.Tensor) -> torch.Tensor:
             steps.append(batch.lora)
             return forward(batch, pool)
 
-        llm.engine._executor._model.forward = seen  # type: ignore[method-assign]
+        llm.engine.parts.local._model.forward = seen  # type: ignore[method-assign]
         assert [s.logprobs for s in run(llm, prompts, [])] == [s.logprobs for s in plain]
         assert steps
         assert all(step is None for step in steps)

@@ -55,7 +55,7 @@ def case(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> DraftAda
 
 
 def pool_of(engine: Engine) -> LoraPool:
-    pool = engine.pipeline._executor._lora
+    pool = engine.parts.local._lora
     assert pool is not None
     return pool
 

@@ -60,7 +60,7 @@ def test_forced_lengths(
         RecordedSteps(llm.engine, depth)
         capture_chains(llm.engine, depth)
         llm.engine.scheduler.running_plans.drafts_on_device = True
-        llm.engine._executor._model._target.lm_head.weight.data.zero_()  # type: ignore[attr-defined]
+        llm.engine.parts.local._model._target.lm_head.weight.data.zero_()  # type: ignore[attr-defined]
         period = (depth + 1) * (depth + 2) // 2
         lengths = lengths_of(llm, ROUNDS * period)
         counters = llm.engine.counters()

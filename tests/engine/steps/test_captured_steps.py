@@ -101,7 +101,7 @@ def test_graphs_change_no_token(
         check_texts(target_dir, prompts, [params] * len(prompts), found, expected)
         kinds = {"ragged", "decode" if drafter == "none" else "verify"}
         assert kinds <= set(steps.num_replays)
-        draws = engine._executor._draws
+        draws = engine.parts.local._draws
         assert draws is not None
         assert kinds <= {
             key.bucket.kind for key, (graph, _) in draws._graphs.items() if graph.num_own
@@ -252,7 +252,7 @@ def test_constrained_requests_are_drafted_for(
             for submit, outcome in zip(submits, expected, strict=True)
         }
         known = KnownGraphs(engine, texts, VOCAB, 0.9)
-        draws = engine._executor._draws
+        draws = engine.parts.local._draws
         assert draws is not None
         sent = list[bool]()
         send = draws._send_slots
@@ -412,7 +412,7 @@ def test_what_is_drawn_beside_short_prompts_is_captured(
                 steps.append((launched.logits.captured is not None, num_drafts))
             return launched
 
-        monkeypatch.setattr(engine._executor, "launch", noted)
+        monkeypatch.setattr(engine.parts.local, "launch", noted)
         found = captured.generate(prompts, None, stop, max_at_once=MAX_REQUESTS)
     check_texts(target_dir, prompts, [SamplingParams(temperature=0.0)] * 9, found, expected)
     assert steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from weft.contract import give_way as host_turn
 from weft.contract.give_way import HostPriority
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.port import ExecutorFacts
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.llm import LLM
 from weft.engine.model.adapters.formats import read_adapter
@@ -30,7 +32,11 @@ def test_the_host_rests_while_it_waits_for_the_device(
     model_dir = make_tiny("llama", tmp_path, 1)
     wait, launch = PendingTokens.wait, LocalExecutor.launch
     waited, computed = list[bool](), list[bool]()
-    monkeypatch.setattr(LocalExecutor, "is_asynchronous", is_asynchronous)
+
+    def facts(page_size: int, sizes: Sequence[int], **_: bool) -> ExecutorFacts:
+        return ExecutorFacts(page_size, sizes, is_asynchronous=is_asynchronous)
+
+    monkeypatch.setattr("weft.engine.executor.local.ExecutorFacts", facts)
     with LLM(model_dir, dtype="float32", num_pages=64, num_threads=1, overlap="on") as llm:
         host = llm.engine.parts.host
 

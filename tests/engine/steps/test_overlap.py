@@ -107,7 +107,7 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         ride_out(storm, NUM_REQUESTS, MAX_OPEN, has_seen_all)
         for device in devices:
             device.work()
-            assert device.most_queued > 2
+            assert device.most_queued > 1
         for engine in (owner, *fillers):
             check_empty(engine)
         assert has_seen_all()
@@ -226,7 +226,7 @@ def test_a_host_that_stalls_changes_no_token(
             (engine.scheduler, "plan"),
             (engine.scheduler, "commit"),
             (engine._step_sampler, "prepare"),
-            (engine._executor, "launch"),
+            (engine.parts.local, "launch"),
             (engine, "step_done"),
         ):
             stalling(owner, name)
@@ -270,7 +270,7 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
         stop = StopCriteria(max_tokens=20, ignore_eos=True)
         prompts = [random_prompt(20) for _ in range(3)]
         expected = [sample.token_ids for sample in llm.generate(prompts, stop=stop)]
-        executor, num_calls = llm.engine._executor, 0
+        executor, num_calls = llm.engine.parts.local, 0
         launch = executor.launch
 
         def failing(*args: object) -> object:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -17,17 +17,17 @@ from weft.checkpoint.config import ModelConfig
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import RanksLost
 from weft.engine.base.state_rows import StateRows
+from weft.engine.executor import orders
+from weft.engine.executor.orders import Order
 from weft.engine.executor.ranks.frames import (
     NO_PAGES,
     NewPages,
-    Pages,
     Step,
     Tokens,
-    Work,
     decode,
-    encode_pages,
     encode_step,
     encode_tokens,
+    frame_of_order,
 )
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.loader import class_of
@@ -193,10 +193,36 @@ def test_frames_come_as_they_were_sent_however_long_they_are() -> None:
         assert last.tokens.tolist() == tokens.tolist()
 
 
-@pytest.mark.parametrize("what", get_args(Work))
-def test_work_on_pages_comes_as_it_was_sent(what: Work) -> None:
-    numbers = [random.randrange(1, 1000) for _ in range(random.randrange(1, 9))]
-    assert decode(np.concatenate(encode_pages(what, numbers))) == Pages(what, numbers)
+class Dump(NamedTuple):
+    """An order with a text; one without fields is `Nap`."""
+
+    path: str
+    layers: Sequence[int]
+    is_full: bool
+
+
+class Nap(NamedTuple):
+    pass
+
+
+def random_field(of: object) -> object:
+    number = random.randrange(1 << 40)
+    if of is str:
+        return "".join(random.choices("/aé漢", k=number % 7))
+    return {int: number, bool: number % 2 == 0}.get(
+        of,  # type: ignore[call-overload]
+        [random.randrange(1000) for _ in range(number % 9)],
+    )
+
+
+@pytest.mark.parametrize("kind", [*get_args(Order), Dump, Nap])
+def test_an_order_comes_as_it_was_sent(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "_KINDS", (*get_args(Order), Dump, Nap))
+    sent = kind(*map(random_field, get_type_hints(kind).values()))
+    came = decode(np.concatenate(frame_of_order(sent)))
+    assert type(came) is kind
+    assert came == sent
+    assert list(map(type, came)) == list(map(type, sent))
 
 
 class Counting(RandomWeights):

@@ -143,7 +143,7 @@ def test_pages_perturbed_before_the_digest_change_the_text(pair: EnginePair) -> 
         pool[chunk.local_pages] = np.roll(pool[chunk.local_pages], 64, axis=1)
 
     for filler in pair.fillers.values():
-        shipper, pool = filler.parts.transport.shipper, filler._executor.pool_bytes
+        shipper, pool = filler.parts.transport.shipper, filler.parts.local.pool_bytes
         shipper.before_digest = partial(perturb, pool)
     request_id = pair.submit(prompt)
     assert pair.finish(request_id) != [expected]

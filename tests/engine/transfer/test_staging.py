@@ -17,6 +17,7 @@ import torch
 from weft.contract.errors import ConfigError
 from weft.contract.submits import Cancel
 from weft.engine.base.config import EngineConfig
+from weft.engine.executor.orders import Order, PoisonPages, ZeroPages
 from weft.engine.loop.engine import Engine
 from weft.engine.scheduler.plan import Plan
 from weft.engine.transfer import device_pages
@@ -282,7 +283,7 @@ class NumberedMark:
         """As `wait`."""
 
 
-class Order:
+class DeviceLog:
     """What an engine tells its device to do, in order, and where its copies are in it."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,15 +291,11 @@ class Order:
         self.moves: list[Moved] = []
         self.num_committed = 0
         """Orders of which the engine knows that they are over."""
-        executor, scheduler = engine._executor, engine.scheduler
+        executor, scheduler = engine.parts.local, engine.scheduler
         mover = engine.parts.transport._exchange._mover  # type: ignore[attr-defined]
-        for owner, name, pages_of in (
-            (executor, "zero", set),
-            (executor, "poison", set),
-            (scheduler, "launch", self._pages_named),
-        ):
-            noted = self._noted(name, getattr(owner, name), pages_of)
-            monkeypatch.setattr(owner, name, noted)
+        self._launch, self._follow = scheduler.launch, executor.order
+        monkeypatch.setattr(scheduler, "launch", self.launch)
+        monkeypatch.setattr(executor, "order", self.order)
         self._move_in, self._move_out, self._commit = (
             mover.move_in,
             mover.move_out,
@@ -310,17 +307,19 @@ class Order:
         monkeypatch.setattr(scheduler, "commit", self.commit)
         self._ends: dict[int, int] = {}
 
-    def _noted(
-        self, name: str, call: Callable[..., Any], pages_of: Callable[[Any], set[int]]
-    ) -> Callable[..., Any]:
-        def noted(what: Any, *group: int) -> Any:
-            if len(what):
-                self.orders.append((name, pages_of(what)))
-                if name == "launch":
-                    self._ends[id(what)] = len(self.orders)
-            return call(what, *group)
+    def order(self, order: Order) -> None:
+        """On pages."""
+        if isinstance(order, ZeroPages | PoisonPages):
+            name = "zero" if isinstance(order, ZeroPages) else "poison"
+            self.orders.append((name, set(order.pages)))
+        self._follow(order)
 
-        return noted
+    def launch(self, plan: Plan) -> int:
+        """Of a step."""
+        if len(plan):
+            self.orders.append(("launch", self._pages_named(plan)))
+            self._ends[id(plan)] = len(self.orders)
+        return self._launch(plan)
 
     def commit(self, number: int, plan: Plan) -> None:
         """A step and what was ordered before it are over."""
@@ -368,7 +367,7 @@ def test_copies_come_behind_what_uses_the_pages(
     """
     pair = start(num_pages=40, overlap=overlap)
     filler = pair.fillers["p0"]
-    landed, shipped = Order(pair.owner, monkeypatch), Order(filler, monkeypatch)
+    landed, shipped = DeviceLog(pair.owner, monkeypatch), DeviceLog(filler, monkeypatch)
     for number in range(12):
         pair.finish(pair.submit(new_prompt(10), cache_salt=f"tenant {number % 3}"))
     pair.settle()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from weft.contract.keys import PageKeys
 from weft.contract.store import StorePutResult
 from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.orders import Order, PackPages, UnpackPages
 from weft.engine.sources.store import HELD_SHARE
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty
@@ -171,26 +172,19 @@ def test_window_pages_are_copied_at_once(
     pair: StorePair, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of a prompt leaves several, and a fill brings a window of several: one copy each."""
-    copied: list[tuple[str, int]] = []
-    for name in ("pack_pages", "unpack_pages"):
-        move = getattr(LocalExecutor, name)
+    copied: list[tuple[type, int]] = []
+    follow = LocalExecutor.order
 
-        def moved(
-            executor: LocalExecutor,
-            pages: Sequence[int],
-            *args: Any,
-            name: str = name,
-            move: Any = move,
-            **options: Any,
-        ) -> None:
-            copied.append((name, len(pages)))
-            move(executor, pages, *args, **options)
+    def noted(executor: LocalExecutor, order: Order) -> None:
+        if isinstance(order, PackPages | UnpackPages):
+            copied.append((type(order), len(order.pages)))
+        follow(executor, order)
 
-        monkeypatch.setattr(LocalExecutor, name, moved)
+    monkeypatch.setattr(LocalExecutor, "order", noted)
     num_pages = LENGTH // PAGE
     prompt = random_prompt(LENGTH)
     pair.ask(prompt)
-    packed = [count for name, count in copied if name == "pack_pages"]
+    packed = [count for kind, count in copied if kind is PackPages]
     assert sum(packed) == (LENGTH + NUM_NEW - 1) // PAGE
     assert len(packed) <= -(-num_pages // 4) + 1, "more copies than steps that filled pages"
     pair.forget()
@@ -199,7 +193,7 @@ def test_window_pages_are_copied_at_once(
     assert pair.ask(other) == greedy(model, other)
     if pair.owner.tiers is None:
         window = -(-(WINDOW - 1) // PAGE)
-        assert [count for name, count in copied if name == "unpack_pages"] == [window]
+        assert [count for kind, count in copied if kind is UnpackPages] == [window]
 
 
 def test_no_load_begins_before_copies_for_the_store_are_made(
@@ -209,12 +203,12 @@ def test_no_load_begins_before_copies_for_the_store_are_made(
     monkeypatch.setattr("weft.engine.sources.store.LOOKUP_TIMEOUT_S", 60.0)
     monkeypatch.setattr("weft.engine.sources.store.GATHER_S", 1e9)
     num_copied = num_waited = 0
-    pack = LocalExecutor.pack_pages
+    follow = LocalExecutor.order
 
-    def pack_pages(executor: LocalExecutor, *args: Any, **options: Any) -> None:
+    def noted(executor: LocalExecutor, order: Order) -> None:
         nonlocal num_copied
-        num_copied += 1
-        pack(executor, *args, **options)
+        num_copied += isinstance(order, PackPages)
+        follow(executor, order)
 
     class Marked:
         def __init__(self) -> None:
@@ -224,7 +218,7 @@ def test_no_load_begins_before_copies_for_the_store_are_made(
             nonlocal num_waited
             num_waited = max(num_waited, self._num_copied)
 
-    monkeypatch.setattr(LocalExecutor, "pack_pages", pack_pages)
+    monkeypatch.setattr(LocalExecutor, "order", noted)
     monkeypatch.setattr(LocalExecutor, "mark", lambda executor: Marked())
     settings = {"host_cache_bytes": 8 << 20, "poison_free_pages": False, "overlap": "off"}
     with pair_of(model_dir, **settings) as pair:

@@ -239,7 +239,7 @@ def test_mixed_sampling_draws_what_the_cpu_draws(tmp_path: Path) -> None:
 def test_a_decode_step_never_waits_for_the_device(kind: str, dtype: str, tmp_path: Path) -> None:
     path = make_tiny(kind, tmp_path / "model", head_dim=64)
     with make_llm(path, dtype=dtype) as llm:
-        assert llm.engine._executor.graphs is not None
+        assert llm.engine.parts.local.graphs is not None
         launch = llm.engine._executor.launch
 
         def checked(step: Any) -> Any:
@@ -262,7 +262,7 @@ def test_capturing_shows_how_far_it_is(tmp_path: Path) -> None:
     sizes |= {"max_step_tokens": 64, "prefill_chunk_tokens": 32}
     config = EngineConfig(model_dir=path, device="cuda", **sizes)
     parts = load_parts(config, progress=lambda *call: calls.append(call))
-    graphs = parts.executor.graphs
+    graphs = parts.local.graphs
     assert graphs is not None
     captures = [call for call in calls if call[2].startswith("capturing graphs: ")]
     assert calls[: len(calls) - len(captures)]

@@ -99,7 +99,7 @@ def test_bfloat16_near_ties(name: str, tmp_path: Path) -> None:
     rounded = copy.deepcopy(reference).to(torch.bfloat16).float()
     gaps: list[float] = []
     with make_llm(tmp_path / "model", dtype="bfloat16") as llm:
-        is_moe = llm.engine._executor._model.config.moe is not None
+        is_moe = llm.engine.parts.local._model.config.moe is not None
         for prompt, tokens in zip(given, answers(llm, given), strict=True):
             gaps += gaps_of(rounded, prompt, tokens)
     far = sum(gap > BFLOAT16_ULPS for gap in gaps)

@@ -172,7 +172,7 @@ def test_adapters_come_and_go_while_graphs_run(tmp_path: Path) -> None:
         models.add(seed + index, r=rank)
 
     def check(engine: Engine, _: random.Random) -> None:
-        assert engine.parts.executor.graphs is not None
+        assert engine.parts.local.graphs is not None
 
     steps = {key: SETTINGS[key] for key in ("max_running_requests", "max_step_tokens")}
     sizes = {"page_size": 16, "prefill_chunk_tokens": 32, "lora_memory_bytes": 8 << 20, **steps}

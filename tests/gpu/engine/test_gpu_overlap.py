@@ -170,8 +170,8 @@ def test_a_host_that_stalls_changes_no_token(
             (engine.scheduler, "plan"),
             (engine.scheduler, "commit"),
             (engine._step_sampler, "prepare"),
-            (engine._executor, "launch"),
-            (engine._executor, "keep"),
+            (engine.parts.local, "launch"),
+            (engine.parts.local, "keep"),
             (engine, "step_done"),
         ):
             stall_at_random(owner, name)
@@ -187,7 +187,7 @@ class FreePageWriter:
     def __init__(self, engine: Engine) -> None:
         self.num_pages = 0
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._pool = engine._executor.pool
+        self._pool = engine.parts.local.pool
         self._set_free = engine.memory._set_free
         engine.memory._set_free = self.on_free  # type: ignore[method-assign]
         self._pool[engine.memory._free] = float("nan")
@@ -234,7 +234,7 @@ def test_freed_pages_are_not_touched_by_steps_under_way(
         assert engine.counters()["preemptions"]
         torch.cuda.synchronize()
         assert writer.num_pages > 0
-        assert bool(engine._executor.pool[engine.memory._free].isnan().all())
+        assert bool(engine.parts.local.pool[engine.memory._free].isnan().all())
 
 
 def test_constrained_answers_are_valid(model_dir: Path) -> None:

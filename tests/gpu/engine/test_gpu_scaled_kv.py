@@ -130,7 +130,7 @@ def test_a_model(name: str, tmp_path: Path) -> None:
     settings = {"max_running_requests": 8, "num_pages": 400, **settings}
     settings = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "fp8_e4m3", **settings}
     with LLM(path, **settings, poison_free_pages=True) as llm:
-        assert llm.engine._executor.pool.itemsize == 1
+        assert llm.engine.parts.local.pool.itemsize == 1
         tokens = [sample.token_ids for sample in llm.generate(prompts, greedy, stop)]
         again = [sample.token_ids for sample in llm.generate(prompts, greedy, stop)]
         assert llm.engine.counters()["prefix_hit_tokens"] > 0

@@ -57,7 +57,7 @@ def nodes_by_batch(
         prefill_chunk_tokens=max(BATCHES),
     )
     with kept_graphs(monkeypatch):
-        graphs = load_parts(config).executor.graphs
+        graphs = load_parts(config).local.graphs
     assert graphs is not None
     listed = {}
     for batch in BATCHES:

@@ -135,7 +135,7 @@ def texts_of(outcomes: Sequence[Outcome]) -> list[tuple[list[int], str]]:
 def note_buckets(engine: Engine) -> Counter[tuple[str, bool]]:
     """Counts an engine's steps by their graph's kind, and whether it has adapters."""
     counts: Counter[tuple[str, bool]] = Counter()
-    graphs = engine.pipeline._executor.graphs
+    graphs = engine.parts.local.graphs
     assert graphs is not None
     buckets = graphs.buckets
     of, of_decodes, of_requests = buckets.of, buckets.of_decodes, buckets.of_requests

@@ -296,7 +296,7 @@ def test_graphs_grow_what_single_operations_do(target_dir: Path, draft_dir: Path
         engine = drafting.engine
         drafter = engine.drafter
         assert isinstance(drafter, EagleDrafter)
-        both = engine.pipeline._drafter = BothWays(drafter, engine.pipeline._executor.known)
+        both = engine.pipeline._drafter = BothWays(drafter, engine.parts.local.known)
         engine.scheduler.running_plans.drafts_on_device = False
         choose(engine, SHAPES)
         stop = StopCriteria(max_tokens=60, ignore_eos=True)

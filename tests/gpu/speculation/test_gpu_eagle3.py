@@ -165,7 +165,7 @@ def test_graphs_draft_what_single_operations_do(tmp_path: Path) -> None:
         drafter = drafting.engine.drafter
         assert isinstance(drafter, EagleDrafter)
         both = drafting.engine.pipeline._drafter = BothWays(
-            drafter, drafting.engine.pipeline._executor.known
+            drafter, drafting.engine.parts.local.known
         )
         drafting.engine.scheduler.running_plans.drafts_on_device = False
         gate = RandomGate((1, 2, 3, 4))
@@ -193,4 +193,4 @@ def test_a_pool_that_is_sized_by_what_is_free_has_room_for_the_heads_layer(tmp_p
     with LLM(target_dir, draft_dir=draft_dir, drafter="eagle3", **settings) as drafting:
         (sample,) = drafting.generate([prompt], greedy, STOP)
         assert len(sample.token_ids) == STOP.max_tokens
-        assert torch.isfinite(drafting.engine.pipeline._executor.pool[1:4]).all()
+        assert torch.isfinite(drafting.engine.parts.local.pool[1:4]).all()

@@ -285,7 +285,7 @@ def test_decode_steps_beside_landing_pages_never_wait(
     expected = alone(model_dir, prompts, 30)
     warm = new_prompt(3)
     pair.finish(pair.submit(warm, max_tokens=4))
-    executor = pair.owner._executor
+    executor = pair.owner.parts.local
     launch = executor.launch
 
     def checked(step: Any) -> Any:

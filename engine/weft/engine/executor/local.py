@@ -4,9 +4,10 @@ a forward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from weft.checkpoint.encoder_config import tells_texts_apart
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout, num_ring_rows
-from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.block_pool import BlockPool
@@ -28,8 +28,19 @@ from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
+from weft.engine.executor.orders import (
+    CopyPages,
+    Order,
+    PackBlock,
+    PackPages,
+    PoisonBlocks,
+    PoisonPages,
+    UnpackBlock,
+    UnpackPages,
+    ZeroPages,
+)
 from weft.engine.executor.pooling import PooledStates, Pooler
-from weft.engine.executor.port import Launched, Logits
+from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
@@ -121,7 +132,6 @@ class LocalExecutor:
         num_ranks: int = 1,
         peers: DevicePeers | None = None,
     ) -> None:
-        self.num_ranks = num_ranks
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
         self._model = model
@@ -131,8 +141,8 @@ class LocalExecutor:
         width = model.config.hidden_size
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
-        self._has_head = drafted is not None
-        self.page_size = layout.page_size
+        self.has_adapters, self.has_head = lora is not None, drafted is not None
+        self._page_size = layout.page_size
         if pool is None:
             whole = _new_pool(layout, 0, num_pages, device)
             pool = RankPool(whole, whole)
@@ -154,7 +164,7 @@ class LocalExecutor:
             self.states = StateMemory(plane, *sizes, device, blocks)
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
-        self._is_asynchronous = is_cuda = device.type == "cuda"
+        is_cuda = device.type == "cuda"
         num_rows = max(1 + max_drafts, *tree_rows) if tree_rows else 1 + max_drafts
         nothing = torch.zeros((num_rows + 1, max_requests + 1), dtype=torch.int64, device=device)
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
@@ -168,7 +178,7 @@ class LocalExecutor:
         """The host's page table of each page group; changes reach the device with the next step."""
         windows = list(zip(self.window_tables, self._pools[1:], strict=True))
         self._batches: HostInputs | DeviceInputs = HostInputs(
-            self.page_table, self.page_size, self.known, lora, windows, self.states
+            self.page_table, self._page_size, self.known, lora, windows, self.states
         )
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
@@ -176,7 +186,7 @@ class LocalExecutor:
         if is_cuda:
             self._inputs = self._batches = DeviceInputs(
                 self.page_table,
-                self.page_size,
+                self._page_size,
                 max_requests,
                 self.known,
                 lora,
@@ -197,11 +207,13 @@ class LocalExecutor:
                     has_states=layout.states is not None,
                 )
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
+        step_sizes = () if self.graphs is None else self.graphs.buckets.ragged_sizes
+        self.facts = ExecutorFacts(layout.page_size, step_sizes, is_asynchronous=is_cuda)
 
     def _device_states(self, max_requests: int) -> DeviceStates | None:
         if self.states is None:
             return None
-        return DeviceStates(self.states, self.page_size, max_requests, self.device)
+        return DeviceStates(self.states, self._page_size, max_requests, self.device)
 
     @property
     def own_pool(self) -> torch.Tensor:
@@ -210,24 +222,12 @@ class LocalExecutor:
 
     def chains(self, model: DraftedModel) -> Chains:
         """Makes chains of a draft head's drafts, without graphs."""
-        return EagerChains(model, self._own_pool, self.page_table, self.page_size)
-
-    @property
-    def step_sizes(self) -> Sequence[int]:
-        return () if self.graphs is None else self.graphs.buckets.ragged_sizes
+        return EagerChains(model, self._own_pool, self.page_table, self._page_size)
 
     @property
     def inputs(self) -> DeviceInputs | None:
         """None on a CPU."""
         return self._inputs
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return self._is_asynchronous
-
-    @property
-    def works_behind_draws(self) -> bool:
-        return False
 
     @property
     def pool_bytes(self) -> np.ndarray:
@@ -236,6 +236,7 @@ class LocalExecutor:
         return flat.numpy() if self._inputs is None else flat[:0].cpu().numpy()
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:
+        """Digests of pages as they are in the pool now. Waits for the device."""
         if self._inputs is None:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
@@ -257,9 +258,6 @@ class LocalExecutor:
     def close(self) -> None:
         """Does nothing: there is no other process to end."""
 
-    def reset_slot(self, slot: int) -> None:
-        self.page_table.clear(slot)
-
     def launch(self, step: StepInput) -> Launched:
         if self.graphs is not None:
             if bucket := self.graphs.buckets.of_decodes(step):
@@ -271,8 +269,8 @@ class LocalExecutor:
                 step.drafts.begin()
         if step.pages is not None:
             (new,) = (step.pages >= 0).nonzero()
-            self.page_table.note(step.slots[new], step.max_starts[new] // self.page_size)
-        arrays = StepArrays.of_step(step, self.page_table, self.page_size)
+            self.page_table.note(step.slots[new], step.max_starts[new] // self._page_size)
+        arrays = StepArrays.of_step(step, self.page_table, self._page_size)
         scores, vectors = None, None
         if step.scores or step.pooled:
             (hidden, scores, vectors), bucket = self._with_more_rows(step, arrays), None
@@ -479,56 +477,43 @@ class LocalExecutor:
         assert self._inputs is not None
         return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each
 
-    def poison(self, pages: Sequence[int], group: int = 0) -> None:
-        if pages:
-            pool = self._pools[group]
-            # In a pool with scales, a scale whose bits are all set is NaN.
-            nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else float("nan")
-            pool.index_fill_(0, page_index(pages, self.device), nothing)
+    def order(self, order: Order) -> None:
+        match order:
+            case CopyPages(sources, destinations):
+                copy_pages(self.pool, sources, destinations)
+            case ZeroPages(pages, group):
+                self._pools[group].index_fill_(0, page_index(pages, self.device), 0)
+            case PoisonPages(pages, group):
+                pool = self._pools[group]
+                # In a pool with scales, a scale whose bits are all set is NaN.
+                nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else math.nan
+                pool.index_fill_(0, page_index(pages, self.device), nothing)
+            case PackPages(pages, group, into, is_each):
+                theirs, own = _rows(self._pools[group]), _rows(self.pool)
+                repack_pages(theirs, pages, own, into, num_runs=len(pages) if is_each else 1)
+            case UnpackPages(pages, group, out_of, is_each):
+                theirs, own = _rows(self._pools[group]), _rows(self.pool)
+                repack_pages(own, out_of, theirs, pages, num_runs=len(pages) if is_each else 1)
+            case PoisonBlocks(blocks):
+                self._blocks().poison(blocks)
+            case PackBlock(block, pages):
+                self._blocks().to_pages(block, pages, _rows(self.pool))
+            case UnpackBlock(block, pages):
+                self._blocks().from_pages(block, pages, _rows(self.pool))
+            case _:
+                assert_never(order)
 
-    def poison_blocks(self, blocks: Sequence[int]) -> None:
+    def _blocks(self) -> StateMemory:
         assert self.states is not None
-        self.states.poison(blocks)
-
-    def pack_block(self, block: int, pages: Sequence[int]) -> None:
-        assert self.states is not None
-        self.states.to_pages(block, pages, self._page_rows)
-
-    def unpack_block(self, block: int, pages: Sequence[int]) -> None:
-        assert self.states is not None
-        self.states.from_pages(block, pages, self._page_rows)
-
-    def pack_pages(
-        self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
-    ) -> None:
-        num_runs = len(pages) if is_each else 1
-        repack_pages(_rows(self._pools[group]), pages, self._page_rows, into, num_runs=num_runs)
-
-    def unpack_pages(
-        self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
-    ) -> None:
-        num_runs = len(pages) if is_each else 1
-        repack_pages(self._page_rows, out_of, _rows(self._pools[group]), pages, num_runs=num_runs)
+        return self.states
 
     def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
-        assert self.states is not None
-        return BlockPool(self.states.of_blocks, num_pages, page_bytes)
+        """Access for one thread to blocks of recurrent layers, each as `num_pages` pages."""
+        return BlockPool(self._blocks().of_blocks, num_pages, page_bytes)
 
     def window_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
+        """Access for one thread to pages of the window group, each as `num_pages` pages."""
         return BlockPool(self._pools[1:], num_pages, page_bytes)
-
-    @property
-    def _page_rows(self) -> torch.Tensor:
-        return _rows(self.pool)
-
-    def zero(self, pages: Sequence[int], group: int = 0) -> None:
-        if pages:
-            self._pools[group].index_fill_(0, page_index(pages, self.device), 0)
-
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        if copies:
-            sources, destinations = zip(*copies, strict=True)
-            copy_pages(self.pool, sources, destinations)
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from weft.contract.arrays import Int64Array
-from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
+from weft.engine.executor.orders import Order
 from weft.engine.executor.pooling import PooledStates
 from weft.engine.executor.step_input import StepInput
 from weft.engine.sampling.device_draws import CapturedDraw, RowsOnDevice
 from weft.engine.sampling.prompt_scores import PromptScores
 from weft.pages.memory.page_table import PageTable
-from weft.pages.transfer.page_pool import PagePool
 
 
 class Logits(NamedTuple):
@@ -51,6 +50,19 @@ class Launched(NamedTuple):
     """Vectors of prompts; None: none are wanted."""
 
 
+class ExecutorFacts(NamedTuple):
+    """What never changes while an executor works."""
+
+    page_size: int
+    """Token positions per page."""
+    step_sizes: Sequence[int]
+    """Token counts that steps with prompts are padded to; empty without graphs."""
+    is_asynchronous: bool
+    """Whether the device works while the host continues."""
+    writes_after_draw: bool = False
+    """Whether some device may still write to pages after a step's tokens have arrived."""
+
+
 class Executor(Protocol):
     """Computes the steps of one engine, in the order in which they are launched. No call waits for
     the device unless its docstring says so.
@@ -67,24 +79,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def page_size(self) -> int:
-        """Token positions per page."""
-        ...
-
-    @property
-    def step_sizes(self) -> Sequence[int]:
-        """Token counts that steps with prompts are padded to; empty without graphs."""
-        ...
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether the device works while the host continues."""
-        ...
-
-    @property
-    def works_behind_draws(self) -> bool:
-        """Whether some device may still write to pages after a step's tokens have arrived."""
-        ...
+    def facts(self) -> ExecutorFacts: ...
 
     def launch(self, step: StepInput) -> Launched: ...
 
@@ -101,56 +96,8 @@ class Executor(Protocol):
         """A mark that the device passes after all work so far."""
         ...
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages, none of which may be both source and destination."""
-        ...
-
-    def zero(self, pages: Sequence[int], group: int = 0) -> None: ...
-
-    def poison(self, pages: Sequence[int], group: int = 0) -> None:
-        """Fills free pages of a group with NaN, so that reading one is noticed."""
-        ...
-
-    def poison_blocks(self, blocks: Sequence[int]) -> None:
-        """Fills free blocks of recurrent layers with NaN, so that reading one is noticed."""
-        ...
-
-    def pack_block(self, block: int, pages: Sequence[int]) -> None: ...
-
-    def unpack_block(self, block: int, pages: Sequence[int]) -> None: ...
-
-    def pack_pages(
-        self, pages: Sequence[int], group: int, into: Sequence[int], *, is_each: bool = False
-    ) -> None:
-        """Copies pages of a further group, one after another, into pages of the first group.
-
-        Args:
-            is_each: Each page gets an equal share of `into` to itself.
-        """
-        ...
-
-    def unpack_pages(
-        self, pages: Sequence[int], group: int, out_of: Sequence[int], *, is_each: bool = False
-    ) -> None:
-        """Copies pages of a further group out of pages of the first group, where `pack_pages` put
-        them.
-        """
-        ...
-
-    def block_pool(self, num_pages: int, page_bytes: int) -> PagePool:
-        """Access for one thread to blocks of recurrent layers, each as `num_pages` pages."""
-        ...
-
-    def window_pool(self, num_pages: int, page_bytes: int) -> PagePool:
-        """Access for one thread to pages of the window group, each as `num_pages` pages."""
-        ...
-
-    def page_digests(self, pages: Sequence[int]) -> list[int]:
-        """Digests of pages as they are in the pool now. Waits for the device."""
-        ...
-
-    def reset_slot(self, slot: int) -> None:
-        """Clears the slot's page table row for its next request."""
+    def order(self, order: Order) -> None:
+        """Does work on the device's memory after all steps so far and before all later ones."""
         ...
 
     def check(self) -> None:

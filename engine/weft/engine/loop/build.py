@@ -190,6 +190,9 @@ def _load_parts(
     executor = _make_executor(
         config, models, pools, max_tokens, device, lora, shared, peers, progress
     )
+    ranked: RankedExecutor | None = None
+    if ranks is not None:
+        ranked = RankedExecutor(executor, ranks, _device_peers(peers))
     progress(0, 0, "timing steps")
     token_s = time_token(
         executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
@@ -209,6 +212,7 @@ def _load_parts(
             lora,
             wake,
             on_order,
+            executor.chains if ranked is None else ranked.chains,
             draws_on_device=draws_on is not None,
         )
     sampler = Sampler(
@@ -224,12 +228,10 @@ def _load_parts(
     executor.capture_draws(tables, WAYS[:ways])
     if ranks is not None:
         ranks.ready()
-        assert isinstance(executor, RankedExecutor), "it is made where there are ranks"
-        executor.lead(ranks)
     progress(0, 0, "opening transports")
     exchange: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
-        pages, mark = executor.device_pages, executor.mark
+        pages, mark = executor.device_pages, (ranked or executor).mark
         exchange = staged_exchange(config, pages, staging, lanes, mark)
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
@@ -263,7 +265,8 @@ def _load_parts(
         prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
     host = HostPriority()
     return EngineComponents(
-        executor=executor,
+        executor=ranked or executor,
+        local=executor,
         layout=layout,
         memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
         prefixes=prefixes,
@@ -379,8 +382,7 @@ def _make_executor(
         if layout.states is not None:
             shared.others.agree("blocks", pools.num_blocks)
         blocks = blocks_of(shared.others, layout, pools.num_blocks, device)
-    make = RankedExecutor if config.tp > 1 else LocalExecutor
-    executor = make(
+    executor = LocalExecutor(
         models.loaded.model,
         layout,
         pools.num_pages,
@@ -401,11 +403,15 @@ def _make_executor(
         pool=pool,
         blocks=blocks,
         num_ranks=config.tp,
-        peers=None if isinstance(peers, SharedGroup) else peers,
+        peers=_device_peers(peers),
     )
     if shared is not None:
         shared.others.agree("pool")
     return executor
+
+
+def _device_peers(peers: SharedGroup | DevicePeers | None) -> DevicePeers | None:
+    return None if isinstance(peers, SharedGroup) else peers
 
 
 def _max_step_tokens(config: EngineConfig, models: _Models) -> int:

@@ -20,6 +20,7 @@ from weft.contract.reports import QUIET_REPORT_S
 from weft.contract.submits import Ping, Pong, Submit
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.engine.base.config import EngineConfig
+from weft.engine.executor.orders import PoisonBlocks, PoisonPages, ZeroPages
 from weft.engine.loop.build import make_store
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.draws import SampledTokens, StepSampler
@@ -137,7 +138,7 @@ class Engine:
             config.inter_token_target_s,
             config.first_token_weight,
             config.max_step_tokens,
-            spares_running=parts.executor.is_asynchronous,
+            spares_running=parts.executor.facts.is_asynchronous,
         )
         self.scheduler = self._make_scheduler(pages, fills, events)
         self.costs.local_load = self._local_load
@@ -173,7 +174,7 @@ class Engine:
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
-            self.audit = PageAudit(parts.executor.page_digests, parts.memory)
+            self.audit = PageAudit(parts.local.page_digests, parts.memory)
             self.fills.audit = self.audit
         most = config.max_running_requests
         sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
@@ -193,7 +194,7 @@ class Engine:
         self.ran_step = False
         """The result of the last `StepPipeline.turn`."""
         interval_s = config.stream_interval_s
-        if interval_s is None and self._executor.is_asynchronous:
+        if interval_s is None and self._executor.facts.is_asynchronous:
             interval_s = 0.0
         self._pace = StreamPace(interval_s, clock)
         self._expire_at = self._report_at = 0.0
@@ -220,7 +221,7 @@ class Engine:
         )
         limits = SchedulerLimits.of(
             config,
-            parts.executor.step_sizes,
+            parts.executor.facts.step_sizes,
             parts.whole_prompt_tokens,
             parts.transport.last_piece_tokens,
         )
@@ -335,7 +336,7 @@ class Engine:
         wait for the step. The caller of `turn` then waits for `rest_s`.
         """
         is_alone = not self.config.ships_pages
-        self.pipeline.leaves = self._executor.is_asynchronous and not is_alone
+        self.pipeline.leaves = self._executor.facts.is_asynchronous and not is_alone
 
     def rest_s(self) -> float:
         """Longest time in seconds that the caller may wait for messages or a wake-up before the
@@ -357,7 +358,7 @@ class Engine:
             return MOVE_POLL_S
         if not self.fills.may_be_notified:
             return None
-        is_near = self._executor.is_asynchronous or self.fills.awaits_arrival
+        is_near = self._executor.facts.is_asynchronous or self.fills.awaits_arrival
         return ARRIVAL_POLL_S if is_near else DISTANT_POLL_S
 
     def has_arrived(self) -> bool:
@@ -401,9 +402,10 @@ class Engine:
             self.tiers.tick()
         if self.config.poison_free_pages:
             for group, memory in enumerate(self.memories):
-                self._executor.poison(memory.take_freed(), group)
-            if self.parts.states is not None:
-                self._executor.poison_blocks(self.parts.states.memory.take_freed())
+                if pages := memory.take_freed():
+                    self._executor.order(PoisonPages(pages, group))
+            if self.parts.states is not None and (blocks := self.parts.states.memory.take_freed()):
+                self._executor.order(PoisonBlocks(blocks))
             if self.tiers is not None:
                 # Loads run during steps, so the device must have poisoned the pages before one
                 # begins.
@@ -575,7 +577,8 @@ class Engine:
             self.tiers.write_back()
         wiped = [memory.take_wipes() for memory in self.memories]
         for group, wipes in enumerate(wiped):
-            self._executor.zero(wipes, group)
+            if wipes:
+                self._executor.order(ZeroPages(wipes, group))
         if any(wiped):
             is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
@@ -676,7 +679,7 @@ class Engine:
             self._groups.on_finished(request)
 
     def _on_slot_free(self, slot: int) -> None:
-        self._executor.reset_slot(slot)
+        self._executor.page_table.clear(slot)
         self._step_sampler.free(slot)
         if self.drafter is not None:
             self.drafter.forget(slot)

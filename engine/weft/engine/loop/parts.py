@@ -8,6 +8,7 @@ from weft.contract.give_way import HostPriority
 from weft.contract.layout import CacheLayout
 from weft.contract.reports import EngineInfo
 from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.port import Executor
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.requests.state_blocks import StateBlocks
@@ -25,7 +26,9 @@ from weft.pages.memory.tree import PrefixTree
 class EngineComponents:
     """The components that `Engine` wires together."""
 
-    executor: LocalExecutor
+    executor: Executor
+    local: LocalExecutor
+    """Memory of this process's device; also the executor, if there are no other ranks."""
     layout: CacheLayout
     memory: PageMemory
     prefixes: PrefixTree | None

@@ -25,7 +25,9 @@ from typing import Protocol
 from weft.contract import faults
 from weft.contract.clock import Clock
 from weft.contract.give_way import HostPriority
+from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
+from weft.engine.executor.orders import CopyPages
 from weft.engine.executor.port import Executor, Logits
 from weft.engine.loop.draws import SampledTokens, StepSampler, wait_for_tokens
 from weft.engine.loop.encode import step_input
@@ -117,7 +119,7 @@ class StepPipeline:
         self._owner = owner
         self._clock = clock
         self._is_overlapped = is_overlapped
-        self._is_asynchronous = executor.is_asynchronous
+        self._is_asynchronous = executor.facts.is_asynchronous
         self._host = host
         self._ends = StepEnds(lead_s)
         self.leaves = False
@@ -242,7 +244,7 @@ class StepPipeline:
                 faults.ENGINE_STEP.fire()
             if is_ready:
                 self._step_sampler.prepare(plan, drawing)
-            self._scheduler.pages.make_copies(self._executor.copy)
+            self._scheduler.pages.make_copies(self._copy)
             if plan.verifies:
                 assert self._drafter is not None
                 drafting_at = self._clock()
@@ -251,7 +253,7 @@ class StepPipeline:
             if windows := self._scheduler.pages.windows:
                 for window, table in zip(windows, self._executor.window_tables, strict=True):
                     window.enter(table)
-            made = step_input(plan, self._executor.page_table, self._executor.page_size)
+            made = step_input(plan, self._executor.page_table, self._executor.facts.page_size)
             if self._scheduler.pages.states is not None:
                 made.states = plan.begin_states(self._scheduler.pages.states)
             launched = self._executor.launch(made)
@@ -261,6 +263,9 @@ class StepPipeline:
         if self.leaves:
             self._ends.learn_start(self._clock() - started_at)
         return step
+
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
+        self._executor.order(CopyPages(*zip(*copies, strict=True)))
 
     def _draw(self, step: _Step, *, is_ready: bool) -> None:
         """All earlier steps must be committed."""
@@ -278,7 +283,7 @@ class StepPipeline:
                 step.logits = None
                 if not step.pending.are_kept:
                     self._executor.keep(step.pending.tokens)
-                if step.plan.has_trees or self._executor.works_behind_draws:
+                if step.plan.has_trees or self._executor.facts.writes_after_draw:
                     # After the sampling, K and V of accepted drafts are moved in trees, or another
                     # rank's device may still write to pages.
                     step.mark = self._executor.mark()

@@ -9,6 +9,7 @@ from weft.contract.handle import KvHandle
 from weft.contract.layout import CacheLayout
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import EngineConfig
+from weft.engine.executor.orders import PackBlock, UnpackBlock, ZeroPages
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.requests.pages import RequestPages
@@ -82,7 +83,7 @@ def block_access(parts: EngineComponents, states: StateBlocks, pages: RequestPag
     return BlockAccess(
         owner=states,
         num_pages=num_pages,
-        make_pool=lambda: parts.executor.block_pool(num_pages, page_bytes),
+        make_pool=lambda: parts.local.block_pool(num_pages, page_bytes),
         num_continuable_pages=pages.num_continuable_pages,
     )
 
@@ -131,8 +132,8 @@ class StatePacker:
     def _fill(self, pages: list[int], block: int) -> list[int]:
         self.on_allocated()
         # Otherwise the next step would zero them.
-        self._executor.zero(self._memory.take_wipes())
-        self._executor.pack_block(block, pages)
+        self._executor.order(ZeroPages(self._memory.take_wipes()))
+        self._executor.order(PackBlock(block, pages))
         # Threads read these pages, and write to others that were zeroed, without waiting for steps.
         self._executor.mark().wait()
         return pages
@@ -143,5 +144,5 @@ class StatePacker:
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
     ) -> None:
         block = self._states.adopt(request, end_token // self._page_size)
-        self._executor.unpack_block(block, pages)
+        self._executor.order(UnpackBlock(block, pages))
         self._states.committed(request)

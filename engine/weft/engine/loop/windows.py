@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from weft.contract.handle import KvHandle
 from weft.contract.layout import CacheLayout
 from weft.engine.base.device_copies import Mark
+from weft.engine.executor.orders import PackPages, UnpackPages, ZeroPages
 from weft.engine.executor.port import Executor
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.requests.pages import RequestPages
@@ -36,7 +37,7 @@ def window_access(
     return WindowAccess(
         owner=windows,
         num_pages=num_pages,
-        make_pool=lambda: parts.executor.window_pool(num_pages, page_bytes),
+        make_pool=lambda: parts.local.window_pool(num_pages, page_bytes),
         num_continuable_pages=pages.num_continuable_pages,
     )
 
@@ -97,10 +98,10 @@ class WindowPacker:
         if self.on_allocated is not None:
             self.on_allocated()
         # Otherwise the next step would zero them.
-        self._executor.zero(self._memory.take_wipes())
+        self._executor.order(ZeroPages(self._memory.take_wipes()))
         if count:
             pages = self._windows.last_pages(job, end_token // self._page_size, count)
-            self._executor.pack_pages(pages[::-1], 1, into)
+            self._executor.order(PackPages(pages[::-1], 1, into))
         # Threads read these pages without waiting for steps.
         self._executor.mark().wait()
         return into
@@ -110,10 +111,10 @@ class WindowPacker:
     ) -> None:
         new = self._windows.adopt(request, end_token // self._page_size)
         # Otherwise the next step would zero them.
-        self._executor.zero(self._windows.memory.take_wipes(), 1)
+        self._executor.order(ZeroPages(self._windows.memory.take_wipes(), 1))
         if new:
             sources = pages[: len(new) * self.stored_block_pages] if is_stored else pages
-            self._executor.unpack_pages(new[::-1], 1, sources, is_each=is_stored)
+            self._executor.order(UnpackPages(new[::-1], 1, sources, is_each=is_stored))
         if self.on_allocated is not None:
             # Threads of tiers read these pages without waiting for steps.
             self._executor.mark().wait()
@@ -163,8 +164,8 @@ class StoredWindows:
         pages = self._memory.allocate(len(window_pages) * self.num_pages, namespace)
         self._on_allocated()
         # Otherwise the next step would zero them.
-        self._executor.zero(self._memory.take_wipes())
-        self._executor.pack_pages(window_pages, 1, pages, is_each=True)
+        self._executor.order(ZeroPages(self._memory.take_wipes()))
+        self._executor.order(PackPages(window_pages, 1, pages, is_each=True))
         self._copied = self._executor.mark()
         return [pages[at : at + self.num_pages] for at in range(0, len(pages), self.num_pages)]
 

@@ -219,9 +219,11 @@ class RequestPages:
             request.held.partial_page, request.held.num_partial_tokens = None, 0
 
     def make_copies(self, make: Callable[[Sequence[PageCopy]], None]) -> None:
-        """Makes the copies in the step that has just begun, before anything else. If that fails,
-        the next step makes them, since requests of later steps need some of the copies.
+        """Makes copies, if any wait, in the step that has just begun, before anything else. If that
+        fails, the next step makes them, since requests of later steps need some of the copies.
         """
+        if not self._copies:
+            return
         make(self._copies)
         copies, self._copies = self._copies, []
         self._return_later([page for copy in copies for page in copy])

@@ -34,12 +34,16 @@ class PageTable:
         self.null_row = max_requests
         self.num_pages = np.zeros(max_requests, np.int64)
         """[max_requests]: number of valid entries of each slot's row."""
+        self.num_sent = np.zeros(max_requests, np.int64)
+        """[max_requests]: number of entries of each row that a copy of the table has, for whoever
+        keeps the copy up to date.
+        """
         self.num_additions = 0
         """Counts additions of entries to rows, by which a reader learns that there are new ones."""
         self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
 
     def clear(self, slot: int) -> None:
-        self.num_pages[slot] = 0
+        self.num_pages[slot] = self.num_sent[slot] = 0
 
     def is_short(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
         """Whether each slot's row lacks the page of this index."""

@@ -40,10 +40,8 @@ from weft.engine.executor.memory_plan import (
 from weft.engine.executor.port import Logits
 from weft.engine.executor.ranks.frames import (
     Barrier,
-    Copies,
     DraftOrder,
     Draw,
-    Pages,
     SharedTokens,
     Step,
     Tokens,
@@ -186,7 +184,7 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
     logits: Logits | None = None
     while True:
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.
-        frame = decode(group.take(spins=executor.is_asynchronous))
+        frame = decode(group.take(spins=executor.facts.is_asynchronous))
         match frame:
             case Step(step, pages, draft_limits):
                 pages.enter(executor.page_table)
@@ -209,14 +207,8 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
                 executor.keep_shared(num_tokens)
             case Barrier():
                 executor.meet()
-            case Copies(copies):
-                executor.copy(copies)
-            case Pages("zero", numbers):
-                executor.zero(numbers)
-            case Pages("poison", numbers):
-                executor.poison(numbers)
-            case Pages("poison_blocks", numbers):
-                executor.poison_blocks(numbers)
+            case _:
+                executor.order(frame)
         group.end()
 
 

@@ -1,5 +1,5 @@
-"""Frames from rank 0 to the other ranks: a step, the tokens drawn in a step, or work on pages, as
-plain arrays.
+"""Frames from rank 0 to the other ranks: a step, the tokens drawn in a step, or an order, as plain
+arrays.
 
     header      kind and counts; of a step also the length of each array (-1: None, -2: `starts`
                 is `max_starts`)
@@ -10,28 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
-from weft.contract.pages import PageCopy
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.drafts.chains import LaterChains
 from weft.engine.executor.drafts.eager_chains import LastTokens
+from weft.engine.executor.orders import Order, decode_order, encode_order
 from weft.engine.executor.step_input import StepInput
 from weft.engine.sampling.device_draws import WAYS, Way
 from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.pages.memory.page_table import PageTable
 
-_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _BARRIER, _BLOCKS = range(10)
+_STEP, _TOKENS, _ORDER, _DRAW, _SHARED, _CHAINS, _BARRIER = range(7)
 _ARRAYS = (
     *("slots", "starts", "max_starts", "counts", "draws", "recomputed_rows", "tokens"),
     *("ancestor_masks", "draft_limits", "pages", "adapters"),
 )
 _arrays_of = attrgetter(*_ARRAYS)
 _NONE, _SAME = -1, -2
-Work = Literal["zero", "poison", "poison_blocks"]
-_WORK: dict[int, Work] = {_ZERO: "zero", _POISON: "poison", _BLOCKS: "poison_blocks"}
 Frame = Sequence[Int64Array | Int32Array]
 """The arrays of one frame, in order."""
 
@@ -99,21 +97,6 @@ class Barrier(NamedTuple):
     """Order to make the devices of all ranks wait for one another."""
 
 
-class Copies(NamedTuple):
-    """Order to copy pages, for ranks that have separate pools."""
-
-    copies: list[PageCopy]
-
-
-class Pages(NamedTuple):
-    """Order to call one method of `Executor` for these pages, for ranks that have separate
-    pools.
-    """
-
-    what: Work
-    pages: list[int]
-
-
 _NUM_STATES = 4
 """Arrays of `StateRows` in a frame."""
 
@@ -148,7 +131,8 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
 
 
 _DRAWS = {way: (np.array([_DRAW, number]),) for number, way in enumerate(WAYS)}
-_BEFORE_TOKENS, _BARRIERS = np.array([_TOKENS]), (np.array([_BARRIER]),)
+_BEFORE_TOKENS, _BEFORE_ORDER = np.array([_TOKENS]), np.array([_ORDER])
+_BARRIERS = (np.array([_BARRIER]),)
 
 
 def encode_tokens(tokens: Int64Array) -> Frame:
@@ -167,14 +151,8 @@ def encode_barrier() -> Frame:
     return _BARRIERS
 
 
-def encode_copies(copies: Sequence[PageCopy]) -> Frame:
-    return (np.array([_COPIES, *(page for copy in copies for page in copy)]),)
-
-
-def encode_pages(what: Work, pages: Sequence[int]) -> Frame:
-    """Encodes pages or blocks to zero or to poison."""
-    (kind,) = (kind for kind, work in _WORK.items() if work == what)
-    return (np.array([kind, *pages]),)
+def frame_of_order(order: Order) -> Frame:
+    return _BEFORE_ORDER, encode_order(order)
 
 
 def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> Frame:
@@ -183,7 +161,7 @@ def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> Fra
 
 def decode(
     numbers: Int64Array,
-) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | DraftOrder | Barrier:
+) -> Step | Tokens | Draw | SharedTokens | DraftOrder | Barrier | Order:
     """The content of a frame, as views of `numbers`."""
     kind, behind = int(numbers[0]), numbers[1:]
     if kind == _TOKENS:
@@ -199,9 +177,7 @@ def decode(
         return DraftOrder(LastTokens(*lasts), counts, NewPages(new, firsts, ends, pages))
     if kind == _BARRIER:
         return Barrier()
-    if kind == _COPIES:
-        return Copies([PageCopy(*pair) for pair in behind.reshape(-1, 2).tolist()])
-    return _step(numbers) if kind == _STEP else Pages(_WORK[kind], behind.tolist())
+    return _step(numbers) if kind == _STEP else decode_order(behind)
 
 
 def _step(numbers: Int64Array) -> Step:

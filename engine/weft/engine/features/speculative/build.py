@@ -8,6 +8,7 @@ from weft.contract.adapters import AdapterOrder
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.build import head_graphs
+from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.features.speculative.eagle import EagleDrafter
@@ -25,6 +26,7 @@ def make_drafter(
     lora: LoraPool | None,
     wake: Callable[[], None],
     on_order: list[Callable[[AdapterOrder], None]],
+    chains: Callable[[DraftedModel], Chains],
     *,
     draws_on_device: bool,
 ) -> Drafter | None:
@@ -35,6 +37,7 @@ def make_drafter(
         lora: Rows of adapters on the device; None: no adapters are served.
         wake: Called from another thread when a draft adapter was read.
         on_order: Receives functions that must follow the orders of adapters.
+        chains: Makes a head's chains without graphs, on all ranks.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -51,7 +54,7 @@ def make_drafter(
             executor.pool,
             executor.page_table,
             config.page_size,
-            executor.chains(model),
+            chains(model),
             graphs,
             trees,
             waits_for_trees=not draws_on_device,

@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
         text = self._texts.pop(slot, None)
         if text is not None:
             self.memory.release(text.pages)
-            self._executor.reset_slot(slot)
+            self._executor.page_table.clear(slot)
 
     def sizes(self) -> dict[str, int]:
         return {"draft_requests": len(self._texts), "draft_pages": self.memory.counts().used}

@@ -103,7 +103,7 @@ def _host_inputs(engine: Engine) -> DeviceInputs:
 
 
 def _parts_of(engine: Engine) -> tuple[EagleDrafter, DraftedModel, LocalExecutor]:
-    drafter, executor = engine.drafter, engine.pipeline._executor
+    drafter, executor = engine.drafter, engine.parts.local
     if isinstance(drafter, AdaptedDrafter):  # Where drafts are captured there is none.
         drafter.close()
         engine.drafter = engine.pipeline._drafter = drafter = drafter._plain

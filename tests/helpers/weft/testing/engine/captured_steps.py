@@ -32,7 +32,7 @@ class RecordedSteps(StepGraphs):
         *,
         has_lora: bool = False,
     ) -> None:
-        executor, config = engine._executor, engine.config
+        executor, config = engine.parts.local, engine.config
         for host in (executor.page_table, *executor.window_tables):
             host._changed = []
         most, tokens = config.max_running_requests, config.max_step_tokens + config.decodes_beside

@@ -132,7 +132,7 @@ class KnownGraphs:
         self._vocab_size = vocab_size
         self._chance = chance
         self._running = engine.scheduler.running
-        self._executor = engine.pipeline._executor
+        self._executor = engine.parts.local
         self._known = self._executor.known
         self.num_late = 0
         """Chains whose begin the host did not know."""

@@ -37,7 +37,7 @@ class WatchedHead:
         assert engine.drafter is not None
         self._drafter: Drafter = engine.drafter
         self._known = known
-        self._tokens = engine.pipeline._executor.known
+        self._tokens = engine.parts.local.known
         self.chains: list[tuple[list[int], list[int]]] = []
         """Tokens so far, and what was drafted behind them."""
         engine.pipeline._drafter = self
@@ -175,7 +175,7 @@ class PublishedEntries:
             return 0
         end = len(pages) * layout.page_size
         # [n, kv_heads, 2, dim]; nobody reads the entry of position 0.
-        found = self._engine._executor.pool[pages, :, layout.plane.layers - 1]
+        found = self._engine.parts.local.pool[pages, :, layout.plane.layers - 1]
         found = found.permute(0, 3, 1, 2, 4).flatten(0, 1)[1:].double()
         exact = torch.stack(reference.entries(tokens[:end]), dim=2)
         assert found.shape == exact.shape

@@ -10,15 +10,15 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from weft.contract.messages import Inbox, Outbox
-from weft.contract.pages import PageCopy
 from weft.engine.executor.encodings import StepArrays
+from weft.engine.executor.orders import Order, PoisonBlocks, PoisonPages
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.engine import Engine
@@ -77,14 +77,14 @@ class LateDevice:
         self._memories = engine.memories
         self._memory = engine.memory
         self._sampler = engine._step_sampler._sampler
-        self._executor = executor = engine._executor
+        self._executor = executor = engine.parts.local
         self._pools: list[tuple[torch.Tensor, ...]] = [(pool,) for pool in executor._pools]
         if engine.parts.states is not None:
             assert executor.states is not None
             self._memories = (*self._memories, engine.parts.states.memory)
             self._pools.append(executor.states.pools.blocks)
         self._run, self._keep = executor.run, executor.keep
-        self._copy, self._zero = executor.copy, executor.zero
+        self._order = executor.order
         self.num_told = self.num_done = 0
         """Number of pieces of work enqueued."""
         self.most_queued = 0
@@ -93,10 +93,8 @@ class LateDevice:
         if exchange.staging is not None:
             exchange._mover.mark = self.mark  # type: ignore[attr-defined]
             engine.turn = self.turn  # type: ignore[method-assign]
-        for name in ("launch", "keep", "copy", "zero", "mark"):
+        for name in ("launch", "keep", "order", "mark"):
             setattr(executor, name, getattr(self, name))
-        executor.poison = lambda pages, group=0: None  # type: ignore[method-assign]
-        executor.poison_blocks = lambda blocks: None  # type: ignore[method-assign]
         self._sampler.begin = self.begin  # type: ignore[method-assign, assignment]
         for group, memory in enumerate(self._memories):
             fill_free = partial(self._fill_free, group, memory._set_free)
@@ -127,7 +125,7 @@ class LateDevice:
     def launch(self, step: StepInput) -> Launched:
         """See `Executor.launch`; what the host knows is taken along."""
         table = self._executor.page_table
-        arrays = StepArrays.of_step(step, table, self._executor.page_size)
+        arrays = StepArrays.of_step(step, table, self._executor.facts.page_size)
         tables = (table, *self._executor.window_tables)
         copies = [one.pages.copy() for one in tables]
         computed = _Later()
@@ -185,13 +183,12 @@ class LateDevice:
         """See `LocalExecutor.keep`."""
         self._enqueue(lambda: self._keep(tokens.value))
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        """See `LocalExecutor.copy`."""
-        self._enqueue(lambda: self._copy(copies))
-
-    def zero(self, pages: Sequence[int], group: int = 0) -> None:
-        """See `LocalExecutor.zero`."""
-        self._enqueue(lambda: self._zero(pages, group))
+    def order(self, order: Order) -> None:
+        """See `LocalExecutor.order`. Free pages are poisoned at once, so orders to do so are not
+        followed.
+        """
+        if not isinstance(order, PoisonPages | PoisonBlocks):
+            self._enqueue(lambda: self._order(order))
 
     def mark(self) -> _Mark:
         """See `LocalExecutor.mark`."""

@@ -183,7 +183,7 @@ def launches_of(kind: str) -> dict[str, list[str]]:
             bucket = GraphBucket(rows, REQUESTS, "verify", drafts=DRAFTS)
         with LLM(Path(folder), num_pages=32, **settings) as llm:
             steps: Any = _ListedSteps(llm.engine, drafts, has_lora=bucket.has_lora)
-            draws: Any = llm.engine._executor._draws
+            draws: Any = llm.engine.parts.local._draws
             step, _ = steps._graphs[bucket]
             draw, _ = draws._graphs[DrawKey(bucket, bucket.tokens, "greedy")]
     return {"step": step.launches, "draw": draw.launches}

@@ -115,7 +115,7 @@ class WatchedTrees:
     ) -> None:
         assert engine.drafter is not None
         self._drafter, self._known = engine.drafter, known
-        self._tokens = engine.pipeline._executor.known
+        self._tokens = engine.parts.local.known
         self.trees: list[tuple[list[int], VerifyItem, TokenTree]] = []
         """Tokens so far, what was asked for, and what came."""
         self._page_size = engine.config.page_size
@@ -187,7 +187,7 @@ class PublishedPages:
         found = [self.pages.get(key) for key in keys.upto(list(tokens), num_pages)]
         if None in found:
             return None
-        pages = self._engine._executor.pool[found].clone()
+        pages = self._engine.parts.local.pool[found].clone()
         if self._engine.parts.layout.plane.draft:
             pages[0, :, -1, :, 0] = 0.0
         return pages
@@ -217,7 +217,7 @@ class KnownTreeGraphs:
         self._vocab_size = vocab_size
         self._chance = chance
         self._running = engine.scheduler.running
-        self._known = engine.pipeline._executor.known
+        self._known = engine.parts.local.known
         self.num_late = 0
         """Trees whose begin the host did not know."""
         drafter = engine.drafter

@@ -1,0 +1,119 @@
+"""Orders to an executor: work on the memory of its devices that is no step.
+
+An order is a value whose fields are numbers, texts or rows of numbers, so all orders reach other
+ranks in one encoding. A new order takes a class in this module and a case in `LocalExecutor.order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, get_args, get_type_hints
+
+import numpy as np
+from weft.contract.arrays import Int64Array
+
+
+class CopyPages(NamedTuple):
+    """Copies pages of the first group. No page may be both source and destination."""
+
+    sources: Sequence[int]
+    destinations: Sequence[int]
+
+
+class ZeroPages(NamedTuple):
+    pages: Sequence[int]
+    group: int = 0
+
+
+class PoisonPages(NamedTuple):
+    """Fills free pages of a group with NaN, so that reading one is noticed."""
+
+    pages: Sequence[int]
+    group: int = 0
+
+
+class PoisonBlocks(NamedTuple):
+    """Fills free blocks of recurrent layers with NaN, so that reading one is noticed."""
+
+    blocks: Sequence[int]
+
+
+class PackBlock(NamedTuple):
+    """Copies a block of recurrent layers into pages of the first group."""
+
+    block: int
+    pages: Sequence[int]
+
+
+class UnpackBlock(NamedTuple):
+    """Copies a block of recurrent layers out of the pages where `PackBlock` put it."""
+
+    block: int
+    pages: Sequence[int]
+
+
+class PackPages(NamedTuple):
+    """Copies pages of a further group, one after another, into pages of the first group."""
+
+    pages: Sequence[int]
+    group: int
+    into: Sequence[int]
+    is_each: bool = False
+    """Each page gets an equal share of `into` to itself."""
+
+
+class UnpackPages(NamedTuple):
+    """Copies pages of a further group out of the pages where `PackPages` put them."""
+
+    pages: Sequence[int]
+    group: int
+    out_of: Sequence[int]
+    is_each: bool = False
+
+
+PageOrder: TypeAlias = (
+    CopyPages
+    | ZeroPages
+    | PoisonPages
+    | PoisonBlocks
+    | PackBlock
+    | UnpackBlock
+    | PackPages
+    | UnpackPages
+)
+"""Orders on pages and blocks. Ranks that share their pages need one of them to do these."""
+Order: TypeAlias = PageOrder
+"""Every order. A follower of rank 0 knows an order by its place in this union."""
+
+_KINDS: tuple[type[Order], ...] = get_args(Order)
+_READERS: Mapping[object, Callable[[Int64Array], object]] = {
+    int: lambda row: int(row[0]),
+    bool: lambda row: bool(row[0]),
+    str: lambda row: bytes(row.tolist()).decode(),
+    Sequence[int]: lambda row: row.tolist(),
+}
+"""Makes a field of each type out of its numbers."""
+
+
+def encode_order(order: Order) -> Int64Array:
+    """The number of the order's class, the lengths of its fields, and the fields."""
+    lengths, numbers = list[int](), list[int]()
+    for value in order:
+        begin = len(numbers)
+        if isinstance(value, int):
+            numbers.append(value)
+        else:
+            numbers += value.encode() if isinstance(value, str) else value
+        lengths.append(len(numbers) - begin)
+    return np.array([_KINDS.index(type(order)), *lengths, *numbers])
+
+
+def decode_order(numbers: Int64Array) -> Order:
+    kind: Callable[..., Order] = _KINDS[numbers[0]]
+    values = list[object]()
+    types = get_type_hints(kind).values()
+    at = 1 + len(types)
+    for of, length in zip(types, numbers[1:at].tolist(), strict=True):
+        values.append(_READERS[of](numbers[at : at + length]))
+        at += length
+    return kind(*values)
