@@ -39,9 +39,9 @@ RULES = (
         (*NUMBERS, f"{ENGINE}/transfer", f"{PAGES}/transfer"),
         "page; a block is of recurrent layers",
         except_in=(
-            *(f"{PAGES}/memory/state_index.py", f"{ENGINE}/requests/state_blocks.py"),
-            *(f"{ENGINE}/loop/{name}.py" for name in ("build", "pools", "recurrent")),
-            *(f"{ENGINE}/sources/store.py", f"{ENGINE}/sources/tiers/blocks.py"),
+            *(f"{PAGES}/memory/state_index.py", f"{ENGINE}/requests/state_companion.py"),
+            *(f"{ENGINE}/loop/{name}.py" for name in ("build", "pools", "carriers")),
+            *(f"{ENGINE}/sources/store.py", f"{ENGINE}/sources/tiers/pieces.py"),
             *(f"{ENGINE}/sources/tiers/loads.py", f"{ENGINE}/sources/tiers/tiers.py"),
         ),
     ),
@@ -94,7 +94,8 @@ RULES = (
         r"(?i)\w*drafts?(_\w*)?",
         (
             *(f"{PAGES}/memory", f"{ENGINE}/features/constraints"),
-            *(f"{ENGINE}/requests/{name}.py" for name in ("window_pages", "state_blocks")),
+            *(f"{ENGINE}/requests/{name}companion.py" for name in ("window_", "state_")),
+            f"{ENGINE}/requests/companions.py",
         ),
         "rows, which a step verifies, or tokens ahead; drafts are the guest's",
         except_in=(f"{CONTRACT}/layout.py",),  # a head's digest is part of the layout

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import byteorder
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,12 +68,33 @@ def page_key(parent: bytes, tokens: Sequence[int], namespace: bytes) -> bytes:
     return _page_digest(parent, namespace, token_bytes(tokens))
 
 
-def block_keys(key: bytes, num_pages: int) -> list[bytes]:
-    """Keys of the pages that carry the block of recurrent layers after the page `key`, wherever
-    blocks are kept in pages; 32 bytes each.
+class PieceShape(NamedTuple):
+    """How the pieces of a model's companions lie in pages of a KV store."""
+
+    block_pages: int = 0
+    """Pages of a piece; 0: the model has no companions."""
+    window_pages: int = 0
+    """Number of last pages whose pieces a request needs to continue; 0: it needs one piece."""
+    state_pages: int = 0
+    """Pages of pieces of other companions, of which a request needs one each. Their keys come first
+    beside a page.
+    """
+
+    @property
+    def pages_of_many(self) -> int:
+        """Pages of each of a lease's pieces; 0: it has one."""
+        return self.block_pages if self.window_pages else 0
+
+
+def block_keys(key: bytes, num_pages: int, first: int = 0) -> list[bytes]:
+    """Keys of pages that carry what companions have beside the page `key`, wherever it is kept in
+    pages; 32 bytes each.
+
+    Args:
+        first: Number of such keys before these.
     """
     keys = []
-    for index in range(num_pages):
+    for index in range(first, first + num_pages):
         state = _OF_BLOCKS.copy()
         state.update(key + index.to_bytes(4, "little"))
         keys.append(state.digest())
@@ -80,13 +102,13 @@ def block_keys(key: bytes, num_pages: int) -> list[bytes]:
 
 
 def blocks_keys(keys: Sequence[bytes], num_pages: int, block_pages: int) -> list[bytes]:
-    """Keys of the pages of several blocks: that of the last page `keys[-1]` first, then those of
+    """Keys of the pages of several pieces: that of the last page `keys[-1]` first, then those of
     the pages before it.
 
     Args:
         keys: Of consecutive pages of a prompt, from its first one on.
-        num_pages: Pages of all blocks.
-        block_pages: Pages of each; 0: there is one block.
+        num_pages: Pages of all pieces.
+        block_pages: Pages of each; 0: there is one piece.
     """
     size = block_pages or num_pages
     count = num_pages // size if size else 0

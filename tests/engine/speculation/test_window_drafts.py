@@ -87,7 +87,7 @@ def test_texts_and_drafts_whatever_happened_to_a_request(
     known = KnownDrafter(texts_of(prompts, expected, 5), VOCAB, 0.6)
     given = {"draft_dir": head, "drafter": drafter, "overlap": overlap, "num_pages": num_pages}
     with llm(model_dir, poison_free_pages=True, **given) as drafting:
-        (window,) = drafting.engine.parts.windows
+        (window,) = drafting.engine.parts.companions
         watched = None
         if head is None:
             speculate(drafting.engine, known, (0, 1, 3, MOST))

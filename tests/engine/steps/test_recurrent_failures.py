@@ -83,7 +83,7 @@ def check_answer(model: torch.nn.Module, prompt: list[int], answer: list[int]) -
 
 def cached_states(engine: Engine) -> States:
     """What the prefix cache has of recurrent layers, by the tokens before it."""
-    states, executor = engine.parts.states, engine.parts.local
+    (states,), executor = engine.parts.companions, engine.parts.local
     assert states is not None
     assert states._index is not None
     assert executor.states is not None

@@ -78,8 +78,7 @@ def make_sure_texts(
 
 def check(engine: Engine) -> None:
     check_empty(engine)
-    states = engine.parts.states
-    assert states is not None
+    (states,) = engine.parts.companions
     states.memory.check_integrity()
     assert not states.memory.counts().used
     if states._index is not None:

@@ -81,7 +81,7 @@ def generate(llm: LLM, prompts: list[list[int]], num_new: int) -> list[list[int]
 
 def check(engine: Engine) -> None:
     check_empty(engine)
-    for window in engine.parts.windows:
+    for window in engine.parts.companions:
         if window._index is not None:
             window._index.check_integrity()
 
@@ -110,7 +110,7 @@ def test_prompts_that_part_from_a_cached_one_anywhere(
     values |= {"max_step_tokens": 4 * PAGE, "prefill_chunk_tokens": 4 * PAGE}
     hits = set()
     with LLM(model_dir, dtype="float32", poison_free_pages=True, **values) as llm:
-        (window,) = llm.engine.parts.windows
+        (window,) = llm.engine.parts.companions
         assert window.memory.num_usable_pages < llm.engine.memory.num_usable_pages
         assert generate(llm, [base], 3) == [greedy(model, base, 3)]
         for length in random.sample(range(1, 151), 50):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from weft.contract.timeline import FillCandidate
-from weft.engine.loop import recurrent
+from weft.engine.loop import carriers
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -45,8 +45,8 @@ def test_no_prompt_is_computed_in_vain(
     """
     clock, values = ManualClock(), dict[str, Any](transport="data", max_running_requests=4)
     owner = make_engine(model_dir, "decode", clock, **values)
-    assert owner.fills.block_pages is not None
-    of_block = owner.fills.block_pages.num_pages
+    assert owner.fills.packer is not None
+    of_block = owner.fills.packer.num_pages
     each = max(1, num_at_once) * (LENGTH + of_block) - (num_at_once == 0)
     filler = make_engine(model_dir, "prefill", clock, num_pages=1 + each, **values)
     pair = EnginePair(owner, [filler], clock)
@@ -81,7 +81,7 @@ def test_a_load_without_room_leaves_its_store(
     fillers = [make_engine(model_dir, "prefill", clock, **values)] if has_filler else []
     pair = EnginePair(owner, fillers, clock)
     try:
-        most = owner.fills.num_block_pages + LENGTH // 2
+        most = owner.fills.num_companion_pages + LENGTH // 2
         monkeypatch.setattr(owner.fills, "_room", lambda: (most, most))
         prompt = [random.randrange(3, VOCAB) for _ in range(LENGTH * PAGE + 1)]
         store = FillCandidate(
@@ -99,7 +99,7 @@ def test_a_load_without_room_leaves_its_store(
 def test_states_that_no_store_takes_are_told_of(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrent, "MAX_STORED_BLOCK_PAGES", 1)
+    monkeypatch.setattr(carriers, "MAX_STORED_BLOCK_PAGES", 1)
     engine = make_engine(model_dir, "decode", ManualClock(), has_store=True)
     try:
         assert engine.store is None

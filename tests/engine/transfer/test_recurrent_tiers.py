@@ -61,11 +61,10 @@ def bench_of(model_dir: Path, **settings: Any) -> Iterator[TierBench]:
     try:
         yield bench
         bench.settle()
-        states = bench.engine.parts.states
-        assert states is not None
+        (states,) = bench.engine.parts.companions
         states.memory.check_integrity()
         assert not states.memory.counts().used
-        assert states._num_reserved == 0
+        assert states._reserved == (0, 0)
     finally:
         bench.pair.close()
 

@@ -87,7 +87,7 @@ def make_pair(model_dir: Path, num_fillers: int = 1, **settings: Any) -> EngineP
 def lose_windows(pair: EnginePair) -> None:
     """Takes all cached window pages of the owner, as other requests would."""
     pair.settle()
-    for window in pair.owner.parts.windows:
+    for window in pair.owner.parts.companions:
         window.memory.release(window.memory.allocate(window.memory.num_available_pages))
 
 
@@ -95,7 +95,7 @@ def check(pair: EnginePair) -> None:
     pair.settle()
     for engine in (pair.owner, *pair.fillers.values()):
         check_empty(engine)
-        for window in engine.parts.windows:
+        for window in engine.parts.companions:
             if window._index is not None:
                 window._index.check_integrity()
 
@@ -194,7 +194,7 @@ def test_prompts_that_part_from_a_filled_one_anywhere(
             if end["fills_done"] > begin["fills_done"] and not tight:
                 first, last = length // PAGE, (len(prompt) - 1) // PAGE
                 kept = pair.owner.parts.layout.groups[0].page_bytes(PAGE)
-                window = pair.owner.fills.num_block_pages
+                window = pair.owner.fills.num_companion_pages
                 sent = (end["accepted_bytes"] - begin["accepted_bytes"]) // kept
                 assert sent <= max(1, last - first) + window
         assert not pair.owner.counters()["fills_failed"]
@@ -213,7 +213,7 @@ def test_a_window_longer_than_the_share_of_fills_is_sent_at_once(tmp_path: Path,
         owner, base = pair.owner, random_prompt(50 * PAGE + 1)
         pair.finish(pair.submit(base, 2))
         kept = owner.parts.layout.groups[0].page_bytes(PAGE)
-        most = owner.fills.num_block_pages
+        most = owner.fills.num_companion_pages
         assert most > int(0.3 * owner.memory.num_usable_pages)
         assert owner.counters()["fills_done"] == 1
         assert owner.counters()["accepted_bytes"] == (50 + most) * kept
@@ -271,7 +271,7 @@ def test_a_failed_fill_behind_shared_pages_where_memory_is_taken(
         prompts = [base, base[:140] + random_prompt(40), random_prompt(26 * PAGE - 3)]
         requests = [pair.submit(base, 40)]
         pair.run(lambda: bool(pair.answers[requests[0]].tokens))
-        for window in owner.parts.windows:  # Other requests take what is cached.
+        for window in owner.parts.companions:  # Other requests take what is cached.
             window.memory.release(window.memory.allocate(window.memory.num_available_pages))
         pair.on_command = keep
         requests.append(pair.submit(prompts[1], 4))

@@ -80,7 +80,7 @@ def pair_of(model_dir: Path, **settings: Any) -> Iterator[StorePair]:
         yield made
         made.settle()
         check_empty(owner)
-        (window,) = owner.parts.windows
+        (window,) = owner.parts.companions
         assert (len(window), window._reserved) == (0, (0, 0))
     finally:
         made.close()

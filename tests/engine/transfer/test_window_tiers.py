@@ -24,7 +24,7 @@ from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.loop.recurrent import keeps_windows
+from weft.engine.loop.carriers import keeps_windows
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
@@ -86,7 +86,7 @@ def bench_of(model_dir: Path, **settings: Any) -> Iterator[TierBench]:
         yield bench
         bench.settle()
         check_empty(bench.engine)
-        (window,) = bench.engine.parts.windows
+        (window,) = bench.engine.parts.companions
         assert not len(window)
         assert window._reserved == (0, 0)
     finally:
@@ -126,7 +126,7 @@ def test_prompts_go_on_wherever_the_last_window_comes_back(
     overlap = random.choice(["off", "on"])
     print(f"overlap {overlap}")
     with bench_of(model_dir, write_through_threshold=threshold, overlap=overlap) as bench:
-        (window,) = bench.engine.parts.windows
+        (window,) = bench.engine.parts.companions
         assert window.memory.num_usable_pages < 30
         prompt = prompt_of(LENGTH)
         expected = greedy(model, prompt)
@@ -337,7 +337,7 @@ def test_a_storm(
         ride_out(storm, count, 24)
         for engine in (owner, *fillers):
             check_empty(engine)
-            (window,) = engine.parts.windows
+            (window,) = engine.parts.companions
             assert (len(window), window._reserved) == (0, (0, 0))
             if window._index is not None:
                 window._index.check_integrity()

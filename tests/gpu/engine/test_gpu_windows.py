@@ -73,7 +73,7 @@ def test_drafts(drafter: str, model_dir: Path, reference: Any, tmp_path: Path) -
         for _ in "12":
             samples = llm.generate(prompts, params, stop)
             assert [sample.token_ids for sample in samples] == expected
-        counters, (window,) = llm.engine.counters(), llm.engine.parts.windows
+        counters, (window,) = llm.engine.counters(), llm.engine.parts.companions
         assert counters["drafted_tokens"] > 0
         assert counters["prefix_hit_tokens"] > 0
         assert window.memory.num_usable_pages < 60
@@ -94,7 +94,7 @@ def is_whole(bench: TierBench) -> bool:
     """Whether nothing is held once all has ended."""
     bench.settle()
     check_empty(bench.engine)
-    (window,) = bench.engine.parts.windows
+    (window,) = bench.engine.parts.companions
     return not len(window) and window._reserved == (0, 0)
 
 

@@ -15,11 +15,12 @@ from weft.engine.base.config import PolicyName
 from weft.engine.executor.memory_plan import divide_pages
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import State
-from weft.engine.requests.window_pages import WindowPages
+from weft.engine.requests.window_companion import WindowCompanion
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.pages.memory.page_memory import PageMemory, step_reserve, window_reserve
+from weft.pages.memory.page_table import PageTable
 from weft.pages.memory.tree import PrefixTree
 from weft.pages.memory.window_index import WindowIndex
 from weft.testing.scheduling.bare_request import bare_request
@@ -155,7 +156,7 @@ def test_pages_left_behind_go_before_those_that_a_match_has_used() -> None:
 SIZE = 16
 
 
-def most_at_once(num_pages: int, windows: tuple[WindowPages, ...], context: int) -> int:
+def most_at_once(num_pages: int, windows: tuple[WindowCompanion, ...], context: int) -> int:
     """How many requests of so many tokens are admitted at once."""
     limits = SchedulerLimits(SIZE, 2048, 2048, 64)
     pages = RequestPages(PageMemory(num_pages, None), None, SIZE, windows)
@@ -201,7 +202,9 @@ def test_more_requests_in_equal_memory(
     sizes = [group.page_bytes(SIZE) for group in layout.groups]
     spent = num_pages * sizes[0] + num_window_pages * sizes[1]
     assert spent <= all_kept * sum(sizes)
-    window = WindowPages(PageMemory(num_window_pages, None), None, reach, SIZE, 2048)
+    table = PageTable(64, num_pages, keeps_changes=False)
+    sizes_of = reach, SIZE, 2048
+    window = WindowCompanion(PageMemory(num_window_pages, None), None, table, "window", *sizes_of)
     before = most_at_once(all_kept, (), context)
     after = most_at_once(num_pages, (window,), context)
     print(f"{before} requests with all pages kept, {after} with those behind the window freed")

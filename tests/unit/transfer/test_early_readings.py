@@ -229,7 +229,7 @@ class Filling:
             time.monotonic,
             nixl_version="1",
             max_chunk_pages=2,
-            block_pages=more if num_more else None,
+            pieces=more if num_more else None,
             early=self.shipper if reads_early else None,
         )
         handle = fill_handle(

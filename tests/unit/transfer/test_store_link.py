@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from weft.contract.handle import NixlTargetInfo
-from weft.contract.keys import block_keys
+from weft.contract.keys import PieceShape, block_keys
 from weft.contract.store import (
     StoreAnswer,
     StoreLookup,
@@ -17,17 +18,19 @@ from weft.contract.store import (
 )
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import HeldPages, Request
+from weft.engine.sources.carried import Carried
 from weft.engine.sources.store import (
     GATHER_S,
     HELD_SHARE,
     MAX_OPEN_PUTS,
     RETRY_S,
-    StoredBlocks,
+    StoredPieces,
     StoreLink,
 )
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import Node, PrefixTree
 from weft.pages.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
+from weft.pages.transfer.page_pool import PagePool
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.services.fill_commands import nixl_target
 
@@ -81,7 +84,7 @@ class FakePlane:
 class Bench:
     """A store link with its surroundings."""
 
-    def __init__(self, blocks: StoredBlocks | None = None, num_pages: int = 4000) -> None:
+    def __init__(self, pieces: StoredPieces | None = None, num_pages: int = 4000) -> None:
         self.now = 0.0
         cache = PrefixTree(PAGE)
         self.memory = PageMemory(num_pages, cache)
@@ -95,7 +98,7 @@ class Bench:
             self.plane,
             self.sent.append,
             lambda: self.now,
-            blocks,
+            pieces,
         )
 
     def request(self, num_pages: int) -> Request:
@@ -129,17 +132,23 @@ class Bench:
 class OneBlock:
     """Blocks of recurrent layers, of which one is kept, behind a prompt's last page."""
 
-    window_pages = 0
+    first_key = 0
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.companion: Any = self
+        self.carried = (self,)
+        self.shape = PieceShape(num_pages)
         self.bench = Bench(self)
+
+    def make_pool(self) -> PagePool:
+        raise AssertionError("a store copies by steps")
 
     def settle(self) -> None:
         """The copies are made at once."""
 
-    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
-        return [self.bench.memory.allocate(self.num_pages, namespace) for _ in blocks]
+    def copy(self, carried: Carried, pieces: Sequence[int], namespace: bytes) -> list[list[int]]:
+        return [self.bench.memory.allocate(self.num_pages, namespace) for _ in pieces]
 
     def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
         node = Node(request.namespace, b"", 0, None)

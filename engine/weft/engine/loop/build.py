@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -46,31 +46,29 @@ from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
 from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
+from weft.engine.loop.carriers import (
+    CompanionPacker,
+    describe_recurrent,
+    describe_store,
+    keeps_in_store,
+    keeps_windows,
+    make_carriers,
+)
 from weft.engine.loop.combinations import check_combination, check_recurrent
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pools import Pools, describe_context, size_pools
-from weft.engine.loop.recurrent import (
-    describe_recurrent,
-    describe_store,
-    keeps_in_store,
-    keeps_windows,
-    make_states,
-    num_block_pages,
-)
-from weft.engine.loop.windows import num_pages_of_window_page
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.requests.request import Request
-from weft.engine.requests.window_pages import WindowPages
 from weft.engine.sampling.device_draws import WAYS
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
-from weft.engine.sources.store import StoredBlocks, StoreLink
+from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import load_tiers
 from weft.engine.transfer.build import staged_exchange, staging_memory
 from weft.engine.transfer.exchange import DirectExchange, PageExchange
@@ -80,7 +78,6 @@ from weft.kernels.ops.peers.spec import Peers
 from weft.pages.memory.eviction import EVICTION_POLICIES
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import PrefixTree
-from weft.pages.memory.window_index import WindowIndex
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
@@ -248,7 +245,12 @@ def _load_parts(
         loaded.embedding_size,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
-    sizes = layout.page_bytes, num_block_pages(layout) or num_pages_of_window_page(layout)
+    prefixes: PrefixTree | None = None
+    if config.prefix_cache and not loaded.config.is_encoder:
+        prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
+    counts = pools.num_blocks, pools.window_pages
+    carriers = make_carriers(config, layout, *counts, prefixes, executor, ranked or executor)
+    sizes = layout.page_bytes, sum(carrier.num_pages for carrier in carriers)
     tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *shards),
@@ -260,9 +262,6 @@ def _load_parts(
         *describe_store(config, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
     ]
-    prefixes: PrefixTree | None = None
-    if config.prefix_cache and not loaded.config.is_encoder:
-        prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
     host = HostPriority()
     return EngineComponents(
         executor=ranked or executor,
@@ -270,8 +269,7 @@ def _load_parts(
         layout=layout,
         memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
         prefixes=prefixes,
-        windows=_windows(config, layout, pools.window_pages, prefixes),
-        states=make_states(config, layout, pools.num_blocks, prefixes),
+        carriers=carriers,
         intake=intake,
         constraints=constraints,
         transport=plane,
@@ -297,15 +295,15 @@ def make_store(
     num_held_pages: Callable[[Request, int], int],
     send: Callable[[StoreLookup | StorePut], None],
     clock: Clock,
-    blocks: StoredBlocks | None,
+    packer: CompanionPacker | None,
 ) -> StoreLink | None:
     """An engine's side of the KV store; None: there is no store for its model."""
     if not keeps_in_store(config, parts.layout):
         return None
     sizes = config.page_size, parts.memory
-    store = StoreLink(*sizes, num_held_pages, parts.transport, send, clock, blocks)
-    if parts.states is not None and config.write_through_threshold == 0:
-        parts.states.on_kept.append(store.on_kept)
+    store = StoreLink(*sizes, num_held_pages, parts.transport, send, clock, packer)
+    if config.write_through_threshold == 0:
+        store.offer_kept()
     return store
 
 
@@ -348,21 +346,6 @@ def _load_models(
         min(config.max_context_tokens or most, most),
         most,
     )
-
-
-def _windows(
-    config: EngineConfig, layout: CacheLayout, counts: Sequence[int], prefixes: PrefixTree | None
-) -> tuple[WindowPages, ...]:
-    windows = []
-    for group, num_pages in zip(layout.groups[1:], counts, strict=True):
-        assert group.reach is not None
-        index = None
-        if prefixes is not None:
-            index = WindowIndex(prefixes, group.reach, config.page_size)
-        memory = PageMemory(num_pages, index, tracks_freed=config.poison_free_pages)
-        sizes = group.reach, config.page_size, config.max_step_tokens, 1 + config.most_drafts
-        windows.append(WindowPages(memory, index, *sizes))
-    return tuple(windows)
 
 
 def _make_executor(

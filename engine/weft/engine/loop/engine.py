@@ -20,8 +20,9 @@ from weft.contract.reports import QUIET_REPORT_S
 from weft.contract.submits import Ping, Pong, Submit
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.engine.base.config import EngineConfig
-from weft.engine.executor.orders import PoisonBlocks, PoisonPages, ZeroPages
+from weft.engine.executor.orders import PoisonPages, ZeroPages
 from weft.engine.loop.build import make_store
+from weft.engine.loop.carriers import CompanionPacker
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.draws import SampledTokens, StepSampler
 from weft.engine.loop.fill_jobs import ComputeJobs
@@ -31,13 +32,11 @@ from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.output import OutputProcessor
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pipeline import StepPipeline
-from weft.engine.loop.recurrent import StatePacker
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.tiers import make_tiers
-from weft.engine.loop.windows import StoredWindows, WindowPacker
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.sampling.sampler import Sampler
@@ -51,7 +50,6 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.owner import OwnerFills
-from weft.engine.sources.store import StoredBlocks
 from weft.engine.sources.tiers.write_through import write_through
 from weft.pages.fills.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.pages.memory.events import KvEvents
@@ -96,8 +94,8 @@ class Engine:
         self._executor = parts.executor
         self._intake = parts.intake
         self.memory: PageMemory = parts.memory
-        self.memories = (parts.memory, *(window.memory for window in parts.windows))
-        """The pages of each group. `memory` is the first one's."""
+        self.memories = (parts.memory, *(each.memory for each in parts.companions))
+        """The pages of the first group, which are `memory`, and each companion's pieces."""
         self.info = parts.info
         self._out = Outgoing()
         self._kv_events = KvEvents(config.page_size)
@@ -115,19 +113,16 @@ class Engine:
             self._out.fill_command,
             clock,
         )
-        self._block_pages: StatePacker | None = None
-        self._window_pages: WindowPacker | None = None
-        if parts.states is not None:
-            own = (parts.layout, parts.states, parts.memory, parts.executor)
-            self._block_pages = self.fills.block_pages = StatePacker(*own)
-        elif parts.windows and config.ships_pages:
-            (windows,) = parts.windows
-            self._window_pages = self.fills.block_pages = WindowPacker(
-                parts.layout, windows, parts.memory, parts.executor, has_store=config.has_store
+        self._packer: CompanionPacker | None = None
+        if parts.carriers and config.ships_pages:
+            self._packer = self.fills.packer = CompanionPacker(
+                parts.carriers,
+                config.page_size,
+                parts.memory,
+                parts.executor,
+                has_store=config.has_store,
             )
-        pages = RequestPages(
-            parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
-        )
+        pages = RequestPages(parts.memory, parts.prefixes, config.page_size, parts.companions)
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages, self._prefill_rate, clock
         )
@@ -153,24 +148,12 @@ class Engine:
         self.fills.scheduler = self.scheduler
         if self.tiers is not None:
             self.tiers.scheduler = self.scheduler
-            if self._block_pages is not None:
-                self._block_pages.on_allocated = self.tiers.write_back
-            if self._window_pages is not None:
-                self._window_pages.on_allocated = self.tiers.write_back
+            if self._packer is not None:
+                self._packer.on_allocated = self.tiers.write_back
         self.filler = self._make_filler()
         self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
         held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
-        beside: StoredBlocks | None = self._block_pages
-        if config.has_store and parts.windows:
-            (windows,) = parts.windows
-            beside = StoredWindows(
-                parts.layout,
-                windows,
-                parts.memory,
-                parts.executor,
-                (lambda: None) if self.tiers is None else self.tiers.write_back,
-            )
-        self.store = make_store(config, parts, held, self._out.store, clock, beside)
+        self.store = make_store(config, parts, held, self._out.store, clock, self._packer)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
@@ -203,9 +186,8 @@ class Engine:
 
     def _watch_pages(self) -> None:
         stored, removed = self._kv_events.stored, self._kv_events.removed
-        if self.parts.states is not None:
-            self.parts.states.watch(stored, removed)
-        else:
+        are_told = [each.watch(stored, removed) for each in self.parts.companions]
+        if not any(are_told):
             self.memory.on_published.append(lambda _, key, parent: stored(key, parent))
             self.memory.on_evicted.append(removed)
 
@@ -264,6 +246,8 @@ class Engine:
         )
         is_on_host = parts.transport.memory_type == "DRAM"
         shipper = parts.transport.shipper
+        # Rows that are computed again for companions alone write no pages.
+        has_rerun = self.scheduler.pages.allows_rerun
         return Filler(
             config.page_size,
             parts.info.epoch,
@@ -275,11 +259,10 @@ class Engine:
             clock,
             nixl_version=parts.transport.nixl_version,
             memory_type=parts.transport.memory_type,
-            block_pages=self._block_pages or self._window_pages,
+            pieces=self._packer,
             max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
             max_chunk_pages=shipper.max_chunk_pages,
-            # Rows of recurrent layers that are computed again write no pages.
-            early=shipper if shipper.reads_early and self._block_pages is None else None,
+            early=shipper if shipper.reads_early and not has_rerun else None,
         )
 
     # -- one turn --------------------------------------------------------------------------------
@@ -401,11 +384,10 @@ class Engine:
         if self.tiers is not None:
             self.tiers.tick()
         if self.config.poison_free_pages:
-            for group, memory in enumerate(self.memories):
-                if pages := memory.take_freed():
-                    self._executor.order(PoisonPages(pages, group))
-            if self.parts.states is not None and (blocks := self.parts.states.memory.take_freed()):
-                self._executor.order(PoisonBlocks(blocks))
+            if freed := self.memory.take_freed():
+                self._executor.order(PoisonPages(freed))
+            for carrier in self.parts.carriers:
+                carrier.poison()
             if self.tiers is not None:
                 # Loads run during steps, so the device must have poisoned the pages before one
                 # begins.
@@ -513,10 +495,8 @@ class Engine:
     def _flush(self) -> int:
         if self.sessions is not None:
             self.sessions.pins.clear()
-        # The first group comes last. A page that leaves the tree has tiers copy its block and its
-        # window page, if these are still there.
-        if self.parts.states is not None:
-            self.parts.states.memory.flush_cache()
+        # The first group comes last. A page that leaves the tree has tiers copy the pieces beside
+        # it, if these are still there.
         num_pages = sum(memory.flush_cache() for memory in reversed(self.memories))
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
@@ -575,11 +555,10 @@ class Engine:
         self._note_progress()
         if self.tiers is not None:
             self.tiers.write_back()
-        wiped = [memory.take_wipes() for memory in self.memories]
-        for group, wipes in enumerate(wiped):
-            if wipes:
-                self._executor.order(ZeroPages(wipes, group))
-        if any(wiped):
+        if wipes := self.memory.take_wipes():
+            self._executor.order(ZeroPages(wipes))
+        of_companions = [carrier.zero() for carrier in self.parts.carriers]
+        if wipes or any(of_companions):
             is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
                 # From now on fills and loads may write to these pages, so the device must have
@@ -701,8 +680,7 @@ class Engine:
             "sampling_slots": self._step_sampler.num_slots,
             "steps_under_way": self.pipeline.num_steps,
             **self.scheduler.sizes(),
-            "window_requests": sum(len(window) for window in self.parts.windows),
-            "state_requests": 0 if self.parts.states is None else len(self.parts.states),
+            **{f"{each.name}_requests": len(each) for each in self.parts.companions},
             **self.fills.sizes(),
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),

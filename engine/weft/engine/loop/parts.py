@@ -9,10 +9,10 @@ from weft.contract.layout import CacheLayout
 from weft.contract.reports import EngineInfo
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.port import Executor
+from weft.engine.loop.carriers import Carrier
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
-from weft.engine.requests.state_blocks import StateBlocks
-from weft.engine.requests.window_pages import WindowPages
+from weft.engine.requests.companions import Companion
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
@@ -33,10 +33,8 @@ class EngineComponents:
     memory: PageMemory
     prefixes: PrefixTree | None
     """Index of `memory`; None: no prefix caching."""
-    windows: tuple[WindowPages, ...] = ()
-    """Pages of further groups, which are freed once the window has passed them."""
-    states: StateBlocks | None = None
-    """Blocks of recurrent layers; None: the model has none."""
+    carriers: tuple[Carrier, ...] = ()
+    """The model's companions on the device."""
     intake: Intake
     constraints: MaskSource
     transport: Transport
@@ -55,3 +53,7 @@ class EngineComponents:
     """Seconds per token of a small step."""
     host: HostPriority = field(default_factory=HostPriority)
     """The lock that background threads yield while the engine thread works."""
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        return tuple(carrier.companion for carrier in self.carriers)

@@ -250,12 +250,9 @@ class StepPipeline:
                 drafting_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
                 plan.drafting_s = self._clock() - drafting_at
-            if windows := self._scheduler.pages.windows:
-                for window, table in zip(windows, self._executor.window_tables, strict=True):
-                    window.enter(table)
             made = step_input(plan, self._executor.page_table, self._executor.facts.page_size)
-            if self._scheduler.pages.states is not None:
-                made.states = plan.begin_states(self._scheduler.pages.states)
+            for companion in self._scheduler.pages.companions:
+                companion.begin_step(plan.companion_rows, made)
             launched = self._executor.launch(made)
             step.logits, plan.scores, plan.vectors = launched
         except Exception as error:

@@ -23,7 +23,7 @@ from weft.engine.executor.memory_plan import (
     pages_of,
 )
 from weft.engine.executor.ranks.start import Ranks
-from weft.engine.loop.recurrent import keeps_windows
+from weft.engine.loop.carriers import keeps_windows
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank
 

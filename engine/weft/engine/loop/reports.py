@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from weft.contract.layout import PageGroup
 from weft.contract.messages import Inbox
-from weft.contract.reports import LoadReport, WindowCounts
+from weft.contract.reports import LoadReport
 from weft.engine.loop.tiers import tier_reports
-from weft.pages.memory.page_memory import PageCounts
 
 if TYPE_CHECKING:
     from weft.engine.loop.engine import Engine
@@ -39,7 +37,7 @@ def load_report(engine: Engine) -> LoadReport:
     adapters, gone_adapters = engine.adapters.take_changes()
     gate = scheduler.running_plans.gate
     prefill_rate = engine.costs.local_tokens_per_s
-    return LoadReport(
+    report = LoadReport(
         running_requests=len(scheduler.running) + len(scheduler.prefilling),
         waiting_requests=len(scheduler.waiting) + len(scheduler.waitlist),
         filling_requests=len(scheduler.filling),
@@ -50,11 +48,6 @@ def load_report(engine: Engine) -> LoadReport:
         cached_pages=counts.cached,
         used_pages=counts.used,
         quarantined_pages=counts.quarantined,
-        window_pages={
-            group.plane.name: WindowCounts(free=own.free, cached=own.cached, used=own.used)
-            for group, own in _window_counts(engine)
-        },
-        state_counts=engine.parts.states.counts() if engine.parts.states is not None else None,
         quarantine_over_s=engine.fills.quarantine_over_s,
         staging=engine.staging_counts(),
         prefill_tokens_per_second=prefill_rate,
@@ -75,11 +68,9 @@ def load_report(engine: Engine) -> LoadReport:
         sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
         pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
     )
-
-
-def _window_counts(engine: Engine) -> list[tuple[PageGroup, PageCounts]]:
-    groups, memories = engine.parts.layout.groups[1:], engine.memories[1:]
-    return [(group, memory.counts()) for group, memory in zip(groups, memories, strict=True)]
+    for companion in engine.parts.companions:
+        companion.report(report)
+    return report
 
 
 def engine_counters(engine: Engine) -> dict[str, int]:

@@ -24,14 +24,15 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
     Args:
         max_entries: Most entries of each list.
     """
-    memory, staging, states = engine.memory, engine.staging_counts(), engine.parts.states
+    memory, staging = engine.memory, engine.staging_counts()
+    counts = [(each.name, each.memory.counts()._asdict()) for each in engine.parts.companions]
     return {
         "epoch": f"{engine.info.epoch:016x}",
         "is_idle": engine.is_idle,
         "is_draining": engine.is_draining,
         "pages": {**memory.counts()._asdict(), "promised": memory.num_promised_pages},
-        "state_blocks": None if states is None else states.memory.counts()._asdict(),
-        "window_pages": [memory.counts()._asdict() for memory in engine.memories[1:]],
+        "state_blocks": next((own for name, own in counts if name == "state"), None),
+        "window_pages": [own for name, own in counts if name == "window"],
         "staging_pages": asdict(staging) if staging is not None else None,
         "sizes": engine.sizes(),
         "requests": request_entries(engine.scheduler, now, max_entries),

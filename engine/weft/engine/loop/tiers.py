@@ -8,13 +8,10 @@ from weft.contract.clock import Clock
 from weft.contract.reports import TierReport
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.loop.recurrent import block_access
-from weft.engine.loop.windows import window_access
 from weft.engine.requests.pages import RequestPages
 from weft.engine.scheduler.ports import Fills
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
-from weft.engine.sources.tiers.blocks import Companion
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.pages.tiers.policy import TierPolicy
@@ -28,15 +25,6 @@ def tier_reports(
     if store is not None:
         reports.append(store.report(policy.bytes_per_s("store")))
     return reports
-
-
-def _beside(parts: EngineComponents, pages: RequestPages) -> Companion | None:
-    """None: the model has neither recurrent layers nor window groups."""
-    if parts.states is not None:
-        return block_access(parts, parts.states, pages)
-    for windows in parts.windows:
-        return window_access(parts, windows, pages)
-    return None
 
 
 def make_tiers(
@@ -64,7 +52,8 @@ def make_tiers(
             pages.num_cached_pages,
             clock,
             config.fill_progress_timeout_s,
-            _beside(parts, pages),
+            pages.num_continuable_pages,
+            parts.carriers,
         )
     if tiers is None and not config.has_store:
         return None, owner, policy

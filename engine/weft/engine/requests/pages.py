@@ -13,26 +13,21 @@ A request may be dropped while a step that has begun still reads and writes its 
 to `memory` when the newest step begun at that time ends; until then no other request and no filler
 may get them.
 
-The above describes the first page group. A request's pages in window groups follow it: the pages
-that its rows read after a match, and one more with each page of the first group
-(`weft.engine.requests.window_pages`).
-
-Recurrent layers can continue only where there is a block of states
-(`weft.engine.requests.state_blocks`). A request also takes the cached pages after that border, and
-computes their tokens again for the states alone: rows in published pages write no KV.
+The above describes the first page group. A request also holds pieces of the model's companions
+(`weft.engine.requests.companions`), and continues only where each has what the request needs. If
+all of them allow it, as recurrent layers do, the request takes the cached pages after that border
+too, and computes their tokens again for the companions alone: rows in published pages write no KV.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 from weft.contract.keys import token_bytes
 from weft.contract.pages import PageCopy
+from weft.engine.requests.companions import Companion
 from weft.engine.requests.request import Request
-from weft.engine.requests.state_blocks import StateBlocks
-from weft.engine.requests.window_pages import WindowPages
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import NO_MATCH, Match, Node, PrefixTree
 
@@ -42,8 +37,7 @@ class RequestPages:
 
     Args:
         cache: Index of cached pages; None: nothing is cached.
-        windows: The pages of further groups, which are freed once the window has passed them.
-        states: Blocks of recurrent layers; None: the model has no such layers.
+        companions: Of the model: what requests have in addition to pages of the first group.
     """
 
     def __init__(
@@ -51,19 +45,16 @@ class RequestPages:
         memory: PageMemory,
         cache: PrefixTree | None,
         page_size: int,
-        windows: Sequence[WindowPages] = (),
-        states: StateBlocks | None = None,
+        companions: Sequence[Companion] = (),
     ) -> None:
         self.memory = memory
-        self.windows = windows
-        self.states = states
-        self._beside: tuple[WindowPages | StateBlocks, ...] = (
-            *windows,
-            *(() if states is None else (states,)),
-        )
-        """The holders of window pages and of blocks, which requests have in addition to pages of
-        the first group.
+        self.companions = companions
+        self.allows_rerun = bool(companions) and all(each.allows_rerun for each in companions)
+        """Whether requests take cached pages after the border where they continue, and compute
+        their tokens again.
         """
+        self.has_last_rows = any(companion.has_last_rows for companion in companions)
+        """Whether steps find the data of the row before a border without computing it again."""
         self._cache = cache
         self._page_size = page_size
         self._copies: list[PageCopy] = []
@@ -92,8 +83,8 @@ class RequestPages:
             _, pages = self._returning.popleft()
             self.num_returning -= len(pages)
             self.memory.release(pages)
-        for other in self._beside:
-            other.end_step(number)
+        for companion in self.companions:
+            companion.end_step(number)
 
     def _return_later(self, pages: Sequence[int]) -> None:
         if pages:
@@ -132,19 +123,18 @@ class RequestPages:
         return self.continuable(self._cache.find(request.keys.namespace, data))
 
     def continuable(self, match: Match) -> Match:
-        """The part of a match after which a request can continue: window groups have the pages that
-        its rows attend to, and there is a block of states. In models with such groups or layers the
-        part ends at a page border.
+        """The part of a match after which a request can continue: all companions have the pieces
+        that it needs. In models with companions the part ends at a page border.
         """
-        if not self._beside:
+        if not self.companions:
             return match
         num_pages, most = -1, len(match.path)
         while num_pages != most:
             num_pages = most
-            most = min(other.continuable(match.path, num_pages) for other in self._beside)
-        if self.windows:
-            return Match(match.path[:num_pages], None, 0)
-        return Match(match.path, None, 0, len(match.path) - num_pages)
+            most = min(other.continuable(match.path, num_pages) for other in self.companions)
+        if self.allows_rerun:
+            return Match(match.path, None, 0, len(match.path) - num_pages)
+        return Match(match.path[:num_pages], None, 0)
 
     def take(self, request: Request, found: Match) -> None:
         """Gives a request without pages the match that `find` has just found.
@@ -154,8 +144,8 @@ class RequestPages:
         """
         request.held.pages = [node.page for node in found.path]
         self.memory.retain(request.held.pages)
-        for other in self._beside:
-            other.take(request, found)
+        for companion in self.companions:
+            companion.take(request, found)
         request.held.num_published = len(request.held.pages)
         request.num_computed = (len(request.held.pages) - found.num_rerun) * self._page_size
         if found.partial is not None:
@@ -167,10 +157,10 @@ class RequestPages:
 
     def share(self, first: Request, request: Request) -> None:
         """Gives a request without pages the full pages of its prompt that it shares with `first`,
-        whose KV is there. It gets none if the windows or states that go with them are gone.
+        whose KV is there. It gets none if pieces of companions that go with them are gone.
         """
         num_pages = (first.num_prompt_tokens - 1) // self._page_size
-        if not all(other.share(first, request, num_pages) for other in self._beside):
+        if not all(other.share(first, request, num_pages) for other in self.companions):
             self.drop(request)
             return
         request.held.pages = first.held.pages[:num_pages]
@@ -182,17 +172,13 @@ class RequestPages:
         """Counts the match of `take` as a hit, when the request is admitted."""
         if self._cache is not None and request.held.leaf is not None:
             self._cache.touch(request.held.leaf, request.priority)
-        if self.states is not None:
-            self.states.note_hit(request)
+        for companion in self.companions:
+            companion.note_hit(request)
 
     def note_follower(self, leader: Request, follower: Request) -> None:
-        """Makes the leader keep a block of states at the border where the prompts of leader and
-        follower part.
-        """
-        if self.states is not None:
-            both = zip(leader.tokens, follower.tokens[: follower.num_reusable_tokens], strict=False)
-            num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-            self.states.keep_at(leader, num_common // self._page_size)
+        """Makes the leader keep what the follower needs where their prompts part."""
+        for companion in self.companions:
+            companion.note_follower(leader, follower)
 
     def use_partial(self, request: Request) -> None:
         """Copies the page in which the match ended, for a request that is prefilled here. Takes one
@@ -237,9 +223,14 @@ class RequestPages:
         request.held.num_published = num_full
         if self._cache is not None:
             self._publish(self._cache, request, first, num_full)
-        for window in self.windows:
-            window.publish(request, num_full)
+        for companion in self.companions:
+            companion.publish(request, num_full)
         return True
+
+    def committed(self, request: Request) -> None:
+        """Call it when a step of the request was committed, after `publish`."""
+        for companion in self.companions:
+            companion.committed(request)
 
     def _publish(self, cache: PrefixTree, request: Request, first: int, num_full: int) -> None:
         leaf = request.held.leaf
@@ -281,8 +272,8 @@ class RequestPages:
             self._return_later(request.held.pages)
         else:
             self.memory.release(request.held.pages)
-        for other in self._beside:
-            other.drop(request, self._newest_step)
+        for companion in self.companions:
+            companion.drop(request, self._newest_step)
         request.held.pages = []
         request.num_computed = 0
         request.held.num_published = 0
@@ -290,31 +281,31 @@ class RequestPages:
         self.return_promise(request)
 
     def has_room_beside(self, request: Request, *, soon: bool = False) -> bool:
-        """Whether window groups and states have room for the request; with `soon`, once steps under
-        way have ended.
+        """Whether all companions have room for the request; with `soon`, once steps under way have
+        ended.
         """
-        return all(other.has_room(request, soon=soon) for other in self._beside)
+        return all(other.has_room(request, soon=soon) for other in self.companions)
 
     def promise(self, request: Request, num_pages: int) -> None:
         """Reserves pages for an admitted request, for which `has_room_beside` was True."""
         request.held.promise(self.memory, num_pages)
-        for other in self._beside:
-            other.reserve(request)
+        for companion in self.companions:
+            companion.reserve(request)
 
     def grown(self, requests: Sequence[Request]) -> None:
-        """Gives requests, which have just got reserved pages in the first group, as many pages in
-        the window groups.
+        """Gives requests, which have just got reserved pages in the first group, the pieces that go
+        with them.
         """
-        for window in self.windows:
+        for companion in self.companions:
             for request in requests:
-                window.grow(request)
+                companion.grow(request)
 
     def take_uncontinuable(self, request: Request, end_token: int) -> None:
         """Gives an admitted request that may be filled up to `end_token` the cached pages that
-        follow its match and lack pages of window groups, which its fill brings. At least one page
+        follow its match and lack pieces of companions, which its fill brings. At least one page
         is left to be filled.
         """
-        if self._cache is None or not self.windows:
+        if self._cache is None or self.allows_rerun or not self.companions:
             return
         end_token = min(end_token, request.num_reusable_tokens)
         most = max(0, end_token // self._page_size - 1) * self._page_size
@@ -328,10 +319,10 @@ class RequestPages:
 
     def has_uncontinuable(self, request: Request) -> bool:
         """Whether a request has pages after those that it has computed, and cannot continue there
-        because no fill has brought the pages of window groups.
+        because no fill has brought the pieces of companions.
         """
         end = len(request.held.pages) * self._page_size
-        return bool(self.windows) and end > request.num_computed
+        return bool(self.companions) and not self.allows_rerun and end > request.num_computed
 
     def drop_uncontinuable(self, request: Request) -> int:
         """Releases the pages of `has_uncontinuable` and returns their number. Reserves nothing in

@@ -14,9 +14,8 @@ from weft.contract.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
 from weft.contract.request import TokenLogprob
 from weft.contract.tasks import PoolingParams
 from weft.engine.base.drafts import DraftShape, LaterDrafts
-from weft.engine.base.state_rows import StateRows
+from weft.engine.requests.companions import DecodeRows, StepRows
 from weft.engine.requests.request import Request
-from weft.engine.requests.state_blocks import DecodeRows, StateBlocks
 from weft.engine.scheduler.columns import RequestColumns
 
 
@@ -211,12 +210,11 @@ class Plan:
         """Chunks whose last row yields a token."""
         return [item for item in self.chunks if item.draws]
 
-    def begin_states(self, states: StateBlocks) -> StateRows:
-        """Gives the requests of the step, which is about to begin, the blocks that it writes."""
+    def companion_rows(self) -> StepRows:
+        """The step's requests, as companions take them."""
         verifies = [(item.request, item.start + 1, item.starts_late) for item in self.verifies]
         chunks = [(item.request, item.start, item.num_tokens) for item in self.chunks]
         of_items = [request.slot for request, *_ in (*verifies, *chunks)]
         slots = np.concatenate([self.slots, np.array(of_items, np.int64)])
-        return states.begin(
-            slots, DecodeRows(self.decodes, self.starts, self.is_late), verifies, chunks
-        )
+        decodes = DecodeRows(self.decodes, self.starts, self.is_late)
+        return StepRows(slots, decodes, verifies, chunks)

@@ -456,8 +456,7 @@ class Scheduler:
             self.publish(request)
             for on_computed in self._events.computed:
                 on_computed(request, known, request.held.num_published)
-        if self.pages.states is not None:
-            self.pages.states.committed(request)
+        self.pages.committed(request)
         if request.is_fill and known == request.held.num_published:
             self.progressed.append(request)  # Its pages were cached; it computed states.
 
@@ -540,7 +539,7 @@ class Scheduler:
         pending = len(request.tokens) - start
         # The leading row is not counted in the budget, or a chunk of one page might never fit.
         has_lead = self._limits.needs_lead and start > 0 and request.state_end != start
-        has_lead = has_lead and self.pages.states is None
+        has_lead = has_lead and not self.pages.has_last_rows
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
         if num_tokens == pending and request.is_fill and not items:
             num_tokens -= self._last_piece(request, pending)

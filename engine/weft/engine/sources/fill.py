@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.contract.keys import PieceShape
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.requests.request import Request
 from weft.engine.transfer.page_port import PagePort
@@ -43,9 +44,9 @@ class OwnerTransport(Protocol):
         ...
 
 
-class BlockPages(Protocol):
-    """Carries in pages what a request needs in addition to pages of the first group: blocks of
-    recurrent layers, or pages of a window group. In a lease such pages follow its pages of KV.
+class PiecePacker(Protocol):
+    """Carries in pages what a request needs of the model's companions. In a lease such pages follow
+    its pages of KV.
     """
 
     @property
@@ -60,7 +61,7 @@ class BlockPages(Protocol):
         ...
 
     @property
-    def stored_block_pages(self) -> int: ...
+    def shape(self) -> PieceShape: ...
 
     def unpack(
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
@@ -104,9 +105,9 @@ class Fill:
     uses_nixl: bool
     accepted_token: int
     """End of the accepted range [start_token, accepted_token)."""
-    num_block_pages: int = 0
-    """Pages after `end_token` for `BlockPages`; protocol and chunks count them as positions."""
-    block_pages: list[int] = field(default_factory=list)
+    num_companion_pages: int = 0
+    """Pages after `end_token` for `PiecePacker`; protocol and chunks count them as positions."""
+    companion_pages: list[int] = field(default_factory=list)
     """The accepted pages among those after `end_token`."""
     state: FillState = FillState.STARTING
     chunks: dict[int, Chunk] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class Fill:
 
     def last_token(self, page_size: int) -> int:
         """End of all pages of the lease, as positions."""
-        return self.end_token + self.num_block_pages * page_size
+        return self.end_token + self.num_companion_pages * page_size
 
     @property
     def awaits_arrival(self) -> bool:

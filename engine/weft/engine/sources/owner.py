@@ -37,11 +37,11 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
 from weft.engine.sources.fill import (
-    BlockPages,
     Fill,
     FillCounters,
     FillState,
     OwnerTransport,
+    PiecePacker,
 )
 from weft.engine.sources.fill_queue import FillQueue
 from weft.engine.sources.landing import Landing, StagedLanding
@@ -93,8 +93,8 @@ class OwnerFills:
         self._line = FillQueue(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.scheduler: Scheduler | None = None
-        self.block_pages: BlockPages | None = None
-        """Carries states or window pages that requests need in addition to KV to continue; None: KV
+        self.packer: PiecePacker | None = None
+        """Carries pieces of companions that requests need in addition to KV to continue; None: KV
         is enough.
         """
         self.audit: PageAudit | None = None
@@ -152,9 +152,9 @@ class OwnerFills:
         if not (is_load or self._line.may_begin(request)):
             return True
         num_pages, least = min(wanted, free), min(most, self._landing.least_pages)
-        has_more = self.block_pages is not None
+        has_more = self.packer is not None
         if has_more and request.sources.candidates[0].kind == "kvstore" and num_pages < wanted:
-            request.sources.candidates.pop(0)  # This source has no block before the end.
+            request.sources.candidates.pop(0)  # This source has no piece before the end.
             return False
         if num_pages < self._line.enough_pages(request, wanted, most, least):
             self._line.waits(request)
@@ -183,7 +183,7 @@ class OwnerFills:
             ),
             uses_nixl=self._transport.target is not None,
             accepted_token=begin,
-            num_block_pages=num_more,
+            num_companion_pages=num_more,
             last_progress_at=now,
             renew_at=now + self._config.renew_interval_s,
         )
@@ -355,27 +355,27 @@ class OwnerFills:
         end = request.num_reusable_tokens // size * size
         if request.sources.candidates and request.sources.candidates[0].kind == "kvstore":
             return min(end, request.sources.candidates[0].match_tokens)
-        if end > self._next_token(request) and self.block_pages is None:
+        if end > self._next_token(request) and self.packer is None:
             return len(request.tokens) // size * size
         return end
 
     def _next_token(self, request: Request) -> int:
-        if self.block_pages is None:
+        if self.packer is None:
             return request.num_computed
         return len(request.held.pages) * self._config.page_size
 
     @property
-    def num_block_pages(self) -> int:
+    def num_companion_pages(self) -> int:
         """Most pages of a fill that follow its pages of KV."""
-        return 0 if self.block_pages is None else self.block_pages.num_pages
+        return 0 if self.packer is None else self.packer.num_pages
 
     def num_more(self, request: Request, end_token: int) -> int:
         """Pages that follow those of KV in a fill that ends at `end_token`."""
-        if self.block_pages is None:
+        if self.packer is None:
             return 0
         candidates = request.sources.candidates
         is_stored = bool(candidates) and candidates[0].kind == "kvstore"
-        return self.block_pages.num_pages_of(request, end_token, is_stored=is_stored)
+        return self.packer.num_pages_of(request, end_token, is_stored=is_stored)
 
     def _room(self) -> tuple[int, int]:
         """Pages that a new fill may hold now, and at most. Quarantined ones do not count."""
@@ -391,7 +391,7 @@ class OwnerFills:
         fill's pages of KV are granted on top of this share: a window may be larger than the share,
         and in pieces shorter than a window nothing of it would be saved.
         """
-        beside = self.num_block_pages
+        beside = self.num_companion_pages
         return self._landing.max_pages(beside), self._landing.max_pool_pages(beside)
 
     def _num_quarantined_pages(self) -> int:
@@ -468,7 +468,7 @@ class OwnerFills:
 
     @property
     def _stored_block_pages(self) -> int:
-        return 0 if self.block_pages is None else self.block_pages.stored_block_pages
+        return 0 if self.packer is None else self.packer.shape.pages_of_many
 
     def _command(
         self,
@@ -583,7 +583,7 @@ class OwnerFills:
         index = start_token // self._config.page_size + page
         num_kv = fill.end_token // self._config.page_size
         keys = request.keys.upto(request.tokens, num_kv)
-        keys = [*keys, *blocks_keys(keys, fill.num_block_pages, self._stored_block_pages)]
+        keys = [*keys, *blocks_keys(keys, fill.num_companion_pages, self._stored_block_pages)]
         self._command(fill, "report", corrupt=(keys[index], digest))
 
     def _accept(self, fill: Fill, index: int, end_token: int) -> None:
@@ -596,7 +596,7 @@ class OwnerFills:
             digests = fill.chunks[index].digests or []
             self.audit.accepted(fill.pages[:num_kv], digests[:num_kv])
         request.held.pages += fill.pages[:num_kv]
-        fill.block_pages += fill.pages[num_kv:num_pages]
+        fill.companion_pages += fill.pages[num_kv:num_pages]
         self._landing.accepted(fill.landed[:num_pages])
         del fill.pages[:num_pages], fill.landed[:num_pages]
         num_bytes = num_pages * self._page_bytes
@@ -606,7 +606,7 @@ class OwnerFills:
         self.counters.accepted_bytes += num_bytes
         fill.accepted_token, fill.next_chunk = end_token, index + 1
         is_whole = end_token == fill.last_token(self._config.page_size)
-        if self.block_pages is None or is_whole:
+        if self.packer is None or is_whole:
             # Without the pages that follow the KV, the request cannot continue after a part of it.
             # A page with a token that is still to be run is published after that token.
             num_known = min(end_token, fill.end_token, request.num_reusable_tokens)
@@ -615,11 +615,11 @@ class OwnerFills:
                 request.num_cached_tokens += request.num_computed - begin
             assert self.scheduler is not None
             self.scheduler.publish(request)
-        if self.block_pages is not None and is_whole:
+        if self.packer is not None and is_whole:
             is_stored = fill.candidate.kind == "kvstore"
-            self.block_pages.unpack(request, fill.block_pages, fill.end_token, is_stored=is_stored)
-            self._memory.release(fill.block_pages)
-            fill.block_pages = []
+            self.packer.unpack(request, fill.companion_pages, fill.end_token, is_stored=is_stored)
+            self._memory.release(fill.companion_pages)
+            fill.companion_pages = []
         if not is_whole:
             self._progress(fill, fill.next_chunk)
             return
@@ -700,8 +700,8 @@ class OwnerFills:
             self._landing.quarantine(fill.pages, fill.landed)
             fill.silent_since = self._clock()
             fill.query_at = fill.silent_since + QUERY_INTERVAL_S
-        self._memory.release(fill.block_pages)
-        fill.pages, fill.block_pages = [], []
+        self._memory.release(fill.companion_pages)
+        fill.pages, fill.companion_pages = [], []
         fill.request = None
         if not notify:
             return

@@ -12,15 +12,17 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from weft.contract.clock import Clock
-from weft.contract.keys import block_keys
+from weft.contract.keys import PieceShape
 from weft.contract.reports import TierReport
 from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 from weft.contract.timeline import FillCandidate
 from weft.engine.base.shards import shard_start
 from weft.engine.requests.request import Request
+from weft.engine.sources.carried import Carried, first_key_of, keys_of
 from weft.engine.sources.fill import OwnerTransport
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import Node
@@ -60,7 +62,7 @@ class _Offer:
     page: int
     noted: bytes
     """Key under which it is known or due: that of the page, or that of the first page of
-    its block.
+    its piece.
     """
 
 
@@ -77,27 +79,22 @@ class _Put:
         return [offer.page for offer in self.offers]
 
 
-class StoredBlocks(Protocol):
-    """The pool's blocks of recurrent layers, or pages of the window group as blocks, which the
-    store keeps in pages.
-    """
+class StoredPieces(Protocol):
+    """The pool's pieces of companions, which the store keeps in pages."""
 
-    num_pages: int
-    """Pages that a block takes."""
-    window_pages: int
-    """Number of a prompt's last pages whose window pages a request needs to continue; 0: blocks are
-    states, of which it needs one.
-    """
+    @property
+    def carried(self) -> Sequence[Carried]: ...
 
-    def copy(self, blocks: Sequence[int], /, namespace: bytes) -> list[list[int]]:
-        """Copies blocks into new pages, which the caller releases and does not read before
-        `settle`. Returns the pages of each of the first blocks, for as many as there is room.
+    @property
+    def shape(self) -> PieceShape: ...
+
+    def copy(self, carried: Carried, pieces: Sequence[int], namespace: bytes) -> list[list[int]]:
+        """Copies pieces into new pages, which the caller releases and does not read before
+        `settle`. Returns the pages of each of the first pieces, for as many as there is room.
         """
         ...
 
     def settle(self) -> None: ...
-
-    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]: ...
 
 
 class StoreLink:
@@ -106,8 +103,8 @@ class StoreLink:
     Args:
         num_cached_pages: Returns how many of a request's first n pages are cached here.
         transport: Digests, and the pool from which the store reads.
-        blocks: States or window pages that the model needs in addition to pages of the first group;
-            None: it needs none.
+        pieces: What the model needs in addition to pages of the first group; None: it needs
+            nothing.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class StoreLink:
         transport: OwnerTransport,
         send: Callable[[StoreLookup | StorePut], None],
         clock: Clock,
-        blocks: StoredBlocks | None = None,
+        pieces: StoredPieces | None = None,
     ) -> None:
         self._page_size = page_size
         self._memory = memory
@@ -126,7 +123,8 @@ class StoreLink:
         self._transport = transport
         self._send = send
         self._clock = clock
-        self._blocks = blocks
+        self._pieces = pieces
+        self._companions: Sequence[Carried] = () if pieces is None else pieces.carried
         self._ids = itertools.count(1)
         self._asked: dict[int, Request] = {}
         self._queue: deque[_Offer] = deque()
@@ -152,12 +150,13 @@ class StoreLink:
         if num_pages == 0 or self._num_cached_pages(request, num_pages) == num_pages:
             return
         keys = request.keys.upto(request.tokens, num_pages)
+        shape = PieceShape() if self._pieces is None else self._pieces.shape
         lookup = StoreLookup(
             lookup=next(self._ids),
             namespace=request.namespace,
             keys=list(keys),
-            block_pages=0 if self._blocks is None else self._blocks.num_pages,
-            window_pages=0 if self._blocks is None else self._blocks.window_pages,
+            block_pages=shape.block_pages,
+            window_pages=shape.window_pages,
             request_id=request.key.request_id,
             traceparent=request.traceparent,
         )
@@ -203,8 +202,8 @@ class StoreLink:
         request.sources.num_stored_pages = num_pages
         for key in request.keys.upto(request.tokens, self._num_pages(request))[num_pages:]:
             self._known.pop(key, None)
-            if self._blocks is not None:
-                self._known.pop(block_keys(key, 1)[0], None)
+            for carried in self._companions:
+                self._known.pop(first_key_of(carried, key), None)
 
     def _num_pages(self, request: Request) -> int:
         return request.num_reusable_tokens // self._page_size
@@ -215,18 +214,26 @@ class StoreLink:
         """Queues pages that the store may lack, each key once."""
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, range(first_page, end_page))
-        if self._blocks is not None:
-            self._offer_blocks(self._blocks.kept_of(request, first_page, end_page))
+        for carried in self._companions:
+            self._offer_pieces(carried, carried.companion.kept_of(request, first_page, end_page))
 
-    def on_kept(self, node: Node, block: int, priority: int, is_computed: bool) -> None:
-        """Queues a block of recurrent layers that is kept from now on, if it was computed here."""
+    def offer_kept(self) -> None:
+        """From now on queues each piece that companions keep at another time than when its page is
+        published, if it was computed here.
+        """
+        for carried in self._companions:
+            carried.companion.on_kept.append(partial(self._on_kept, carried))
+
+    def _on_kept(
+        self, carried: Carried, node: Node, piece: int, priority: int, is_computed: bool
+    ) -> None:
         if is_computed:
-            self._offer_blocks([(node, block)])
+            self._offer_pieces(carried, [(node, piece)])
 
-    def _offer_blocks(self, kept: Iterable[tuple[Node, int]]) -> None:
-        """Queues the blocks at pages of one prompt, each once, in separate pages."""
-        assert self._blocks is not None
-        new = [(node, block) for node, block in kept if _block_key(node) not in self._known]
+    def _offer_pieces(self, carried: Carried, kept: Iterable[tuple[Node, int]]) -> None:
+        """Queues the pieces beside pages of one prompt, each once, in separate pages."""
+        assert self._pieces is not None
+        new = [one for one in kept if first_key_of(carried, one[0].key) not in self._known]
         if not new:
             return
         first, root = new[0][0], new[0][0].parent
@@ -234,19 +241,19 @@ class StoreLink:
             first, root = root, root.parent
         if root is None:
             return
-        # A block is queued whole. Otherwise one that is longer than the queue would never be
+        # A piece is queued whole. Otherwise one that is longer than the queue would never be
         # queued.
-        most = -(-self._room // self._blocks.num_pages)
-        copies = self._blocks.copy([block for _, block in new[:most]], root.tokens)
+        most = -(-self._room // carried.num_pages)
+        copies = self._pieces.copy(carried, [piece for _, piece in new[:most]], root.tokens)
         for (node, _), pages in zip(new, copies, strict=False):
-            keys = block_keys(node.key, len(pages))
+            keys = keys_of(carried, node.key)
             self._due.pop(keys[0], None)
             self._note_known(keys[0])
             for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
                 self._enqueue(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
         dropped = new[len(copies) :]
-        self.counters.store_dropped_pages += len(dropped) * self._blocks.num_pages
-        self._make_due(_block_key(node) for node, _ in dropped)
+        self.counters.store_dropped_pages += len(dropped) * carried.num_pages
+        self._make_due(first_key_of(carried, node.key) for node, _ in dropped)
 
     def offer_again(self, request: Request, end_page: int) -> None:
         """Queues again those of a request's first pages that an earlier put dropped."""
@@ -254,9 +261,10 @@ class StoreLink:
             return
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, [i for i, key in enumerate(keys) if key in self._due])
-        if self._blocks is not None:
-            kept = self._blocks.kept_of(request, 0, end_page)
-            self._offer_blocks(one for one in kept if _block_key(one[0]) in self._due)
+        for carried in self._companions:
+            kept = carried.companion.kept_of(request, 0, end_page)
+            due = [one for one in kept if first_key_of(carried, one[0].key) in self._due]
+            self._offer_pieces(carried, due)
 
     def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
         new = [index for index in indices if keys[index] not in self._known]
@@ -267,8 +275,8 @@ class StoreLink:
             self._note_known(key)
             self._memory.retain([request.held.pages[index]])
             parent = keys[index - 1] if index else b""
-            # With blocks, all pages of a prompt are on one replica, as the blocks are.
-            shard = keys[shard_start(index) if self._blocks is None else 0]
+            # With companions, all pages of a prompt are on one replica, as the pieces are.
+            shard = keys[0 if self._companions else shard_start(index)]
             page = request.held.pages[index]
             self._enqueue(_Offer(request.namespace, key, parent, shard, page, key))
         self.counters.store_dropped_pages += len(new[room:])
@@ -285,14 +293,13 @@ class StoreLink:
         smaller: a window page takes `num_pages` of them.
         """
         most = self._transport.port.max_queued_pages
-        if self._blocks is None or not self._blocks.window_pages:
-            return most
-        return most * self._blocks.num_pages
+        shape = PieceShape() if self._pieces is None else self._pieces.shape
+        return most * shape.block_pages if shape.window_pages else most
 
     def settle(self) -> None:
-        """Waits until the copies of blocks are made."""
-        if self._blocks is not None:
-            self._blocks.settle()
+        """Waits until the copies of pieces are made."""
+        if self._pieces is not None:
+            self._pieces.settle()
 
     def _enqueue(self, offer: _Offer) -> None:
         if not self._queue:
@@ -412,8 +419,3 @@ class StoreLink:
             "store_offers": len(self._queue),
             "store_puts": len(self._open),
         }
-
-
-def _block_key(node: Node) -> bytes:
-    """The key of the block's first page. Each of its pages has a separate key."""
-    return block_keys(node.key, 1)[0]

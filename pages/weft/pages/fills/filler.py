@@ -26,7 +26,7 @@ from weft.contract.clock import Clock
 from weft.contract.fills import FillReply, FillStart, LeaseQuery
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
 from weft.pages.fills.data_budget import DataBudget
-from weft.pages.fills.lease import BlockSource, FillJob, Jobs, Lease, LeaseState
+from weft.pages.fills.lease import FillJob, Jobs, Lease, LeaseState, PieceSource
 from weft.pages.marks import WorkMark
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.transfer.chunks import (
@@ -78,7 +78,7 @@ class Filler:
         nixl_version: Version of NIXL; None: NIXL is not available.
         memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
             another kind of memory get `data` messages.
-        block_pages: Fills the pages that follow those of KV; None: there are none.
+        pieces: Fills the pages that follow those of KV; None: there are none.
         max_chunk_pages: Most pages of one write; None: no limit.
         early: Reads pages of steps under way; None: pages are read once they are computed.
     """
@@ -96,7 +96,7 @@ class Filler:
         *,
         nixl_version: str | None,
         memory_type: str = "DRAM",
-        block_pages: BlockSource | None = None,
+        pieces: PieceSource | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
         early: ShipThread | None = None,
@@ -112,7 +112,7 @@ class Filler:
         self._nixl_version = nixl_version
         self._data = DataBudget()
         self._memory_type = memory_type
-        self._block_pages = block_pages
+        self._pieces = pieces
         self._early = early
         self.reads_early = early is not None
         """Whether `on_launched` does anything."""
@@ -248,12 +248,12 @@ class Filler:
             lease.timings.queued_s, lease.timings.planned_s = self._jobs.waits_s(job)
             lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
             self.counters.computed_tokens += lease.timings.computed_tokens
-            if self._block_pages is not None:
-                packed = self._block_pages.pack(job, lease.end_token)
+            if self._pieces is not None:
+                packed = self._pieces.pack(job, lease.end_token)
                 if packed is None:
                     self._fail(lease, "no room for what belongs behind the pages of KV")
                     return
-                lease.block_pages = packed
+                lease.companion_pages = packed
                 ready += len(packed) * size
         is_data = lease.handle.nixl is None
         max_pages = self._max_data_pages if is_data else self._max_chunk_pages
@@ -268,7 +268,7 @@ class Filler:
             self._memory.retain(chunk.local_pages)
             self._ship(lease, chunk)
         if is_complete:
-            self._memory.release(lease.block_pages)
+            self._memory.release(lease.companion_pages)
             lease.job = None
             self._jobs.end(job)
             self._finish_if_done(lease)
@@ -329,8 +329,8 @@ class Filler:
         return self._leases.values()
 
     def num_leaving_tokens(self) -> int:
-        """Tokens whose pages are computed and have not all been written. A block counts no
-        tokens.
+        """Tokens whose pages are computed and have not all been written. Pieces of
+        companions count no tokens.
         """
         return sum(
             max(0, min(chunk.end_token, lease.end_token) - chunk.start_token)
@@ -377,7 +377,7 @@ class Filler:
         if start % size or end % size or not 0 <= start < end or len(handle.tokens) != end:
             return f"range [{start}, {end}) of {len(handle.tokens)} tokens, page size {size}"
         num_pages = (end - start) // size
-        num_pages += 0 if self._block_pages is None else self._block_pages.num_pages_of(handle)
+        num_pages += 0 if self._pieces is None else self._pieces.num_pages_of(handle)
         if len(handle.pages) != num_pages or len(set(handle.pages)) != num_pages:
             return f"{len(handle.pages)} pages for {num_pages}"
         if handle.nixl is not None and max(handle.pages) >= handle.nixl.num_pages:
@@ -416,8 +416,8 @@ class Filler:
     ) -> ShipChunk:
         handle, size = lease.handle, lease.handle.page_size
         local = job.pages[start_token // size : min(end_token, lease.end_token) // size]
-        of_block = range(max(start_token - lease.end_token, 0), end_token - lease.end_token, size)
-        local = [*local, *(lease.block_pages[at // size] for at in of_block)]
+        of_pieces = range(max(start_token - lease.end_token, 0), end_token - lease.end_token, size)
+        local = [*local, *(lease.companion_pages[at // size] for at in of_pieces)]
         known = job.digests
         first = (start_token - handle.start_token) // size
         is_last = end_token >= lease.end_token

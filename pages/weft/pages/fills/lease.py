@@ -68,9 +68,9 @@ class Jobs(Protocol):
         ...
 
 
-class BlockSource(Protocol):
-    """Source of the pages that follow a lease's pages of KV: blocks of recurrent layers, or pages
-    of a window group.
+class PieceSource(Protocol):
+    """Source of the pages that follow a lease's pages of KV: they carry pieces of companions, such
+    as states of recurrent layers or pages of a window group.
     """
 
     def num_pages_of(self, handle: KvHandle) -> int:
@@ -78,8 +78,8 @@ class BlockSource(Protocol):
         ...
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
-        """The block or window pages that follow a job's tokens, in pages that the caller releases;
-        None: there is no room for them.
+        """The pages that follow a job's tokens, which the caller releases; None: there is no room
+        for them.
         """
         ...
 
@@ -101,8 +101,8 @@ class Lease:
     next_token: int
     """End of the pages that are queued for shipping or shipped."""
     next_chunk: int = 0
-    block_pages: list[int] = field(default_factory=list)
-    """Pages from `BlockSource.pack`, shipped after the others."""
+    companion_pages: list[int] = field(default_factory=list)
+    """Pages from `PieceSource.pack`, shipped after the others."""
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
     early: deque[ShipChunk] = field(default_factory=deque)
     """Chunks after `next_token` that are read early: steps under way compute their pages."""

@@ -38,7 +38,7 @@ class _Kept:
 
 
 class StateIndex:
-    """Implements `weft.pages.memory.prefix_cache.PageIndex` for blocks.
+    """Implements `weft.pages.memory.companion_index.CompanionIndex` for blocks.
 
     All blocks are of one size, so eviction takes the block with the smallest product of its uses
     and the pages that it saves, counted from the nearest block before it. A block that is not used
@@ -55,7 +55,6 @@ class StateIndex:
         self._floor = self._num_tickets = 0
         self.num_unused_pages = 0
         self.on_lost: Callable[[int, Node], None] = lambda block, node: None
-        """Called with each unused block whose node has left the tree, and with the node."""
         self.on_reached: Callable[[bytes, bytes], None] = lambda key, parent: None
         """Called with the key of each page that now has a block at its end or at a later page's,
         and the key of the page before it. Only such pages save a request anything.
@@ -82,21 +81,18 @@ class StateIndex:
         return len(self._num_reaching)
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
-        """The most leading pages of a path, up to `num_pages`, that end at a block."""
         while num_pages and path[num_pages - 1] not in self._of_node:
             num_pages -= 1
         return num_pages
 
-    def block_of(self, node: Node) -> int | None:
-        """The block at a node's end; None: it has none."""
+    def piece_of(self, node: Node) -> int | None:
         kept = self._of_node.get(node)
         return None if kept is None else kept.block
 
-    def add(self, node: Node, block: int) -> bool:
-        """Adds a block, which is in use, to a node; False: the node already has one."""
+    def add(self, node: Node, piece: int) -> bool:
         if node in self._of_node:
             return False
-        self._of_node[node] = self._of_block[block] = _Kept(node, block)
+        self._of_node[node] = self._of_block[piece] = _Kept(node, piece)
         self._reach(node)
         return True
 
@@ -135,7 +131,6 @@ class StateIndex:
         return None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless blocks, nodes and the heap agree."""
         assert {kept.node: kept for kept in self._of_block.values()} == self._of_node
         assert all(node.page >= 0 for node in self._of_node), "a node has left the tree"
         waiting = {kept.block for _, ticket, kept in self._heap if kept.ticket == ticket}

@@ -19,7 +19,7 @@ _MAX_PASSED_OVER = 64
 
 
 class WindowIndex:
-    """Implements `weft.pages.memory.prefix_cache.PageIndex` for the pages of a window group.
+    """Implements `weft.pages.memory.companion_index.CompanionIndex` for pages of a window group.
 
     Eviction first takes unused pages that a request released because its window had passed them,
     and with which no other request has begun, the oldest first. Then it takes the least recently
@@ -39,13 +39,9 @@ class WindowIndex:
         self._left: OrderedDict[int, None] = OrderedDict()
         self._unused: OrderedDict[int, None] = OrderedDict()
         self.on_lost: Callable[[int, Node], None] = lambda page, node: None
-        """Called with each unused page whose node has left the tree, and the node."""
         tree.on_removed.append(self._removed)
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
-        """The most leading pages of a path, up to `num_pages`, after which a request can continue:
-        the index has all pages of the group that its rows attend to.
-        """
         end = index = num_pages
         while index > 0 and end - index < self.num_needed:
             index -= 1
@@ -57,15 +53,13 @@ class WindowIndex:
         """The pages of the group that a request needs to continue after a path."""
         return [self._pages[node] for node in path[max(0, len(path) - self.num_needed) :]]
 
-    def page_of(self, node: Node) -> int | None:
-        """The page of a node; None: it has none."""
+    def piece_of(self, node: Node) -> int | None:
         return self._pages.get(node)
 
-    def add(self, node: Node, page: int) -> bool:
-        """Adds a page, which is in use, to a node; False: the node already has one."""
+    def add(self, node: Node, piece: int) -> bool:
         if node in self._pages:
             return False
-        self._pages[node], self._nodes[page] = page, node
+        self._pages[node], self._nodes[piece] = piece, node
         return True
 
     def note_found(self, pages: Iterable[int]) -> None:
@@ -111,7 +105,6 @@ class WindowIndex:
         return self.num_unused_pages
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless pages and nodes belong together."""
         assert {page: node for node, page in self._pages.items()} == self._nodes
         assert all(node.page >= 0 for node in self._pages), "a node has left the tree"
         assert not self._left.keys() & self._unused.keys()

@@ -61,7 +61,7 @@ class StoreFills:
             reply,
             clock,
             nixl_version=transport.nixl_version,
-            block_pages=self._jobs,
+            pieces=self._jobs,
             max_chunk_bytes=chunk_bytes,
         )
 

@@ -112,7 +112,7 @@ class StoreJobs:
     def end(self, job: FillJob) -> None:
         """Unpins nothing: `forget` does."""
 
-    # -- BlockSource -----------------------------------------------------------------------------
+    # -- PieceSource -----------------------------------------------------------------------------
 
     def num_pages_of(self, handle: KvHandle) -> int:
         """Pages requested in addition to those of the range; 0 for a malformed range or number,

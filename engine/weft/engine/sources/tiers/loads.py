@@ -31,11 +31,11 @@ class TierRun(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class BlockLoad:
-    """The pieces (block or window pages) that are loaded for a request with its pages."""
+class PieceLoad:
+    """The pieces of companions that are loaded for a request with its pages."""
 
-    pieces: list[int]
-    """The pool's pieces, lent for the load."""
+    pieces: list[list[int]]
+    """For each companion, the pool's pieces, lent for the load."""
     border: int
     """Where the request continues, in pages."""
     num_missing: int
@@ -59,7 +59,7 @@ class TierLoad:
     """Chunks not yet finished, in order."""
     is_stopped: bool = False
     """Whether to skip chunks that have not begun. Either thread sets it."""
-    block: BlockLoad | None = None
+    pieces: PieceLoad | None = None
     """Pieces that the request also needs; None: it needs none."""
 
 
@@ -75,8 +75,8 @@ class LoadChunk:
     """Record of the chunk's run in the request's timeline."""
     pool: PagePool
     ended: Callable[[LoadChunk], None]
-    is_of_block: bool = False
-    """Whether these are pages of the load's `block` instead of the first group."""
+    is_of_piece: bool = False
+    """Whether these are pages of pieces instead of the first group."""
     is_begun: bool = False
     """Whether the thread may write to the chunk's pages. The thread sets it before it checks
     whether the load is stopped.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 from weft.contract.clock import Clock
@@ -24,15 +25,23 @@ from weft.contract.timeline import FillRecord
 from weft.engine.base.background import BackgroundThread
 from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.sources.tiers.blocks import Companion, FoundBlock, names_of, pages_of
+from weft.engine.sources.carried import Carried
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.loads import (
-    BlockLoad,
     FetchMove,
     LoadChunk,
+    PieceLoad,
     TierLoad,
     TierRun,
     chunked,
+)
+from weft.engine.sources.tiers.pieces import (
+    FoundPieces,
+    cut,
+    find_pieces,
+    names_of,
+    pages_of,
+    runs_of,
 )
 from weft.engine.sources.tiers.saves import DigestSave, DiskSave, HostSave, Removal
 from weft.pages.memory.page_memory import PageMemory
@@ -42,6 +51,7 @@ from weft.pages.tiers.host import HostMemory
 from weft.pages.tiers.keyed import PageName, PagePlace
 from weft.pages.tiers.policy import LoadCost, TierPolicy
 from weft.pages.tiers.tier import PageLoad, Tier
+from weft.pages.transfer.page_pool import PagePool
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +66,8 @@ MIN_CHUNKS = 32
 chunk keeps if it never ends.
 """
 MAX_WRITE_BACK_BYTES = 64 << 20
-"""Most bytes of pages copied within one step, and separately of blocks of recurrent layers, of
-which the last may exceed it. Content that is evicted beyond this is lost.
+"""Most bytes of pages copied within one step, and separately of pieces of companions, of which the
+last may exceed it. Content that is evicted beyond this is lost.
 """
 MAX_OPEN_SAVES = 512
 """Most pages on their way to host memory, and to disk."""
@@ -70,11 +80,19 @@ DISK_REST_S = 5.0
 class _Planned(NamedTuple):
     runs: list[TierRun]
     loads: list[PageLoad]
-    """Pins on these pages, and on the pages of the block."""
-    block: BlockLoad | None = None
-    """States or window pages that the request also needs; None: it needs none."""
-    block_runs: Sequence[TierRun] = ()
-    """Pages of the block, counted from 0."""
+    """Pins on these pages, and on the pages of the pieces."""
+    pieces: PieceLoad | None = None
+    """Pieces that the request also needs; None: it needs none."""
+    piece_runs: Sequence[Sequence[TierRun]] = ()
+    """For each companion, the pages of its pieces, counted from 0."""
+
+
+class _PiecePools(NamedTuple):
+    """Access of each thread to a companion's pieces."""
+
+    load: PagePool
+    save: PagePool
+    step: PagePool
 
 
 class Tiers:
@@ -85,7 +103,9 @@ class Tiers:
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
         num_cached_pages: Returns how many of a request's first n pages are in the pool.
         progress_timeout_s: Seconds without progress after which a load is abandoned.
-        blocks: Access to states or window pages, if the model has them; None: it has neither.
+        num_continuable_pages: Returns how many of a request's first n pages are in the pool and can
+            be continued.
+        companions: Of the model.
     """
 
     def __init__(
@@ -98,7 +118,8 @@ class Tiers:
         num_cached_pages: Callable[[Request, int], int],
         clock: Clock,
         progress_timeout_s: float,
-        blocks: Companion | None = None,
+        num_continuable_pages: Callable[[Request, int], int],
+        companions: Sequence[Carried] = (),
     ) -> None:
         self.host, self.disk = parts.host, parts.disk
         assert isinstance(parts.host.medium, HostMemory)
@@ -110,6 +131,7 @@ class Tiers:
         self._policy = policy
         self._prefill_rate = prefill_tokens_per_s
         self._num_cached_pages = num_cached_pages
+        self._num_continuable_pages = num_continuable_pages
         self._clock = clock
         self._progress_timeout_s = progress_timeout_s
         self._make_pool, self._wake = parts.make_pool, parts.wake
@@ -131,21 +153,22 @@ class Tiers:
         """Threads that are stalled in a tier. The tier is not used until they continue."""
         self.num_written_back_pages = 0
         """Pages copied within a step when the pool evicted them, since start."""
-        self._block_room = self._most_written_back
-        """Pages of blocks that may still be copied within this turn."""
+        self._piece_room = self._most_written_back
+        """Pages of pieces that may still be copied within this turn."""
         self.scheduler: Scheduler | None = None
         memory.on_reclaimed = self._reclaimed.append
-        self._blocks = blocks
-        self._saving: dict[int, int] = {}
-        """For each block that is held for its copy, the number of its pages on their way to host
-        memory.
+        self._companions = companions
+        self._saving: dict[tuple[int, int], int] = {}
+        """For each companion's number and piece that is held for its copy, the number of its pages
+        on their way to host memory.
         """
-        if blocks is not None:
-            self._load_blocks, self._save_blocks, self._step_blocks = (
-                blocks.make_pool() for _ in range(3)
-            )
-            on_kept = self._offer_block if policy.is_written_through(0) else None
-            blocks.watch(self._write_block_back, on_kept)
+        self._piece_pools = [
+            _PiecePools(*(carried.make_pool() for _ in range(3))) for carried in companions
+        ]
+        for number, carried in enumerate(companions):
+            carried.companion.on_given_up = partial(self._write_piece_back, number)
+            if policy.is_written_through(0):
+                carried.companion.on_kept.append(partial(self._offer_piece, number))
         if self.disk is not None:
             self.host.on_evicted = self._host_evicted
             self.disk.remove = self._remove_from_disk
@@ -179,69 +202,68 @@ class Tiers:
             page = request.held.pages[index]
             self._memory.retain([page])
             self._saver.give(HostSave(save, self._save_pool, page, self.host, self._saved))
-        if self._blocks is not None:
-            for node, block in self._blocks.kept_of(request, first, end):
-                self._offer_block(node, block, request.priority)
+        for number, carried in enumerate(self._companions):
+            for node, piece in reversed(carried.companion.kept_of(request, first, end)):
+                self._offer_piece(number, node, piece, request.priority)
 
-    def _offer_block(self, node: Node, block: int, priority: int, _: bool = True) -> None:
-        """Copies the block or window page at a page to host memory and disk, outside the steps."""
-        blocks = self._blocks
-        assert blocks is not None
-        names = names_of(blocks, node.key)
+    def _offer_piece(
+        self, number: int, node: Node, piece: int, priority: int, _: bool = True
+    ) -> None:
+        """Copies a companion's piece beside a page to host memory and disk, outside the steps."""
+        carried = self._companions[number]
+        names = names_of(carried, node.key)
         missing = [i for i, name in enumerate(names) if not self.host.pages.knows(name.key)]
         if not missing:
             for name in names:
                 self._write_through(name.key)
             return
-        is_under_way = block in self._saving
-        if is_under_way or self._saver.num_open >= MAX_OPEN_SAVES or not blocks.hold(block):
+        is_under_way = (number, piece) in self._saving
+        if is_under_way or self._saver.num_open >= MAX_OPEN_SAVES:
             return
-        pages = pages_of(blocks, block)
+        if not carried.companion.hold(piece):
+            return
+        pages, pool = pages_of(carried, piece), self._piece_pools[number].save
+        ended = partial(self._piece_saved, number, piece)
         saves = [(self.host.save(names[index], priority), pages[index]) for index in missing]
         moves = [
-            HostSave(save, self._save_blocks, page, self.host, self._block_saved)
-            for save, page in saves
-            if save is not None
+            HostSave(save, pool, page, self.host, ended) for save, page in saves if save is not None
         ]
         if not moves:
-            blocks.give_back([block])
+            carried.companion.give_back([piece])
             return
-        self._saving[block] = len(moves)
+        self._saving[number, piece] = len(moves)
         for move in moves:
             self._saver.give(move)
 
-    def _block_saved(self, move: HostSave) -> None:
-        assert self._blocks is not None
-        block = move.page // self._blocks.num_pages
-        self._saving[block] -= 1
-        if not self._saving[block]:
-            del self._saving[block]
-            self._blocks.give_back([block])
+    def _piece_saved(self, number: int, piece: int, move: HostSave) -> None:
+        self._saving[number, piece] -= 1
+        if not self._saving[number, piece]:
+            del self._saving[number, piece]
+            self._companions[number].companion.give_back([piece])
         if move.save.outcome == "done":
             self._write_through(move.save.name.key)
 
-    def _write_block_back(self, evicted: Evicted) -> None:
-        """Copies a block or window page that the pool evicts to host memory, at once: all of it, if
+    def _write_piece_back(self, number: int, evicted: Evicted) -> None:
+        """Copies a companion's piece that the pool evicts to host memory, at once: all of it, if
         there is room, or nothing.
         """
-        blocks, host = self._blocks, self.host
-        assert blocks is not None
-        names = names_of(blocks, evicted.key)
-        pages = zip(names, pages_of(blocks, evicted.page), strict=True)
+        carried, host = self._companions[number], self.host
+        names = names_of(carried, evicted.key)
+        pages = zip(names, pages_of(carried, evicted.page), strict=True)
         missing = [(name, page) for name, page in pages if not host.pages.knows(name.key)]
-        # One block may be larger than a turn's limit on copies, which would then always lose it.
+        # One piece may be larger than a turn's limit on copies, which would then always lose it.
         has_room = len(missing) <= host.pages.memory.num_available_pages
-        if not has_room or self._block_room <= 0:
+        if not has_room or self._piece_room <= 0:
             host.counters.dropped_pages += len(missing)
             return
-        self._block_room -= len(missing)
+        self._piece_room -= len(missing)
         for name, page in missing:
             save = host.save(name)
             if save is None:
                 host.counters.dropped_pages += 1
                 continue
             self.num_written_back_pages += 1
-            self._rows.write(save.place, self._step_blocks.read(page))
+            self._rows.write(save.place, self._piece_pools[number].step.read(page))
             self._saver.give(DigestSave(save, self._rows.row(save.place), lambda name: None))
 
     def write_back(self) -> None:
@@ -329,10 +351,10 @@ class Tiers:
         cached = self._num_cached_pages(request, num_pages)
         runs = self._find(request, cached, num_pages)
         held = runs[-1].end_page if runs else cached
-        if self._blocks is None:
+        if not self._companions:
             return held
-        continuable = self._blocks.num_continuable_pages(request, num_pages)
-        _, found = self._find_block(request, runs, held, continuable)
+        continuable = self._num_continuable_pages(request, num_pages)
+        found = self._find_pieces(request, held, continuable)
         return continuable if found is None else found.border
 
     def look_up(self, request: Request) -> None:
@@ -352,43 +374,56 @@ class Tiers:
         end = request.num_reusable_tokens // self._page_size
         if end <= first:
             return False
-        if self._blocks is not None:
-            first = len(request.held.pages)  # The pool may have pages after its last block.
+        if self._companions:
+            first = len(request.held.pages)  # The pool may have pages after its last piece.
         runs, found = self._find(request, first, end), None
-        if self._blocks is not None:
+        if self._companions:
             held = runs[-1].end_page if runs else min(first, end)
-            runs, found = self._find_block(request, runs, held, begin)
+            found = self._find_pieces(request, held, begin)
+            runs = cut(runs, 0 if found is None else found.border)
         if request.state is not State.LOADING:
             self._count(runs, max(0, end - first))
-        if self._blocks is not None:
-            return found is not None and self._plan_block(request, runs, found)
+        if self._companions:
+            return found is not None and self._plan_pieces(request, runs, found)
         costs = [self._cost(run) for run in runs]
         runs = runs[: self._policy.num_loaded(costs, self._prefill_rate())]
         if runs:
             self._planned[id(request)] = _Planned(runs, self._pin(request, runs))
         return bool(runs)
 
-    def _plan_block(self, request: Request, runs: list[TierRun], found: FoundBlock) -> bool:
-        """Decides about pages and their block together, since one is useless without the other."""
-        assert self._blocks is not None
-        tier = max((*(run.tier for run in runs), *found.tiers), key=self._tiers.index)
-        num_pages = sum(run.num_pages for run in runs) + len(found.keys)
+    def _plan_pieces(self, request: Request, runs: list[TierRun], found: FoundPieces) -> bool:
+        """Decides about pages and pieces together, since one is useless without the other."""
+        pages = [page for own in found.pages for page in own]
+        holders = (*(run.tier for run in runs), *(page.tier for page in pages))
+        tier = max(holders, key=self._tiers.index)
+        num_pages = sum(run.num_pages for run in runs) + len(pages)
         num_tokens = found.border * self._page_size - request.num_computed
         cost = LoadCost(tier.name, num_tokens, num_pages * self._page_bytes)
         if not self._policy.num_loaded([cost], self._prefill_rate()):
             return False
-        # Before a block is lent: making room for it may evict another one, which could overwrite
+        # Before a piece is lent: making room for it may evict another one, which could overwrite
         # these.
-        of_block = [_pinned(*pair) for pair in zip(found.tiers, found.keys, strict=True)]
-        loads = [*self._pin(request, runs), *of_block]
-        pieces = self._blocks.lend(request, found.border)
+        loads = self._pin(request, runs)
+        loads += [_pinned(page.tier, page.name.key) for page in pages]
+        pieces = self._lend(request, found.border)
         if pieces is None:
             for pinned in loads:
                 pinned.end()
             return False
-        load = BlockLoad(pieces=pieces, border=found.border, num_missing=len(of_block))
-        self._planned[id(request)] = _Planned(runs, loads, load, found.runs())
+        load = PieceLoad(pieces=pieces, border=found.border, num_missing=len(pages))
+        piece_runs = [runs_of(own) for own in found.pages]
+        self._planned[id(request)] = _Planned(runs, loads, load, piece_runs)
         return True
+
+    def _lend(self, request: Request, border: int) -> list[list[int]] | None:
+        lent: list[list[int]] = []
+        for carried in self._companions:
+            pieces = carried.companion.lend(request, border)
+            if pieces is None:
+                self._give_back(lent)
+                return None
+            lent.append(pieces)
+        return lent
 
     def _pin(self, request: Request, runs: list[TierRun]) -> list[PageLoad]:
         """Pins pages at once, since the pages that the pool evicts for their load could displace
@@ -406,7 +441,7 @@ class Tiers:
             return False
         num_pages = sum(run.num_pages for run in planned.runs)
         pages = request.held.take_promised(self._memory, num_pages, request.namespace)
-        load = TierLoad(request, pages.copy(), self._clock(), block=planned.block)
+        load = TierLoad(request, pages.copy(), self._clock(), pieces=planned.pieces)
         self._loads[id(request)] = load
         size, begin = self._page_size, request.num_computed
         record: FillRecord | None = None
@@ -416,13 +451,19 @@ class Tiers:
             begin = run.end_page * size
             self._add_chunks(load, run, planned.loads[at:], pages[at:], record)
             at += run.num_pages
-        if planned.block is not None:
-            of_block = self._blocks_pages(planned.block)
-            for run in planned.block_runs:
+        if planned.pieces is None:
+            return True
+        for number, (pieces, runs) in enumerate(
+            zip(planned.pieces.pieces, planned.piece_runs, strict=True)
+        ):
+            carried = self._companions[number]
+            of_pieces = [page for piece in pieces for page in pages_of(carried, piece)]
+            for run in runs:
                 if record is None:
-                    record = self._record(request, run.tier, begin, planned.block.border * size)
+                    record = self._record(request, run.tier, begin, planned.pieces.border * size)
                 loads = planned.loads[at + run.first_page :]
-                self._add_chunks(load, run, loads, of_block[run.first_page :], record, True)
+                self._add_chunks(load, run, loads, of_pieces[run.first_page :], record, number)
+            at += len(of_pieces)
         return True
 
     def _add_chunks(
@@ -432,20 +473,22 @@ class Tiers:
         loads: Sequence[PageLoad],
         pages: Sequence[int],
         record: FillRecord,
-        is_of_block: bool = False,
+        companion: int | None = None,
     ) -> None:
-        """Cuts a run into chunks to load; `loads[i]` and `pages[i]` belong to its page i."""
-        pool = self._load_blocks if is_of_block else self._load_pool
+        """Cuts a run into chunks to load; `loads[i]` and `pages[i]` belong to its page i.
+
+        Args:
+            companion: Number of the companion whose pieces these are pages of; None: they are pages
+                of the first group.
+        """
+        is_of_piece = companion is not None
+        pool = self._load_pool if companion is None else self._piece_pools[companion].load
         for piece in chunked(run, self._chunk_pages(run.tier)):
             part = slice(piece.first_page - run.first_page, piece.end_page - run.first_page)
             own = list(loads[part]), list(pages[part])
-            chunk = LoadChunk(load, run.tier, *own, record, pool, self._loaded, is_of_block)
+            chunk = LoadChunk(load, run.tier, *own, record, pool, self._loaded, is_of_piece)
             load.chunks.append(chunk)
             self._due.append(chunk)
-
-    def _blocks_pages(self, load: BlockLoad) -> list[int]:
-        assert self._blocks is not None
-        return [page for piece in load.pieces for page in pages_of(self._blocks, piece)]
 
     @property
     def num_due(self) -> int:
@@ -468,8 +511,8 @@ class Tiers:
         if planned is not None:
             for found in planned.loads:
                 found.end()
-            if planned.block is not None:
-                self._give_back(planned.block)
+            if planned.pieces is not None:
+                self._give_back(planned.pieces.pieces)
         load = self._loads.pop(id(request), None)
         if load is None:
             return False
@@ -478,27 +521,27 @@ class Tiers:
         load.is_stopped = True
         for chunk in load.chunks:
             chunk.is_fenced = chunk.is_begun  # Read once: the thread may set it meanwhile.
-            if chunk.is_of_block:
-                assert load.block is not None
-                load.block.num_fenced += chunk.is_fenced
+            if chunk.is_of_piece:
+                assert load.pieces is not None
+                load.pieces.num_fenced += chunk.is_fenced
             elif chunk.is_fenced:
                 self._memory.quarantine(chunk.pages)
             else:
                 self._memory.release(chunk.pages)
         # Pages that the ended chunks did not load.
         open_pages = {
-            page for chunk in load.chunks if not chunk.is_of_block for page in chunk.pages
+            page for chunk in load.chunks if not chunk.is_of_piece for page in chunk.pages
         }
         self._memory.release([page for page in load.pages if page not in open_pages])
-        if load.block is not None:
-            self._memory.release(load.block.pages)
-            if not load.block.num_fenced:
-                self._give_back(load.block)
+        if load.pieces is not None:
+            self._memory.release(load.pieces.pages)
+            if not load.pieces.num_fenced:
+                self._give_back(load.pieces.pieces)
         return True
 
-    def _give_back(self, load: BlockLoad) -> None:
-        assert self._blocks is not None
-        self._blocks.give_back(load.pieces)
+    def _give_back(self, pieces: Sequence[Sequence[int]]) -> None:
+        for carried, own in zip(self._companions, pieces, strict=False):
+            carried.companion.give_back(own)
 
     def _find(self, request: Request, first: int, end: int) -> list[TierRun]:
         """The pages [first, end) that tiers hold, up to the first gap. Of several tiers, the
@@ -517,13 +560,10 @@ class Tiers:
                 runs.append(TierRun(tier, index, index + 1))
         return runs
 
-    def _find_block(
-        self, request: Request, runs: list[TierRun], held: int, begin: int
-    ) -> tuple[list[TierRun], FoundBlock | None]:
-        assert self._blocks is not None
+    def _find_pieces(self, request: Request, held: int, begin: int) -> FoundPieces | None:
         tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
         keys = request.keys.upto(request.tokens, held)
-        return self._blocks.find(runs, keys, begin, tiers)
+        return find_pieces(self._companions, keys, begin, tiers)
 
     def _count(self, runs: list[TierRun], num_wanted: int) -> None:
         of_host = sum(run.num_pages for run in runs if run.tier is self.host)
@@ -568,14 +608,14 @@ class Tiers:
                 self._end_fence(chunk)
             return
         good, record = chunk.num_good, chunk.record
-        if chunk.is_of_block:
-            assert load.block is not None
-            load.block.num_missing -= good
+        if chunk.is_of_piece:
+            assert load.pieces is not None
+            load.pieces.num_missing -= good
         else:
-            taker = request.held.pages if load.block is None else load.block.pages
+            taker = request.held.pages if load.pieces is None else load.pieces.pages
             taker += load.pages[:good]
             del load.pages[:good]
-        if load.block is None:
+        if load.pieces is None:
             request.num_computed += good * self._page_size
             request.num_cached_tokens += good * self._page_size
             record.accepted_tokens += good * self._page_size
@@ -584,7 +624,7 @@ class Tiers:
         if any(found.outcome in ("corrupt", "failed") for found in chunk.loads):
             record.failure = "a page could not be read or was not what was saved"
         assert self.scheduler is not None
-        if chunk.num_good and load.block is None:
+        if chunk.num_good and load.pieces is None:
             self.scheduler.publish(request)
         if not load.chunks:
             self._end(load, request)
@@ -592,23 +632,22 @@ class Tiers:
     def _end(self, load: TierLoad, request: Request) -> None:
         del self._loads[id(request)]
         assert self.scheduler is not None
-        if load.block is not None:
-            self._end_block(load, load.block, request)
+        if load.pieces is not None:
+            self._end_pieces(load, load.pieces, request)
         self._memory.release(load.pages)
         request.held.promise(self._memory, len(load.pages))
         self.scheduler.fill_completed(request)
 
-    def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
-        """Gives a request the pages that were loaded, if their block has come too."""
-        if load.pages or block.num_missing:
-            load.pages = block.pages + load.pages
-            self._give_back(block)
+    def _end_pieces(self, load: TierLoad, loaded: PieceLoad, request: Request) -> None:
+        """Gives a request the pages that were loaded, if their pieces have come too."""
+        if load.pages or loaded.num_missing:
+            load.pages = loaded.pages + load.pages
+            self._give_back(loaded.pieces)
             return
-        assert self._blocks is not None
         assert self.scheduler is not None
-        end = block.border * self._page_size
+        end = loaded.border * self._page_size
         num_tokens = end - request.num_computed
-        request.held.pages += block.pages
+        request.held.pages += loaded.pages
         request.num_computed = end
         request.num_cached_tokens += num_tokens
         # Records of tiers follow one another, and the last one ends at the border.
@@ -618,17 +657,19 @@ class Tiers:
             if num_tokens <= 0:
                 break
         self.scheduler.publish(request)
-        self._blocks.adopt(request, block.border, block.pieces)
+        for carried, pieces in zip(self._companions, loaded.pieces, strict=True):
+            carried.companion.adopt(request, loaded.border, pieces)
+            carried.companion.committed(request)
 
     def _end_fence(self, chunk: LoadChunk) -> None:
-        block = chunk.load.block
-        if not chunk.is_of_block:
+        loaded = chunk.load.pieces
+        if not chunk.is_of_piece:
             self._memory.end_quarantine(chunk.pages)
             return
-        assert block is not None
-        block.num_fenced -= 1
-        if not block.num_fenced:
-            self._give_back(block)
+        assert loaded is not None
+        loaded.num_fenced -= 1
+        if not loaded.num_fenced:
+            self._give_back(loaded.pieces)
 
     # -- every turn ------------------------------------------------------------------------------
 
@@ -643,7 +684,7 @@ class Tiers:
 
     def tick(self) -> None:
         """Makes room, and starts to fetch for requests that could not be admitted at once."""
-        self._block_room = self._most_written_back
+        self._piece_room = self._most_written_back
         self._make_room()
         self._leave_stuck()
         self._give_up_late()
@@ -687,8 +728,10 @@ class Tiers:
             at = self._loader.current
             tier = at.tier if isinstance(at, LoadChunk) else self.host
             self._load_pool = self._make_pool()
-            if self._blocks is not None:
-                self._load_blocks = self._blocks.make_pool()
+            self._piece_pools = [
+                pools._replace(load=carried.make_pool())
+                for pools, carried in zip(self._piece_pools, self._companions, strict=True)
+            ]
             for load in list(self._loads.values()):
                 self._give_up(load)
             self._loader = self._replace(self._loader, tier)
@@ -727,21 +770,17 @@ class Tiers:
         first = self._num_cached_pages(request, end)
         keys = request.keys.upto(request.tokens, end)
         runs, found = self._find(request, first, end), None
-        if self._blocks is not None:
+        if self._companions:
             held = runs[-1].end_page if runs else first
-            begin = self._blocks.num_continuable_pages(request, end)
-            runs, found = self._find_block(request, runs, held, begin)
+            found = self._find_pieces(request, held, self._num_continuable_pages(request, end))
+            runs = cut(runs, 0 if found is None else found.border)
         names = [
             PageName(keys[index], keys[index - 1] if index else b"")
             for run in runs
             for index in (run.indices if run.tier is self.disk else ())
         ]
-        if found is not None and self._blocks is not None:
-            first = found.border - len(found.keys) // self._blocks.num_pages
-            of_pieces = [
-                name for key in keys[first : found.border] for name in names_of(self._blocks, key)
-            ]
-            names += [n for n, t in zip(of_pieces, found.tiers, strict=True) if t is self.disk]
+        for pages in () if found is None else found.pages:
+            names += [page.name for page in pages if page.tier is self.disk]
         most = min(MAX_OPEN_FETCHES, self.host.pages.memory.num_usable_pages // 2)
         for name in names:
             if self._fetcher.num_open >= most:

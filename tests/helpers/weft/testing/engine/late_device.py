@@ -78,11 +78,11 @@ class LateDevice:
         self._memory = engine.memory
         self._sampler = engine._step_sampler._sampler
         self._executor = executor = engine.parts.local
-        self._pools: list[tuple[torch.Tensor, ...]] = [(pool,) for pool in executor._pools]
-        if engine.parts.states is not None:
-            assert executor.states is not None
-            self._memories = (*self._memories, engine.parts.states.memory)
+        first, *others = executor._pools
+        self._pools: list[tuple[torch.Tensor, ...]] = [(first,)]
+        if executor.states is not None:
             self._pools.append(executor.states.pools.blocks)
+        self._pools += [(pool,) for pool in others]
         self._run, self._keep = executor.run, executor.keep
         self._order = executor.order
         self.num_told = self.num_done = 0

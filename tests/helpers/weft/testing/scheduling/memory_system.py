@@ -234,6 +234,7 @@ class System:
             self.pages.num_cached_pages,
             self.clock,
             progress_timeout_s=2.0,
+            num_continuable_pages=self.pages.num_continuable_pages,
         )
         self.others = Others(self)
         fills = TieredFills(self.tiers, self.others, policies, PAGE_BYTES, PAGE, lambda: 0.0)  # type: ignore[arg-type]

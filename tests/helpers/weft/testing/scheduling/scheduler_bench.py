@@ -17,9 +17,10 @@ import numpy as np
 from weft.contract.pages import PageCopy
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import PolicyName
+from weft.engine.base.state_rows import StateRows
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import PageSources, Request, RequestKey, State
-from weft.engine.requests.window_pages import WindowPages
+from weft.engine.requests.window_companion import WindowCompanion
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
@@ -79,6 +80,11 @@ class _Step:
                 window.run(item, pages)
 
 
+@dataclass
+class _Made:
+    states: StateRows | None = None
+
+
 class WindowBench:
     """A window group of a device.
 
@@ -103,8 +109,10 @@ class WindowBench:
         self.index = WindowIndex(cache, reach, PAGE)
         self.memory = PageMemory(num_pages, self.index, tracks_freed=True)
         most = limits.max_step_tokens
-        self.pages = WindowPages(self.memory, self.index, reach, PAGE, most)
         self.table = PageTable(limits.max_running_requests, max_pages, keeps_changes=False)
+        self.pages = WindowCompanion(
+            self.memory, self.index, self.table, "window", reach, PAGE, most
+        )
         self.lent: dict[int, list[int]] = {}
         """Pages that a fill will give, by the identity of its request."""
         self.held: list[int] = []
@@ -397,7 +405,7 @@ class Bench:
         adapters = [pair for pair in zip(slots.tolist(), digests, strict=True) if pair[0]]
         rows: list[list[int]] = []
         if self.window is not None:
-            self.window.pages.enter(self.window.table)
+            self.window.pages.begin_step(plan.companion_rows, _Made())
             rows = [self.window.table.pages[item.request.slot].tolist() for item in items]
         return _Step(number, plan, items, copies, pages, adapters, rows)
 

@@ -31,7 +31,7 @@ from weft.engine.loop.encode import step_input
 from weft.engine.model.state_step import FewRows, StateStep
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import Request, RequestKey, State
-from weft.engine.requests.state_blocks import StateBlocks
+from weft.engine.requests.state_companion import StateCompanion
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan
@@ -39,7 +39,6 @@ from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.owner import OwnerFills
-from weft.engine.sources.tiers.blocks import BlockAccess
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.tiers import Tiers
@@ -183,7 +182,7 @@ class StateBench:
         num_blocks: The null block included.
         limits: Budgets.
         max_drafts: Most drafts of a request in a step.
-        checkpoint_tokens: See `StateBlocks`.
+        checkpoint_tokens: See `StateCompanion`.
         has_cache: Whether prefixes are cached.
         drafts: Whether requests get drafts.
         is_overlapped: Whether a step begins before the one before it is committed.
@@ -238,7 +237,7 @@ class StateBench:
         most = limits.max_running_requests
         most_late = max_drafts if drafts and self.is_on_device else 0
         blocks = self.blocks, self.index
-        self.states = StateBlocks(*blocks, PAGE, checkpoint_tokens, most, 1 + most_late)
+        self.states = StateCompanion(*blocks, PAGE, checkpoint_tokens, most, 1 + most_late)
         self.states.watch(self._reached, self.told.remove)
         rows = num_ring_rows(PAGE, 1 + max_drafts)
         self.device = StateMemory(PLANE, num_blocks, most, rows, torch.device("cpu"))
@@ -246,7 +245,7 @@ class StateBench:
         for ring in self.device.pools.rings:
             ring.fill_(float("nan"))
         self.table = PageTable(most, num_pages, keeps_changes=False)
-        pages = RequestPages(self.memory, self.cache, PAGE, (), self.states)
+        pages = RequestPages(self.memory, self.cache, PAGE, (self.states,))
         queue = make_queue("fcfs", 30.0, pages.num_cached_tokens, limits.max_step_tokens)
         self.finished: list[Request] = []
         self.now = 0.0
@@ -293,12 +292,7 @@ class StateBench:
             wake=lambda: None,
             notices=[],
         )
-        access = BlockAccess(
-            owner=self.states,
-            num_pages=BLOCK_PAGES,
-            make_pool=lambda: BlockPool(self.device.of_blocks, BLOCK_PAGES, PAGE_BYTES),
-            num_continuable_pages=pages.num_continuable_pages,
-        )
+        carried = _Blocks(self.states, self.device)
         return Tiers(
             parts,
             PAGE,
@@ -308,7 +302,8 @@ class StateBench:
             pages.num_cached_pages,
             lambda: self.now,
             progress_timeout_s=1e9,
-            blocks=access,
+            num_continuable_pages=pages.num_continuable_pages,
+            companions=(carried,),
         )
 
     def _reached(self, key: bytes, parent: bytes) -> None:
@@ -389,7 +384,7 @@ class StateBench:
         assert not copies, "there are no copies of parts of pages"
         plan.drafts = self._drafts(plan)
         made = step_input(plan, self.table, PAGE)
-        made.states = plan.begin_states(self.states)
+        self.states.begin_step(plan.companion_rows, made)
         arrays = StepArrays.of_step(made, self.table, PAGE)
         self.num_computed += len(arrays.positions)
         self.num_rerun += int((arrays.places < PAGE).sum())
@@ -489,7 +484,7 @@ class StateBench:
         self.step()
         self.check_cached()
         assert not len(self.states)
-        assert self.states._num_reserved == 0
+        assert self.states._reserved == (0, 0)
         assert not self.blocks.counts().used
         assert not self.memory.counts().used
         assert not self.memory.num_promised_pages
@@ -498,6 +493,19 @@ class StateBench:
             for tier in self.tiers._tiers:
                 tier.pages.check_integrity()
                 assert not tier.counts().used
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Implements `Carried`."""
+
+    companion: StateCompanion
+    device: StateMemory
+    num_pages: int = BLOCK_PAGES
+    first_key: int = 0
+
+    def make_pool(self) -> BlockPool:
+        return BlockPool(self.device.of_blocks, BLOCK_PAGES, PAGE_BYTES)
 
 
 class _NoFillers:

@@ -1,0 +1,427 @@
+"""Carriers: pieces of companions in pages of the first group, as leases, tiers and the KV store
+have them.
+
+A lease has such pages after those of KV: one companion's after another's, each at a place that both
+sides compute from the number of pages and the lease's end. Companions of which a request needs one
+piece come first, since they take the same room in every lease.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+from weft.checkpoint.config import ModelConfig
+from weft.contract.handle import KvHandle
+from weft.contract.keys import PieceShape
+from weft.contract.layout import CacheLayout
+from weft.contract.store import MAX_STORED_BLOCK_PAGES
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.device_copies import Mark
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.orders import (
+    PackBlock,
+    PackPages,
+    PoisonBlocks,
+    PoisonPages,
+    UnpackBlock,
+    UnpackPages,
+    ZeroPages,
+)
+from weft.engine.executor.port import Executor
+from weft.engine.requests.companions import Companion
+from weft.engine.requests.request import Request
+from weft.engine.requests.state_companion import StateCompanion
+from weft.engine.requests.window_companion import WindowCompanion
+from weft.engine.sources.carried import Carried
+from weft.pages.fills.lease import FillJob
+from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.state_index import StateIndex
+from weft.pages.memory.tree import PrefixTree
+from weft.pages.memory.window_index import WindowIndex
+from weft.pages.transfer.page_pool import PagePool
+
+SPARED_SHARE = 8
+"""Copies of window pages for the KV store leave one part in this many of the first group's pages to
+requests.
+"""
+
+
+class Carrier(ABC):
+    """One companion's pieces on the device. Implements `Carried`.
+
+    Args:
+        num_pages: Pages of the first group that hold one piece.
+        first_key: See `Carried`.
+        page_bytes: Bytes of a page of the first group.
+        memory: The device's memory of this process, of which tiers copy pieces.
+        executor: Does work on pieces in the order of steps.
+    """
+
+    needs_many: ClassVar[bool]
+    """Whether a request may need several pieces to continue."""
+
+    def __init__(
+        self,
+        companion: Companion,
+        num_pages: int,
+        first_key: int,
+        page_bytes: int,
+        memory: LocalExecutor,
+        executor: Executor,
+    ) -> None:
+        self.companion = companion
+        self.num_pages = num_pages
+        self.first_key = first_key
+        self._page_bytes = page_bytes
+        self._memory = memory
+        self._executor = executor
+
+    @abstractmethod
+    def make_pool(self) -> PagePool: ...
+
+    def zero(self) -> bool:
+        """Zeroes pieces that changed their namespace; False: there are none."""
+        return False
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Fills pieces that became free with NaN, so that reading one is noticed."""
+
+    @abstractmethod
+    def pack(self, pieces: Sequence[int], into: Sequence[int], *, is_each: bool) -> None:
+        """Copies pieces into pages of the first group: with `is_each` each into `num_pages` pages,
+        else one after another.
+        """
+
+    @abstractmethod
+    def unpack(self, pieces: Sequence[int], out_of: Sequence[int], *, is_each: bool) -> None:
+        """Copies pieces out of the pages where `pack` put them."""
+
+    @abstractmethod
+    def num_carriers(self, count: int) -> int:
+        """Pages of a lease that `count` pieces take."""
+
+    @abstractmethod
+    def num_carried(self, num_pages: int, end_token: int) -> int:
+        """Pieces that a lease up to `end_token` has in up to `num_pages` pages."""
+
+
+class StateCarrier(Carrier):
+    """A block of recurrent layers lies in pages whole."""
+
+    needs_many = False
+
+    def make_pool(self) -> PagePool:
+        return self._memory.block_pool(self.num_pages, self._page_bytes)
+
+    def poison(self) -> None:
+        if blocks := self.companion.memory.take_freed():
+            self._executor.order(PoisonBlocks(blocks))
+
+    def pack(self, pieces: Sequence[int], into: Sequence[int], *, is_each: bool) -> None:
+        for piece, pages in zip(pieces, self._each(into), strict=True):
+            self._executor.order(PackBlock(piece, pages))
+
+    def unpack(self, pieces: Sequence[int], out_of: Sequence[int], *, is_each: bool) -> None:
+        for piece, pages in zip(pieces, self._each(out_of), strict=True):
+            self._executor.order(UnpackBlock(piece, pages))
+
+    def _each(self, pages: Sequence[int]) -> Iterator[Sequence[int]]:
+        return (pages[at : at + self.num_pages] for at in range(0, len(pages), self.num_pages))
+
+    def num_carriers(self, count: int) -> int:
+        return count * self.num_pages
+
+    def num_carried(self, num_pages: int, end_token: int) -> int:
+        return 1
+
+
+class WindowCarrier(Carrier):
+    """Pages of a window group lie end to end in a lease, the last one first, so that both sides
+    find it whatever their number.
+
+    Args:
+        group: Number of the group.
+        piece_bytes: Bytes of its pages.
+    """
+
+    needs_many = True
+
+    def __init__(
+        self,
+        companion: Companion,
+        first_key: int,
+        page_bytes: int,
+        memory: LocalExecutor,
+        executor: Executor,
+        group: int,
+        piece_bytes: int,
+    ) -> None:
+        num_pages = -(-piece_bytes // page_bytes)
+        super().__init__(companion, num_pages, first_key, page_bytes, memory, executor)
+        self._group = group
+        self._piece_bytes = piece_bytes
+
+    def make_pool(self) -> PagePool:
+        return self._memory.window_pool(self.num_pages, self._page_bytes)
+
+    def zero(self) -> bool:
+        if wipes := self.companion.memory.take_wipes():
+            self._executor.order(ZeroPages(wipes, self._group))
+        return bool(wipes)
+
+    def poison(self) -> None:
+        if pages := self.companion.memory.take_freed():
+            self._executor.order(PoisonPages(pages, self._group))
+
+    def pack(self, pieces: Sequence[int], into: Sequence[int], *, is_each: bool) -> None:
+        self._executor.order(PackPages(pieces, self._group, into, is_each))
+
+    def unpack(self, pieces: Sequence[int], out_of: Sequence[int], *, is_each: bool) -> None:
+        self._executor.order(UnpackPages(pieces, self._group, out_of, is_each))
+
+    def num_carriers(self, count: int) -> int:
+        return -(-count * self._piece_bytes // self._page_bytes)
+
+    def num_carried(self, num_pages: int, end_token: int) -> int:
+        room = max(0, num_pages) * self._page_bytes // self._piece_bytes
+        return min(room, self.companion.num_needed(0, end_token))
+
+
+class _Part(NamedTuple):
+    carrier: Carrier
+    num_pieces: int
+    pages: slice
+    """Those of the pages after a lease's pages of KV."""
+
+
+class CompanionPacker:
+    """Carries what a request needs of the model's companions in pages of the first group, so that
+    leases and the KV store ship them alike.
+
+    Args:
+        memory: The first group's pages.
+        has_store: Whether leases may be of a KV store, which has each piece in separate pages.
+    """
+
+    def __init__(
+        self,
+        carriers: Sequence[Carrier],
+        page_size: int,
+        memory: PageMemory,
+        executor: Executor,
+        *,
+        has_store: bool,
+    ) -> None:
+        self._carriers = carriers
+        self._page_size = page_size
+        self._memory = memory
+        self._executor = executor
+        self._has_store = has_store
+        self._spared = memory.num_usable_pages // SPARED_SHARE
+        self._copied: Mark | None = None
+        self.on_allocated: Callable[[], None] | None = None
+        """Called before writing to pages that may have been taken from the prefix cache; None: no
+        tiers copy what is taken.
+        """
+
+    @property
+    def carried(self) -> Sequence[Carried]:
+        return self._carriers
+
+    @property
+    def shape(self) -> PieceShape:
+        *others, last = self._carriers
+        return PieceShape(
+            block_pages=last.num_pages,
+            window_pages=self._most_of(last) if last.needs_many else 0,
+            state_pages=sum(carrier.num_pages for carrier in others),
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return sum(
+            self._num_carriers(carrier, self._most_of(carrier), is_stored=self._has_store)
+            for carrier in self._carriers
+        )
+
+    def _most_of(self, carrier: Carrier) -> int:
+        return carrier.companion.num_needed(0, self._memory.num_usable_pages * self._page_size)
+
+    def num_pages_of(
+        self, asked: KvHandle | Request, end_token: int = 0, *, is_stored: bool = False
+    ) -> int:
+        if isinstance(asked, Request):
+            return sum(
+                self._num_carriers(
+                    carrier,
+                    carrier.companion.num_needed(asked.num_computed, end_token),
+                    is_stored=is_stored,
+                )
+                for carrier in self._carriers
+            )
+        return int(self._parts(asked.companion_pages, asked.end_token)[-1].pages.stop)
+
+    def pack(self, job: FillJob, end_token: int) -> list[int] | None:
+        assert isinstance(job, Request)
+        border, parts = end_token // self._page_size, self._parts(job.companion_pages, end_token)
+        pieces = [
+            part.carrier.companion.last_pieces(job, border, part.num_pieces) for part in parts
+        ]
+        if None in pieces or job.held.num_promised < job.companion_pages:
+            return None
+        into = job.held.take_promised(self._memory, job.companion_pages, job.namespace)
+        self._prepare()
+        for part, own in zip(parts, pieces, strict=True):
+            if own:
+                part.carrier.pack(own[::-1], into[part.pages], is_each=False)
+        # Threads read these pages, and write to others that were zeroed, without waiting for steps.
+        self._executor.mark().wait()
+        return into
+
+    def unpack(
+        self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
+    ) -> None:
+        border = end_token // self._page_size
+        for carrier, count, part in self._parts(len(pages), end_token, is_stored=is_stored):
+            new = carrier.companion.adopt(request, border)
+            # Otherwise the next step would zero them.
+            carrier.zero()
+            if new:
+                assert len(new) <= count, "fewer pieces have come than the request lacks"
+                sources = pages[part]
+                if is_stored:
+                    sources = sources[: len(new) * carrier.num_pages]
+                carrier.unpack(new[::-1], sources, is_each=is_stored)
+        if self.on_allocated is not None:
+            # Threads of tiers read these pieces without waiting for steps.
+            self._executor.mark().wait()
+        for carrier in self._carriers:
+            carrier.companion.committed(request)
+
+    def copy(self, carried: Carried, pieces: Sequence[int], namespace: bytes) -> list[list[int]]:
+        carrier = next(each for each in self._carriers if each is carried)
+        # Pages for copies must not make requests wait.
+        spared, size = self._spared if carrier.needs_many else 0, carrier.num_pages
+        pieces = pieces[: max(0, self._memory.num_available_pages - spared) // size]
+        if not pieces:
+            return []
+        pages = self._memory.allocate(len(pieces) * size, namespace)
+        self._prepare()
+        carrier.pack(pieces, pages, is_each=True)
+        self._copied = self._executor.mark()
+        return [pages[at : at + size] for at in range(0, len(pages), size)]
+
+    def settle(self) -> None:
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
+    def _prepare(self) -> None:
+        if self.on_allocated is not None:
+            self.on_allocated()
+        # Otherwise the next step would zero them.
+        if wipes := self._memory.take_wipes():
+            self._executor.order(ZeroPages(wipes))
+
+    def _num_carriers(self, carrier: Carrier, count: int, *, is_stored: bool) -> int:
+        return count * carrier.num_pages if is_stored else carrier.num_carriers(count)
+
+    def _parts(self, num_pages: int, end_token: int, *, is_stored: bool = False) -> list[_Part]:
+        """The parts of the pages after a lease's pages of KV."""
+        parts, at = list[_Part](), 0
+        for carrier in self._carriers:
+            if is_stored and carrier.needs_many:
+                count = max(0, num_pages - at) // carrier.num_pages
+            else:
+                count = carrier.num_carried(num_pages - at, end_token)
+            end = at + self._num_carriers(carrier, count, is_stored=is_stored)
+            parts.append(_Part(carrier, count, slice(at, end)))
+            at = end
+        return parts
+
+
+def num_block_pages(layout: CacheLayout) -> int:
+    """Pages of KV that have room for a block of recurrent layers; 0: the model has no blocks."""
+    return 0 if layout.states is None else -(-layout.states.block_bytes // layout.page_bytes)
+
+
+def make_carriers(
+    config: EngineConfig,
+    layout: CacheLayout,
+    num_blocks: int,
+    num_window_pages: Sequence[int],
+    prefixes: PrefixTree | None,
+    local: LocalExecutor,
+    executor: Executor,
+) -> tuple[Carrier, ...]:
+    """The model's companions and their carriers, in the order in which leases have their pieces.
+
+    Args:
+        num_blocks: Blocks of recurrent layers, the null block included.
+        num_window_pages: Pages of each window group, the null page included.
+        prefixes: Index of the first group's pages; None: nothing is cached.
+    """
+    carriers, first_key = list[Carrier](), 0
+    tracks_freed, size = config.poison_free_pages, config.page_size
+    max_rows = 1 + config.most_drafts
+    if layout.states is not None:
+        blocks = None if prefixes is None else StateIndex(prefixes)
+        memory = PageMemory(num_blocks, blocks, tracks_freed=tracks_freed)
+        sizes = config.checkpoint_tokens, config.max_running_requests, max_rows
+        states = StateCompanion(memory, blocks, size, *sizes)
+        first_key = num_block_pages(layout)
+        carriers.append(StateCarrier(states, first_key, 0, layout.page_bytes, local, executor))
+    groups = zip(layout.groups[1:], num_window_pages, executor.window_tables, strict=True)
+    for number, (group, num_pages, table) in enumerate(groups, 1):
+        assert group.reach is not None
+        index = None if prefixes is None else WindowIndex(prefixes, group.reach, size)
+        memory = PageMemory(num_pages, index, tracks_freed=tracks_freed)
+        reach = group.reach, size, config.max_step_tokens, max_rows
+        windows = WindowCompanion(memory, index, table, group.plane.name, *reach)
+        device, of_group = (local, executor), (number, group.page_bytes(size))
+        carrier = WindowCarrier(windows, first_key, layout.page_bytes, *device, *of_group)
+        first_key += carrier.num_pages
+        carriers.append(carrier)
+    return tuple(carriers)
+
+
+def keeps_windows(config: EngineConfig, model: ModelConfig) -> str:
+    """Why the engine keeps this model's pages that sliding windows have passed; empty: it frees
+    them.
+    """
+    is_recurrent = model.decoder is not None and bool(model.decoder.recurrent_layers)
+    if is_recurrent and config.has_tiers:
+        return "tiers hold states of recurrent layers or windows, not both"
+    return config.keeps_windows
+
+
+def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
+    states = layout.states
+    if states is None:
+        return []
+    return [
+        f"{states.layers} recurrent layers ({states.name}): {num_blocks:,} blocks of "
+        f"{states.block_bytes:,} bytes, as much as the KV of "
+        f"{states.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
+    ]
+
+
+def keeps_in_store(config: EngineConfig, layout: CacheLayout) -> bool:
+    """Whether the KV store keeps this model's pages. It does not if the model's blocks are longer
+    than the store takes.
+    """
+    return config.has_store and num_block_pages(layout) <= MAX_STORED_BLOCK_PAGES
+
+
+def describe_store(config: EngineConfig, layout: CacheLayout) -> list[str]:
+    """Sentences that say why the KV store is not used for this model, and what to do."""
+    if not config.has_store or keeps_in_store(config, layout):
+        return []
+    return [
+        f"the KV store keeps nothing of this model: its states take {num_block_pages(layout):,} "
+        f"pages a block, at most {MAX_STORED_BLOCK_PAGES:,}; set a larger page_size "
+        f"({config.page_size} tokens now)"
+    ]
