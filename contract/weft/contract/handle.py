@@ -72,6 +72,8 @@ class KvHandle:
     """Asks a KV store for blocks of so many pages each after those of the tokens; see
     `weft.contract.keys.blocks_keys`. 0: for one block, or the handle goes to a worker.
     """
+    state_pages: int = 0
+    """Asks a KV store for so many pages before those blocks (`PieceShape.state_pages`)."""
 
     @property
     def companion_pages(self) -> int:

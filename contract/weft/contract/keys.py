@@ -101,7 +101,9 @@ def block_keys(key: bytes, num_pages: int, first: int = 0) -> list[bytes]:
     return keys
 
 
-def blocks_keys(keys: Sequence[bytes], num_pages: int, block_pages: int) -> list[bytes]:
+def blocks_keys(
+    keys: Sequence[bytes], num_pages: int, block_pages: int, state_pages: int = 0
+) -> list[bytes]:
     """Keys of the pages of several pieces: that of the last page `keys[-1]` first, then those of
     the pages before it.
 
@@ -109,11 +111,18 @@ def blocks_keys(keys: Sequence[bytes], num_pages: int, block_pages: int) -> list
         keys: Of consecutive pages of a prompt, from its first one on.
         num_pages: Pages of all pieces.
         block_pages: Pages of each; 0: there is one piece.
+        state_pages: As many of `num_pages` come first: they are beside the last page alone, for
+            other companions (`PieceShape`).
     """
-    size = block_pages or num_pages
-    count = num_pages // size if size else 0
+    rest = num_pages - state_pages
+    size = block_pages or rest
+    count = rest // size if size else 0
     last = keys[max(0, len(keys) - count) :]
-    return [own for key in reversed(last) for own in block_keys(key, size)]
+    others = block_keys(keys[-1], state_pages) if keys else []
+    return [
+        *others,
+        *(own for key in reversed(last) for own in block_keys(key, size, state_pages)),
+    ]
 
 
 SHORT_KEY_BYTES = 8

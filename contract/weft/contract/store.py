@@ -76,6 +76,10 @@ class StoreLookup:
     """
     window_pages: int = field(default=0, metadata=wire(low=0, high=MAX_LOOKUP_KEYS))
     """Number of last pages whose blocks a request needs to continue; 0: it needs one block."""
+    state_pages: int = field(default=0, metadata=wire(low=0, high=MAX_STORED_BLOCK_PAGES))
+    """Pages beside the last page alone that a request needs in addition: a block of recurrent
+    layers, if `block_pages` are of a window page.
+    """
     request_id: str = ""
     traceparent: str = ""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from weft.checkpoint.config import ModelConfig, SlidingWindow
+from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, ModelError
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
@@ -235,13 +234,6 @@ def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) 
         check_recurrent(
             EngineConfig(model_dir=model_dir, device="cuda", tp=2, host_cache_bytes=1 << 20), own
         )
-    frees = EngineConfig(model_dir=model_dir, window_pages="free")
-    check_recurrent(frees, own)
-    window = SlidingWindow(length=20, layers=(own.attention_layers[-1],))
-    windowed = replace(own, sliding_window=window)
-    assert windowed.has_windows
-    with pytest.raises(ConfigError, match="window_pages = free: must be auto or keep for models"):
-        check_recurrent(frees, windowed)
     for settings, name in (
         ({"deterministic": True}, "deterministic"),
         ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),

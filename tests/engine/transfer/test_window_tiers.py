@@ -13,23 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from weft.checkpoint.config import ModelConfig
+from transformers import AutoModelForCausalLM
 from weft.contract import faults
 from weft.contract.faults import FaultSpec
 from weft.contract.keys import PageKeys, block_keys
 from weft.contract.request import SamplingParams
 from weft.contract.submits import Cancel
-from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.loop.carriers import keeps_windows
-from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.choices import Choices
-from weft.testing.models.families import FAMILIES, SIZES, make_family
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -220,42 +217,6 @@ def test_a_flush_leaves_no_window_page_in_host_memory(model_dir: Path) -> None:
         bench.settle()
         counts = [memory.counts() for memory in bench.engine.memories]
         assert not any(found.cached for found in (*counts, bench.engine.tiers.host.counts()))
-
-
-def test_the_reason_why_such_pages_are_kept(tmp_path: Path) -> None:
-    kind, fields = FAMILIES["lfm3"]
-    fields = {**SIZES, **fields, "architectures": ["Lfm3ForCausalLM"]}
-    AutoConfig.for_model(kind, **fields).save_pretrained(tmp_path)
-    model = ModelConfig.load(tmp_path)
-    assert model.has_windows
-    alone = {"model_dir": tmp_path, **WORKERS[1]}
-    assert not keeps_windows(EngineConfig(**alone), model)
-    for tiers in ({"host_cache_bytes": 1 << 20}, {"disk_cache_dir": tmp_path}):
-        assert "tiers hold states" in keeps_windows(EngineConfig(**alone, **tiers), model)
-
-
-@FULL
-def test_beside_tiers_models_with_recurrent_layers_keep_pages_behind_windows(
-    tmp_path: Path, seed: int
-) -> None:
-    path = make_family("lfm3", tmp_path, seed)
-    settings = {**WORKERS[1], "checkpoint_tokens": 5 * PAGE, "prefill_chunk_tokens": 4 * PAGE}
-    settings |= {"num_pages": 48, "host_cache_bytes": 8 << 20, "load_back_threshold": 0}
-    engine = make_engine(path, "decode", clock := ManualClock(), **settings)
-    pair = EnginePair(engine, [], clock)
-    try:
-        assert any("tiers hold states" in notice for notice in engine.info.notices)
-        prompts = [[random.randrange(3, 259) for _ in range(LENGTH)] for _ in range(3)]
-        answers = [
-            pair.finish(pair.submit(prompt, max_tokens=NUM_NEW)) for prompt in (*prompts, *prompts)
-        ]
-        pair.settle()
-        check_empty(engine)
-        assert engine.tiers is not None
-        assert engine.tiers.host.counters.loaded_pages
-        assert answers[:3] == answers[3:]
-    finally:
-        pair.close()
 
 
 @FULL

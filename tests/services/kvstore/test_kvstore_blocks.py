@@ -132,6 +132,56 @@ async def test_pages_count_up_to_the_last_whole_window(monkeypatch: pytest.Monke
         await caller.settled()
 
 
+async def test_pages_count_where_a_window_and_a_state_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against the definition; a fill brings the state's pages before those of the window."""
+    monkeypatch.setattr("weft.kvstore.store.CONTINUABLE_KEYS", random.randint(1, NUM_PAGES))
+    chain, content = Chain(NUM_PAGES), random_pages(NUM_PAGES, PAGE_BYTES)
+    num_states, window = random.randint(1, 3), random.randint(1, 3)
+    beside = [random_pages(num_states + BLOCK, PAGE_BYTES) for _ in range(NUM_PAGES)]
+    shape = {"block_pages": BLOCK, "state_pages": num_states}
+    whole: tuple[set[int], set[int]] = set(), set()
+    async with (
+        store_here(memory_bytes=(4 + num_states + BLOCK) * NUM_PAGES * PAGE_BYTES) as (_, address),
+        StoreCaller(address) as caller,
+    ):
+        await caller.put_data(chain, range(NUM_PAGES), content)
+        pieces = [(index, is_window) for index in range(NUM_PAGES) for is_window in (0, 1)]
+        right = 0
+        for index, is_window in random.sample(pieces, len(pieces)):
+            names = Chain(num_states + BLOCK, namespace=chain.namespace)
+            names.keys = block_keys(chain.keys[index], num_states + BLOCK)
+            own = range(num_states, num_states + BLOCK) if is_window else range(num_states)
+            await caller.put_data(names, own, beside[index][list(own)])
+            whole[is_window].add(index)
+            right = max(
+                end
+                for end in range(NUM_PAGES + 1)
+                if not end
+                or (end - 1 in whole[0] and whole[1].issuperset(range(max(0, end - window), end)))
+            )
+            request = kvstore_pb2.LookupRequest(
+                namespace=chain.namespace, keys=chain.keys, window_pages=window, **shape
+            )
+            answer = await caller.stub.Lookup(request, timeout=10)
+            assert answer.num_pages == right, (whole, window)
+        assert right == NUM_PAGES
+        end = random.randint(2, NUM_PAGES)
+        start, count = random.randrange(end - 1), random.randint(1, end)
+        pages = range(end - start + num_states + count * BLOCK)
+        filled = await caller.fill(chain, start, end, pages=pages, **shape)
+        assert filled.kinds[-1] == "done"
+        expected = [*content[start:end], *beside[end - 1][:num_states]]
+        for index in range(end - 1, end - 1 - count, -1):
+            expected += [*beside[index][num_states:]]
+        assert [bytes(filled.pages[start + i]) for i in pages] == [p.tobytes() for p in expected]
+        for changes in ({"state_pages": 2**31}, {"state_pages": num_states + 1}):
+            declined = await caller.fill(chain, start, end, pages=pages, **(shape | changes))
+            assert declined.last.declined.reason == kv_pb2.DECLINE_REASON_INVALID
+        await caller.settled()
+
+
 async def test_blocks_of_malformed_handles_are_not_looked_for() -> None:
     """The numbers of a handle are checked before the keys of so many pages are made."""
     chain = Chain(NUM_PAGES)

@@ -193,10 +193,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         task = load_pooling(path, settings.task).task
         name = given or default_name(model, path)
-        # With recurrent layers, leases carry their states and no window pages.
-        is_recurrent = config.decoder is not None and bool(config.decoder.recurrent_layers)
-        has_windows = config.has_windows and not is_recurrent
-        models.append(ModelFolder(name, path, task, why_not_8_bits(config), has_windows))
+        models.append(ModelFolder(name, path, task, why_not_8_bits(config), config.has_windows))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(

@@ -51,7 +51,6 @@ from weft.engine.loop.carriers import (
     describe_recurrent,
     describe_store,
     keeps_in_store,
-    keeps_windows,
     make_carriers,
 )
 from weft.engine.loop.combinations import check_combination, check_recurrent
@@ -324,7 +323,7 @@ def _load_models(
         dummy=config.dummy_weights,
         is_fixed=config.deterministic,
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
-        frees_windows=not keeps_windows(config, model),
+        frees_windows=not config.keeps_windows,
         task=config.task,
         peers=peers,
         ep=config.ep,

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from weft.checkpoint.config import ModelConfig
 from weft.contract.handle import KvHandle
 from weft.contract.keys import PieceShape
 from weft.contract.layout import CacheLayout
@@ -386,16 +385,6 @@ def make_carriers(
         first_key += carrier.num_pages
         carriers.append(carrier)
     return tuple(carriers)
-
-
-def keeps_windows(config: EngineConfig, model: ModelConfig) -> str:
-    """Why the engine keeps this model's pages that sliding windows have passed; empty: it frees
-    them.
-    """
-    is_recurrent = model.decoder is not None and bool(model.decoder.recurrent_layers)
-    if is_recurrent and config.has_tiers:
-        return "tiers hold states of recurrent layers or windows, not both"
-    return config.keeps_windows
 
 
 def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:

@@ -88,12 +88,6 @@ def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
             config.deterministic,
             "off for models with recurrent layers, whose sums depend on how prompts are cut",
         ),
-        (
-            "window_pages",
-            config.window_pages == "free" and model.has_windows,
-            "auto or keep for models with recurrent layers: pages that workers exchange carry "
-            "states of these or windows, not both",
-        ),
     )
     for name, is_wrong, wanted in refused:
         if is_wrong:

@@ -23,7 +23,6 @@ from weft.engine.executor.memory_plan import (
     pages_of,
 )
 from weft.engine.executor.ranks.start import Ranks
-from weft.engine.loop.carriers import keeps_windows
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank
 
@@ -127,7 +126,7 @@ def size_pools(
     plan += describe_windows(layout, (num_pages, *of_windows))
     model = loaded.config
     if len(layout.groups) == 1 and model.has_windows:
-        why = keeps_windows(config, model) or f"{model.architecture} has one page group"
+        why = config.keeps_windows or f"{model.architecture} has one page group"
         plan.append(f"pages are kept behind sliding windows: {why}")
     return Pools(num_pages, tuple(of_windows), num_blocks, num_draft_pages, plan)
 

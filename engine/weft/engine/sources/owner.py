@@ -28,7 +28,7 @@ from dataclasses import replace
 from weft.contract.clock import Clock
 from weft.contract.fills import FillCommand, LeaseAnswer
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, KvHandle
-from weft.contract.keys import blocks_keys
+from weft.contract.keys import PieceShape, blocks_keys
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
@@ -446,6 +446,7 @@ class OwnerFills:
             request.timeline.fills.append(record)
 
     def _handle(self, fill: Fill, request: Request) -> KvHandle:
+        shape = self._shape if fill.candidate.kind == "kvstore" else PieceShape()
         return KvHandle(
             owner_id=self._config.worker_id,
             owner_epoch=self._epoch,
@@ -463,12 +464,13 @@ class OwnerFills:
             priority=request.priority,
             tenant=request.tenant,
             adapter=request.adapter,
-            block_pages=self._stored_block_pages if fill.candidate.kind == "kvstore" else 0,
+            block_pages=shape.pages_of_many,
+            state_pages=shape.state_pages,
         )
 
     @property
-    def _stored_block_pages(self) -> int:
-        return 0 if self.packer is None else self.packer.shape.pages_of_many
+    def _shape(self) -> PieceShape:
+        return PieceShape() if self.packer is None else self.packer.shape
 
     def _command(
         self,
@@ -583,7 +585,8 @@ class OwnerFills:
         index = start_token // self._config.page_size + page
         num_kv = fill.end_token // self._config.page_size
         keys = request.keys.upto(request.tokens, num_kv)
-        keys = [*keys, *blocks_keys(keys, fill.num_companion_pages, self._stored_block_pages)]
+        sizes = self._shape.pages_of_many, self._shape.state_pages
+        keys = [*keys, *blocks_keys(keys, fill.num_companion_pages, *sizes)]
         self._command(fill, "report", corrupt=(keys[index], digest))
 
     def _accept(self, fill: Fill, index: int, end_token: int) -> None:

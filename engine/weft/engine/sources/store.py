@@ -157,6 +157,7 @@ class StoreLink:
             keys=list(keys),
             block_pages=shape.block_pages,
             window_pages=shape.window_pages,
+            state_pages=shape.state_pages,
             request_id=request.key.request_id,
             traceparent=request.traceparent,
         )

@@ -270,6 +270,7 @@ class KvHandle(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     BLOCK_PAGES_FIELD_NUMBER: _builtins.int
     TOKEN_WORDS_FIELD_NUMBER: _builtins.int
+    STATE_PAGES_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Stable id of the owning worker, and its incarnation."""
     owner_epoch: _builtins.int
@@ -296,6 +297,10 @@ class KvHandle(_message.Message):
     token_words: _builtins.bytes
     """The same tokens as little-endian 32-bit numbers; senders set one of the two. Packing a long
     history this way takes milliseconds less.
+    """
+    state_pages: _builtins.int
+    """Asks a KV store for so many pages before those blocks, which lie beside the last page: a block
+    of recurrent layers, if block_pages are of a window page.
     """
     @_builtins.property
     def lease_duration(self) -> _duration_pb2.Duration:
@@ -349,10 +354,11 @@ class KvHandle(_message.Message):
         adapter: _common_pb2.AdapterRef | None = ...,
         block_pages: _builtins.int = ...,
         token_words: _builtins.bytes = ...,
+        state_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "start_token", b"start_token", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

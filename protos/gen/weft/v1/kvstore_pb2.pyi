@@ -28,6 +28,7 @@ class LookupRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     BLOCK_PAGES_FIELD_NUMBER: _builtins.int
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
+    STATE_PAGES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace of the chain, 32 bytes."""
     block_pages: _builtins.int
@@ -36,6 +37,10 @@ class LookupRequest(_message.Message):
     """
     window_pages: _builtins.int
     """Number of last pages that must have their blocks; 0: as 1."""
+    state_pages: _builtins.int
+    """Pages that the last page must have beside it in addition, under the first keys there: a block
+    of recurrent layers, if block_pages are of a window page.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of consecutive pages, 32 bytes each, the first page of the prompt first; at most 65,536."""
@@ -47,10 +52,11 @@ class LookupRequest(_message.Message):
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         block_pages: _builtins.int = ...,
         window_pages: _builtins.int = ...,
+        state_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_pages", b"block_pages", "keys", b"keys", "namespace", b"namespace", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_pages", b"block_pages", "keys", b"keys", "namespace", b"namespace", "state_pages", b"state_pages", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

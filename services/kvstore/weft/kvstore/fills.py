@@ -90,7 +90,8 @@ class StoreFills:
             await self._backend.fetch(keys[handle.start_token // handle.page_size :])
             most = MAX_FILL_PAGES if handle.block_pages else MAX_STORED_BLOCK_PAGES
             if 0 < (num_more := self._jobs.num_pages_of(handle)) <= most:
-                await self._backend.fetch(blocks_keys(keys, num_more, handle.block_pages))
+                shape = handle.block_pages, handle.state_pages
+                await self._backend.fetch(blocks_keys(keys, num_more, *shape))
         is_used = self._jobs.get(handle.lease_id) is not None
         self._jobs.expected_keys = keys
         self.filler.on_start(start)

@@ -65,14 +65,15 @@ class StoreJobs:
         most = MAX_FILL_PAGES if handle.block_pages else MAX_STORED_BLOCK_PAGES
         if num_more > most:
             return "too_long", f"blocks of {num_more} pages, at most {most}"
-        if handle.block_pages and num_more > len(keys) * handle.block_pages:
+        num_of_last = num_more - handle.state_pages
+        if handle.block_pages and num_of_last > len(keys) * handle.block_pages:
             return "invalid", f"{num_more} pages in blocks of {handle.block_pages} at {len(keys)}"
         if len(self._jobs) >= self._max_fills:
             return "busy", f"{self._max_fills} fills are under way"
         first = handle.start_token // handle.page_size
         if not self._pages.num_held(keys[first : first + 1]):
             return "not_held", "the first page asked for is not here"
-        of_block = blocks_keys(keys, num_more, handle.block_pages)
+        of_block = blocks_keys(keys, num_more, handle.block_pages, handle.state_pages)
         if of_block and self._pages.num_held([*keys[first:], *of_block]) < (
             len(keys) - first + len(of_block)
         ):
@@ -92,7 +93,7 @@ class StoreJobs:
         else:
             pages = pinned
         num_more = self.num_pages_of(handle)
-        block = self._pages.pin(blocks_keys(keys, num_more, handle.block_pages))
+        block = self._pages.pin(blocks_keys(keys, num_more, handle.block_pages, handle.state_pages))
         job = StoreJob(
             lease_id=handle.lease_id,
             tokens=handle.tokens[: len(pages) * handle.page_size],
@@ -122,7 +123,10 @@ class StoreJobs:
         if handle.page_size < 1 or not 0 <= start < end == len(handle.tokens):
             return 0
         num_more, size = max(0, handle.companion_pages), handle.block_pages
-        if size and (size > MAX_STORED_BLOCK_PAGES or num_more % size):
+        num_of_last = num_more - handle.state_pages
+        if handle.state_pages > MAX_STORED_BLOCK_PAGES or num_of_last < 0:
+            return 0
+        if size and (size > MAX_STORED_BLOCK_PAGES or num_of_last % size):
             return 0
         return num_more
 

@@ -16,6 +16,7 @@ from weft.contract.codec.pairs import LEASE_STATES, LOOKUP, PUT, TIER
 from weft.contract.codec.walk import duration
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import LEASE_ID_BYTES
+from weft.contract.keys import PieceShape
 from weft.contract.store import KEY_BYTES
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore
@@ -42,7 +43,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
     ) -> kvstore_pb2.LookupResponse:
         start_s = monotonic()
         lookup = LOOKUP.decode(request, lookup=0)
-        num_pages = await self._store.look_up(lookup.keys, lookup.block_pages, lookup.window_pages)
+        shape = PieceShape(lookup.block_pages, lookup.window_pages, lookup.state_pages)
+        num_pages = await self._store.look_up(lookup.keys, shape)
         self._trace_lookup(context, start_s, len(lookup.keys), num_pages)
         return kvstore_pb2.LookupResponse(num_pages=num_pages, epoch=self._store.epoch)
 

@@ -16,7 +16,7 @@ from weft.common.tasks import start_logged
 from weft.common.telemetry.tracing import make_tracer
 from weft.contract.clock import monotonic
 from weft.contract.errors import Draining
-from weft.contract.keys import block_keys, blocks_keys
+from weft.contract.keys import PieceShape, block_keys, blocks_keys
 from weft.contract.reports import TierReport
 from weft.contract.store import PutOrder
 from weft.kvstore.backends import open_source
@@ -124,14 +124,10 @@ class KvStore:
             }
         return found
 
-    async def look_up(self, keys: list[bytes], block_pages: int = 0, window_pages: int = 0) -> int:
-        """Number of leading keys that are held.
-
-        With `block_pages`, the number ends at a page from which a request can go on: it and the
-        pages before it, `window_pages` but at least one in all, each have their block of
-        `block_pages` pages.
+    async def look_up(self, keys: list[bytes], shape: PieceShape) -> int:
+        """Number of leading keys that are held. With `block_pages`, the number ends at a page from
+        which a request can continue: all pieces that it needs are held.
         """
-        num_blocks = max(1, window_pages)
         if self._arena_pages is None and self._source is not None and keys:
             page_bytes = await self._source.page_bytes_of(keys[0])
             if page_bytes and self._arena_pages is None:
@@ -142,44 +138,66 @@ class KvStore:
             num_held = (
                 arena.pages.num_held(keys) if backend is None else await backend.look_up(keys)
             )
-            if block_pages:
-                num_held = await self._continuable(arena, keys[:num_held], block_pages, num_blocks)
+            if shape.block_pages:
+                num_held = await self._continuable(arena, keys[:num_held], shape)
             if num_held and backend is not None:
                 backend.prefetch(keys[:num_held])
-                if block_pages:
-                    num_pages = min(num_blocks, num_held) * block_pages
-                    backend.prefetch(blocks_keys(keys[:num_held], num_pages, block_pages))
+                if shape.block_pages:
+                    num_pieces = min(max(1, shape.window_pages), num_held)
+                    num_pages = shape.state_pages + num_pieces * shape.block_pages
+                    sizes = num_pages, shape.block_pages, shape.state_pages
+                    backend.prefetch(blocks_keys(keys[:num_held], *sizes))
         self.counters.lookups += 1
         self.counters.lookup_pages += len(keys)
         self.counters.hit_pages += num_held
         return num_held
 
-    async def _continuable(
-        self, arena: PageArena, keys: list[bytes], block_pages: int, num_blocks: int
+    async def _continuable(self, arena: PageArena, keys: list[bytes], shape: PieceShape) -> int:
+        """The most leading keys after which a request finds all pieces that it needs."""
+        of_last = shape.block_pages, shape.state_pages
+        border, last = len(keys), -1
+        while border != last:
+            last = border
+            num_needed = max(1, shape.window_pages)
+            border = await self._last_whole(arena, keys[:border], *of_last, num_needed)
+            if not shape.state_pages:
+                break
+            border = await self._last_whole(arena, keys[:border], shape.state_pages, 0, 1)
+        return border
+
+    async def _last_whole(
+        self, arena: PageArena, keys: list[bytes], num_pages: int, first: int, num_needed: int
     ) -> int:
-        """The most leading keys of which the last `num_blocks`, or all if there are fewer, have
-        whole blocks.
+        """The most leading keys of which the last `num_needed`, or all if there are fewer, have
+        whole pieces of `num_pages` pages.
+
+        Args:
+            first: Number of keys beside a page before those of the piece.
         """
         border = len(keys)
         for end in range(len(keys), 0, -CONTINUABLE_KEYS):
             part = keys[max(0, end - CONTINUABLE_KEYS) : end]
-            firsts = await self._held_of(arena, [block_keys(key, 1)[0] for key in part])
-            some = [key for key in part if block_keys(key, 1)[0] in firsts]
+            starts = {key: block_keys(key, 1, first)[0] for key in part}
+            held = await self._held_of(arena, list(starts.values()))
+            some = [key for key in part if starts[key] in held]
+            sizes = num_pages, first
             # Window pages are short and many, blocks of recurrent layers long and few.
-            whole = await self._whole(arena, some, block_pages) if num_blocks > 1 else set()
+            whole = await self._whole(arena, some, *sizes) if num_needed > 1 else set()
             for index in range(len(part) - 1, -1, -1):
                 number, key = end - len(part) + index, part[index]
-                if num_blocks == 1 and block_keys(key, 1)[0] in firsts:
-                    whole = await self._whole(arena, [key], block_pages)
+                if num_needed == 1 and starts[key] in held:
+                    whole = await self._whole(arena, [key], *sizes)
                 if key not in whole:
                     border = number
-                elif border - number == num_blocks:
+                elif border - number == num_needed:
                     return border
             await asyncio.sleep(0)  # So that other calls are served during a long search.
         return border
 
-    async def _whole(self, arena: PageArena, keys: list[bytes], block_pages: int) -> set[bytes]:
-        blocks = {key: block_keys(key, block_pages) for key in keys}
+    async def _whole(
+        self, arena: PageArena, keys: list[bytes], num_pages: int, first: int
+    ) -> set[bytes]:
+        blocks = {key: block_keys(key, num_pages, first) for key in keys}
         held = await self._held_of(arena, [name for names in blocks.values() for name in names])
         return {key for key, names in blocks.items() if held.issuperset(names)}
 

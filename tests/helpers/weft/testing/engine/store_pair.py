@@ -60,13 +60,18 @@ class StorePair(EnginePair):
         own, other = (group.page_bytes(self._page) for group in layout.groups)
         return block_keys(key, -(-other // own))
 
+    def before_windows(self, key: bytes) -> list[bytes]:
+        """The store's names of what else a prompt's last page has beside it."""
+        return []
+
     def continuable(self, keys: list[bytes]) -> int:
-        """By definition: all pages of the first group, and those of the last window."""
+        """By definition: all pages of the first group, those of the last window, and the rest."""
         count = next((n for n, key in enumerate(keys) if key not in self.held), len(keys))
         whole = [self.held.keys() >= set(self.blocks_of(key)) for key in keys]
         return max(
             end
             for end in range(count + 1)
+            if not end or self.held.keys() >= set(self.before_windows(keys[end - 1]))
             if all(whole[max(0, end * self._page - self._window + 1) // self._page : end])
         )
 
@@ -88,6 +93,7 @@ class StorePair(EnginePair):
 
     def _answer(self, lookup: StoreLookup) -> StoreAnswer:
         assert lookup.block_pages == len(self.blocks_of(b""))
+        assert lookup.state_pages == len(self.before_windows(b""))
         assert lookup.window_pages == -(-(self._window - 1) // self._page)
         found = self.continuable(lookup.keys)
         segment = StoreSegment(num_pages=found, store_id="s", address="s", epoch=_EPOCH)
@@ -99,7 +105,8 @@ class StorePair(EnginePair):
         size = self._page
         keys = PageKeys(handle.namespace, size).upto(handle.tokens, handle.end_token // size)
         of_windows = [name for key in reversed(keys) for name in self.blocks_of(key)]
-        names = [*keys[handle.start_token // size :], *of_windows][: len(handle.pages)]
+        names = [*keys[handle.start_token // size :], *self.before_windows(keys[-1]), *of_windows]
+        names = names[: len(handle.pages)]
         accepted = {"filler_epoch": _EPOCH, "end_token": handle.end_token, "transport": "data"}
         yield FillEvent(kind="accepted", **accepted)
         pages = [np.frombuffer(self.held[name], np.uint8) for name in names]
