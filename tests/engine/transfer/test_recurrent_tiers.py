@@ -19,7 +19,8 @@ from weft.contract.faults import FaultSpec
 from weft.contract.keys import PageKeys, block_keys
 from weft.contract.layout import StatePart, StatePlane
 from weft.engine.executor.block_pool import BlockPool
-from weft.engine.executor.states import StateMemory
+from weft.engine.executor.ranks.share import runs_over_ranks
+from weft.engine.executor.states import RankBlocks, StateMemory
 from weft.testing.engine.tier_bench import NUM_NEW, TierBench
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -181,3 +182,33 @@ def test_blocks_go_in_pages_and_back_byte_by_byte() -> None:
             pool.commit(others)
         for part, right in zip(memory.of_blocks, expected, strict=True):
             assert torch.equal(part[to], right)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_blocks_that_ranks_have_apart_lie_in_pages_as_those_of_one(size: int) -> None:
+    """As on GPUs, where rank 0 maps the blocks of all: here all are in one memory."""
+    parts = (StatePart("state", (8, 3, 5), "float32"), StatePart("conv", (16, 3), "bfloat16"))
+    plane = StatePlane(name="any", layers=3, parts=parts, ring=())
+    alone = StateMemory(plane, 4, 1, 1, torch.device("cpu"))
+    for pool in alone.pools.blocks:
+        pool.copy_(torch.randn(pool.shape))
+    ranks = [[part.contiguous() for part in pool.chunk(size, dim=2)] for pool in alone.pools.blocks]
+    own = tuple(of_part[0] for of_part in ranks)
+    blocks = RankBlocks(runs_over_ranks(ranks), own, is_mapped=True)
+    memory = StateMemory(plane.of_rank(size), 4, 1, 1, torch.device("cpu"), blocks)
+    page_bytes = random.choice([16, 64, 256])
+    num_pages = -(-plane.block_bytes // page_bytes)
+    rows = torch.zeros((2, num_pages, page_bytes), dtype=torch.uint8)
+    for of, pages in zip((alone, memory), rows, strict=True):
+        of.to_pages(2, range(num_pages), pages)
+        pool = BlockPool(of.of_blocks, num_pages, page_bytes)
+        numbers = range(2 * num_pages, 3 * num_pages)
+        assert [pool.read(number).tolist() for number in numbers] == pages.tolist()
+    assert torch.equal(*rows)
+    memory.from_pages(3, range(num_pages), rows[0])
+    for of_part, pool in zip(ranks, alone.pools.blocks, strict=True):
+        assert torch.equal(torch.cat(of_part, dim=2)[3], pool[2])
+    memory.poison([3])
+    for first, *others in ranks:
+        assert first[3].isnan().all()
+        assert not any(other[3].isnan().any() for other in others)

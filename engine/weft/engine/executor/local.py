@@ -160,7 +160,8 @@ class LocalExecutor:
             ring_rows = num_ring_rows(layout.page_size, 1 + max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
             # On GPUs each rank has separate blocks, and `layout` is already one rank's there.
-            plane = layout.states if blocks is None else layout.states.of_rank(num_ranks)
+            is_own = blocks is None or blocks.is_mapped
+            plane = layout.states if is_own else layout.states.of_rank(num_ranks)
             self.states = StateMemory(plane, *sizes, device, blocks)
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
@@ -497,11 +498,15 @@ class LocalExecutor:
             case PoisonBlocks(blocks):
                 self._blocks().poison(blocks)
             case PackBlock(block, pages):
-                self._blocks().to_pages(block, pages, _rows(self.pool))
+                self._blocks().to_pages(block, pages, self._whole_pages)
             case UnpackBlock(block, pages):
-                self._blocks().from_pages(block, pages, _rows(self.pool))
+                self._blocks().from_pages(block, pages, self._whole_pages)
             case _:
                 assert_never(order)
+
+    @property
+    def _whole_pages(self) -> torch.Tensor | DevicePages:
+        return self.device_pages if len(self.device_pages.parts) > 1 else _rows(self.pool)
 
     def _blocks(self) -> StateMemory:
         assert self.states is not None

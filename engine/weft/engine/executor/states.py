@@ -15,6 +15,7 @@ from weft.engine.base.device_copies import DeviceCopies
 from weft.engine.base.state_rows import NO_TABLE, StateRows
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.model.state_step import Rows, StatePools, StateRound, StateStep
+from weft.engine.transfer.device_pages import DevicePages
 from weft.kernels.ops.pages import page_index
 from weft.kernels.ops.recurrence.sequences import HostSequences, Sequences
 from weft.kernels.ops.slot_states import plan_slots
@@ -28,9 +29,13 @@ _HostRows = Int64Array | slice
 
 class RankBlocks(NamedTuple):
     whole: tuple[torch.Tensor, ...]
-    """For each part of the plane over all ranks: [num_blocks, layers, *shape]."""
+    """Blocks over all ranks: what a block has, in the order in which it lies in pages,
+    [num_blocks, ...] each.
+    """
     own: tuple[torch.Tensor, ...]
-    """This rank's heads or channels, views of `whole`."""
+    """For each part of the plane, this rank's heads or channels: [num_blocks, layers, *shape]."""
+    is_mapped: bool = False
+    """Whether `whole` is in the memory of several devices, of which each rank works on its own."""
 
 
 class StateMemory:
@@ -65,6 +70,7 @@ class StateMemory:
                 whole = tuple(zeros(part, num_blocks, plane.layers) for part in plane.parts)
                 blocks = RankBlocks(whole, whole)
             self._whole = blocks.whole
+            self._poisoned = blocks.own if blocks.is_mapped else blocks.whole
             self.pools = StatePools(
                 blocks.own,
                 tuple(zeros(part, num_slots + 1, ring_rows, plane.layers) for part in plane.ring),
@@ -77,8 +83,8 @@ class StateMemory:
 
     @property
     def of_blocks(self) -> tuple[torch.Tensor, ...]:
-        """All parts of blocks over all ranks, [num_blocks, ...] each, in the order in which they
-        are packed into pages.
+        """Blocks over all ranks, [num_blocks, ...] each, in the order in which they are packed into
+        pages.
         """
         return (*self._whole, *self.pools.row_blocks)
 
@@ -97,21 +103,35 @@ class StateMemory:
             raise ConfigError(f"rings of recurrent layers do not fit: {error}") from error
         return replace(self.pools, found=tuple(found))
 
-    def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
+    def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor | DevicePages) -> None:
         """Copies a block into pages, which together have room for it.
 
         Args:
             pages: Numbers of the pages, in order.
-            pool: [num_pages, page_bytes] uint8.
+            pool: [num_pages, page_bytes] uint8, or the pages of all ranks.
         """
         row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in self.of_blocks])
-        room = pool.new_zeros(len(pages) * pool.shape[1])
+        page_bytes = pool.shape[1] if isinstance(pool, torch.Tensor) else pool.page_bytes
+        room = row.new_zeros(len(pages) * page_bytes)
         room[: row.shape[0]] = row
-        pool.index_copy_(0, page_index(pages, pool.device), room.view(len(pages), -1))
+        numbers = page_index(pages, row.device)
+        if isinstance(pool, torch.Tensor):
+            pool.index_copy_(0, numbers, room.view(len(pages), -1))
+        else:
+            pool.scatter(room.view(len(pages), -1), numbers)
 
-    def from_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
+    def from_pages(
+        self, block: int, pages: Sequence[int], pool: torch.Tensor | DevicePages
+    ) -> None:
         """Copies a block out of the pages that `to_pages` has filled."""
-        room, at = pool.index_select(0, page_index(pages, pool.device)).view(-1), 0
+        numbers = page_index(pages, self.of_blocks[0].device)
+        if isinstance(pool, torch.Tensor):
+            room = pool.index_select(0, numbers).view(-1)
+        else:
+            rows = torch.empty((len(pages), pool.page_bytes), dtype=torch.uint8, device=pool.device)
+            pool.gather(numbers, rows)
+            room = rows.view(-1)
+        at = 0
         for part in self.of_blocks:
             size = part[block].numel() * part.element_size()
             part[block] = room[at : at + size].clone().view(part.dtype).view(part[block].shape)
@@ -120,7 +140,7 @@ class StateMemory:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fills free blocks with NaN, so that reading one is noticed."""
         if blocks:
-            for pool in self.of_blocks:
+            for pool in (*self._poisoned, *self.pools.row_blocks):
                 pool.index_fill_(0, page_index(blocks, pool.device), float("nan"))
 
     def step(

@@ -361,9 +361,7 @@ def _make_executor(
     layout, pool, blocks = models.layout, None, None
     if shared is not None:
         layout, pool = pool_of(config, shared, layout, pools.num_pages)
-        if layout.states is not None:
-            shared.others.agree("blocks", pools.num_blocks)
-        blocks = blocks_of(shared.others, layout, pools.num_blocks, device)
+        blocks = blocks_of(config, shared, layout, pools.num_blocks)
     executor = LocalExecutor(
         models.loaded.model,
         layout,

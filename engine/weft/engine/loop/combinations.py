@@ -72,11 +72,10 @@ def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
             f"below page_size = {config.page_size} on a GPU for models with recurrent layers",
         ),
         (
-            "tp",
-            config.tp > 1 and config.is_on_gpu and config.moves_pages,
-            "1 on GPUs for models with recurrent layers whose pages leave the worker; or take no "
-            "tiers, no KV store, --transport data and "
-            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+            "drafter",
+            config.tp > 1 and config.is_on_gpu and config.moves_pages and config.drafter == "mtp",
+            "none or ngram with several GPUs for models with recurrent layers whose pages leave "
+            "the worker",
         ),
         (
             "drafter",

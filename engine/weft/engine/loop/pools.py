@@ -123,6 +123,8 @@ def size_pools(
         plan.append(draft.describe(num_draft_pages))
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
+        if layout.states is not None:
+            num_blocks = ranks.agree("blocks", num_blocks)
     plan += describe_windows(layout, (num_pages, *of_windows))
     model = loaded.config
     if len(layout.groups) == 1 and model.has_windows:

@@ -147,8 +147,8 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             needs = replace(needs, states=needs.for_pool - left)
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
-    own, pool = pool_of(config, shared, layout, num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
+    own, pool = pool_of(config, shared, layout, num_pages)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
         loaded.model,
@@ -164,7 +164,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         max_drafts=config.most_drafts,
         num_blocks=num_blocks,
         pool=pool,
-        blocks=blocks_of(others, layout, num_blocks, device),
+        blocks=blocks_of(config, shared, own, num_blocks),
         num_ranks=config.tp,
         peers=None if isinstance(peers, SharedGroup) else peers,
     )

@@ -12,7 +12,7 @@ from weft.contract.errors import RanksLost
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.executor.orders import Order, PageOrder
+from weft.engine.executor.orders import Order, PackBlock, PageOrder, UnpackBlock
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
     NO_PAGES,
@@ -62,7 +62,7 @@ class RankedExecutor:
         self.page_table, self.window_tables = local.page_table, local.window_tables
         self._num_additions_sent = 0
         """`PageTable.num_additions` when entries were sent last."""
-        maps_pools = len(local.device_pages.parts) > 1
+        self._maps_pools = maps_pools = len(local.device_pages.parts) > 1
         self.facts = local.facts._replace(writes_after_draw=maps_pools and local.has_head)
         self._marks_on_all = peers is not None and (maps_pools or local.has_adapters)
         """Whether rank 0 reads or writes the memory of other ranks' devices."""
@@ -116,11 +116,20 @@ class RankedExecutor:
 
     def mark(self) -> Mark:
         if self._marks_on_all:
-            self._ranks.group.post(encode_barrier())
-            self._local.meet()
+            self._meet()
         return self._local.mark()
 
+    def _meet(self) -> None:
+        self._ranks.group.post(encode_barrier())
+        self._local.meet()
+
     def order(self, order: Order) -> None:
+        if self._maps_pools and isinstance(order, PackBlock | UnpackBlock):
+            # Rank 0 copies between pages and blocks in the memory of all devices.
+            self._meet()
+            self._local.order(order)
+            self._meet()
+            return
         if self._peers is not None or not isinstance(order, PageOrder):
             self._ranks.group.post(frame_of_order(order))
         self._local.order(order)

@@ -10,7 +10,7 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.contract.errors import ConfigError
-from weft.contract.layout import CacheLayout
+from weft.contract.layout import CacheLayout, StatePlane
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.kv_format import dtype_of
@@ -147,18 +147,57 @@ def _mapped_pool(
 
 
 def blocks_of(
-    others: RankGroup, layout: CacheLayout, num_blocks: int, device: torch.device
+    config: EngineConfig, shared: SharedMemory, layout: CacheLayout, num_blocks: int
 ) -> RankBlocks | None:
-    """The blocks of recurrent layers, which all ranks on a CPU share like the pool; None: the model
-    has none, or the executor allocates them.
+    """The blocks of recurrent layers; None: the model has none, or the executor allocates them.
+
+    As with `pool_of`, all ranks on a CPU share them, and on GPUs rank 0 maps those of all ranks if
+    blocks leave the GPUs. Raises ConfigError if they do not fit.
+
+    Args:
+        layout: From `pool_of`: of all ranks on a CPU, of one rank on a GPU.
     """
-    if layout.states is None or device.type != "cpu":
+    plane, size = layout.states, shared.size
+    if plane is None or (config.is_on_gpu and not config.moves_pages):
         return None
+    if config.is_on_gpu:
+        return _mapped_blocks(shared, plane, num_blocks)
     whole: list[torch.Tensor] = []
-    for part in layout.states.parts:
-        shape = (num_blocks, layout.states.layers, *part.shape)
-        segment = others.share(num_blocks * layout.states.layers * part.num_bytes)
+    for part in plane.parts:
+        shape = (num_blocks, plane.layers, *part.shape)
+        segment = shared.others.share(num_blocks * plane.layers * part.num_bytes)
         dtype: torch.dtype = getattr(torch, part.dtype)
         whole.append(segment.tensor(shape, dtype))
-    own = tuple(part.chunk(others.size, dim=2)[others.rank] for part in whole)
+    own = tuple(part.chunk(size, dim=2)[shared.rank] for part in whole)
     return RankBlocks(tuple(whole), own)
+
+
+def _mapped_blocks(shared: SharedMemory, plane: StatePlane, num_blocks: int) -> RankBlocks:
+    ranks: list[list[torch.Tensor]] = []
+    for part in plane.parts:
+        num_bytes = num_blocks * plane.layers * part.num_bytes
+        try:
+            memory = shared.memory(num_bytes)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{num_bytes:,} bytes of recurrent states do not fit: {error}"
+            ) from error
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        shape = (num_blocks, plane.layers, *part.shape)
+        ranks.append([flat.view(dtype).view(shape) for flat in memory])
+    own = tuple(parts[shared.rank] for parts in ranks)
+    return RankBlocks(runs_over_ranks(ranks), own, is_mapped=True)
+
+
+def runs_over_ranks(ranks: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """`RankBlocks.whole` of blocks whose ranks each have separate memory.
+
+    Args:
+        ranks: For each part of the plane, [num_blocks, layers, *shape] of each rank.
+    """
+    return tuple(
+        one[:, layer]
+        for parts in ranks
+        for layer in range(parts[0].shape[1])
+        for one in (part.view(*part.shape[:2], -1) for part in parts)
+    )
