@@ -378,7 +378,7 @@ async def test_older_thinking_is_cleared(edge: DialectEdge) -> None:
 
 async def test_more_tokens_than_there_is_room_for(edge: DialectEdge, client: Any) -> None:
     """Agents always ask for 32,000 or 64,000."""
-    edge.text, edge.is_cut = "word " * 5000, True
+    edge.text, edge.is_cut, edge.chunk = "word " * 5000, True, 50
     raw = await client.messages.with_raw_response.create(**{**BASIC, "max_tokens": 64000})
     message = await raw.parse()
     assert message.stop_reason == "model_context_window_exceeded"

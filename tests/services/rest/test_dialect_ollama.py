@@ -261,7 +261,7 @@ async def test_failures_have_ollamas_shape(rest_binary: Path, tmp_path: Path) ->
 async def test_more_tokens_than_there_is_room_for(
     edge: DialectEdge, client: ollama.AsyncClient
 ) -> None:
-    edge.text, edge.is_cut = "word " * 5000, True
+    edge.text, edge.is_cut, edge.chunk = "word " * 5000, True, 50
     answer = await client.chat(model=MODEL, messages=USER, options={"num_predict": 64000})
     assert answer.done_reason == "length"
     assert (answer.prompt_eval_count or 0) + (answer.eval_count or 0) == 4096

@@ -398,7 +398,7 @@ async def test_what_the_model_can_do_without_is_left_out(
 async def test_more_tokens_than_there_is_room_for(
     edge: DialectEdge, client: openai.AsyncOpenAI
 ) -> None:
-    edge.text, edge.is_cut = "word " * 5000, True
+    edge.text, edge.is_cut, edge.chunk = "word " * 5000, True, 50
     response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=64000)
     assert response.status == "incomplete"
     assert response.incomplete_details is not None

@@ -35,6 +35,8 @@ class DialectEdge:
         """What the model says."""
         self.is_cut = False
         """Whether it goes on until it is stopped, without an end."""
+        self.chunk = 1
+        """Tokens of a step."""
         self.break_after = 10**9
         """Steps after which the worker's Session is cut."""
         self.hang_after = 10**9
@@ -49,6 +51,7 @@ class DialectEdge:
         ids = self.mesh.ids(self.text)
         return Script(
             tokens=[ids if self.is_cut else [*ids, self.mesh.end]],
+            chunk=self.chunk,
             break_after=self.break_after,
             hang_after=self.hang_after,
             top_logprobs=1 if submit.HasField("logprobs") else None,
