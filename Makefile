@@ -22,8 +22,9 @@ DRAFT := --demo-draft-dir drafts/smollm2-135m-eagle3
 ARGS ?=
 # Meshes whose tests pass on any device.
 ON_GPU := tests/mesh/adapters/test_adapters.py tests/mesh/faults/test_faults.py tests/mesh/faults/test_resumption.py
-# Meshes, many of whose tests wait for something, in two turns, beside one of the others.
-TURNS := -n 3
+# Meshes, many of whose tests wait for something, in two turns, beside two of the others, of which
+# those of services wait as well.
+TURNS := -n 4
 # Some containers set it. Each process would compile all that it imports, torch as well: seconds of
 # each start, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -71,10 +72,10 @@ test-full: checked ## As test, with cross products and storms.
 	$(BIN)/pytest $(TURNS) --durations 20 --full $(ARGS)
 
 test-unit: setup ## Only tests that start no process, and those of the sources.
-	$(BIN)/pytest $(TURNS) tests/unit tests/architecture $(ARGS)
+	$(BIN)/pytest -n 3 tests/unit tests/architecture $(ARGS)
 
 test-engine: setup ## Only kernels, models and engines in this process.
-	$(BIN)/pytest $(TURNS) tests/kernels tests/engine $(ARGS)
+	$(BIN)/pytest -n 3 tests/kernels tests/engine $(ARGS)
 
 test-services: checked ## Only single services, and the manifests.
 	$(BIN)/pytest $(TURNS) tests/services tests/k8s $(ARGS)
@@ -87,7 +88,7 @@ test-chaos: setup ## Only meshes with faults.
 
 # All that comes before the tests, side by side.
 checked: $(SETUP)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint bytecode rest valkey clients
+	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target lint bytecode rest valkey clients
 
 # Else each of the processes that test would compile all modules and all tests for itself, at once.
 bytecode: $(SETUP)

@@ -217,7 +217,7 @@ def _repeated(items: list[pytest.Item]) -> set[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`pytest -n 3` runs three turns at a time, and the tests of a turn one after the other.
+    """`pytest -n 4` runs four turns at a time, and the tests of a turn one after the other.
     `--dist` names another way to share them.
     """
     if config.getoption("dist") != "load":
