@@ -2,6 +2,7 @@
 
 An order is a value whose fields are numbers, texts or rows of numbers, so all orders reach other
 ranks in one encoding. A new order takes a class in this module and a case in `LocalExecutor.order`.
+Writing an adapter's rows is no order: it waits for no step, since no step uses those rows.
 """
 
 from __future__ import annotations
