@@ -194,7 +194,7 @@ small = Stack(ctypes.addressof(memory), 0, 8192)
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
 import torch
 from weft.engine.executor.device import missing_native
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.kernels.ops.linear import linear, pack_linear
 native = cpu.native_cpu()
 assert native.is_amx_refused and not native.has_amx

@@ -11,7 +11,7 @@ from weft.kernels.shared import cpu
 
 SCRIPT = """
 import torch
-from weft.kernels import cpu
+from weft.kernels.shared import cpu
 from weft.kernels.ops.linear import linear, pack_linear
 from weft.kernels.ops.moe import moe, moe_reference, pack_experts, route
 
