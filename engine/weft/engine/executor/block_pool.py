@@ -18,7 +18,7 @@ class BlockPool:
     Copies are complete when their call returns. No step reads or writes the blocks that it copies.
 
     Args:
-        parts: The parts of all blocks, [num_blocks, ...] each, contiguous.
+        parts: The parts of all blocks, [num_blocks, ...] each, contiguous within a block.
         num_pages: Pages of a block.
     """
 

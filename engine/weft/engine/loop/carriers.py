@@ -52,7 +52,7 @@ class Carrier(ABC):
 
     Args:
         num_pages: Pages of the first group that hold one piece.
-        first_key: See `Carried`.
+        first_key: Number of keys beside a page that come before those of a piece.
         page_bytes: Bytes of a page of the first group.
         memory: The device's memory of this process, of which tiers copy pieces.
         executor: Does work on pieces in the order of steps.
