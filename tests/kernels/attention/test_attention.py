@@ -179,6 +179,7 @@ def test_large_scores_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.each_of("geometry", "first_position")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("geometry", GEOMETRIES[:3])
 @pytest.mark.parametrize("first_position", [1, 7, 600])

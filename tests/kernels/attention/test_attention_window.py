@@ -70,6 +70,7 @@ def check(case: Case, window: int, first_position: int = 0, *, is_chunked: bool 
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.each_of("window", "is_chunked")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)

@@ -83,6 +83,7 @@ def test_the_checks_see_a_mutation(
 
 
 @pytest.mark.needs("triton-interpreter")
+@pytest.mark.each_of("way", "name")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["decode", "extend", "own", "fixed"])
 def test_triton(
@@ -112,7 +113,7 @@ def test_triton(
             else:
                 monkeypatch.setattr(module, "SEGMENT", 64)
                 monkeypatch.setattr(module, "_PROGRAMS_PER_SM", random.choice((0, 1 << 10)))
-            call = getattr(module, f"attention.triton_{name.replace('own', 'extend')}")
+            call = getattr(module, f"{name.replace('own', 'extend')}_attention")
             call(out, case.q, case.pool, LAYER, *arguments, *rest, **options)
     q_lens = case.cu_q_lens.diff().long()
     least, most = {"decode": (1, 4), "fixed": (1, 40)}.get(name, (2, 40))
