@@ -14,6 +14,7 @@ from weft.engine.base.config import PolicyName
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.requests.request import LEGAL_EDGES, FillTask, Request, State
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
+from weft.engine.scheduler.running import Drafting
 from weft.testing.scheduling.scheduler_bench import PAGE, Bench
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -387,13 +388,13 @@ def test_prompts_go_on_beside_decodes_where_a_step_has_no_room_for_a_page() -> N
 
 
 def test_drafts_leave_prompts_a_page() -> None:
-    bench = Bench(random.Random(8), 400, SchedulerLimits(PAGE, 5 * PAGE, 2 * PAGE, 5))
+    limits = SchedulerLimits(PAGE, 5 * PAGE, 2 * PAGE, 5)
+    drafting = Drafting(FixedGate(50), is_on_device=False, max_chain=50, max_context_tokens=2000)
+    bench = Bench(random.Random(8), 400, limits, drafting=drafting)
     decoding = [bench.add(1, 1000) for _ in range(4)]
     bench.step()
     for request in decoding:
         request.drafts.wanted = True
-    plans = bench.scheduler.running_plans
-    plans.draft(FixedGate(max_drafts=50), is_on_device=False, max_chain=50, max_context_tokens=2000)
     assert bench.scheduler.plan(bench.now).num_tokens == 5 * PAGE
     prompt = bench.add(3 * PAGE, 3)
     plan = bench.scheduler.plan(bench.now)
@@ -440,9 +441,9 @@ def test_the_last_step_of_a_long_fill_is_small_while_nobody_waits() -> None:
 def test_fills_are_admitted_while_tokens_in_flight_leave_room() -> None:
     """Computed tokens are in flight until their pages have left; the queue keeps its order."""
     limits = SchedulerLimits(PAGE, 64 * PAGE, 64 * PAGE, 8, max_tokens_in_flight=10 * PAGE)
-    bench = Bench(random.Random(), 400, limits)
-    scheduler, num_leaving = bench.scheduler, 0
-    scheduler.num_leaving_tokens = lambda: num_leaving
+    num_leaving = 0
+    bench = Bench(random.Random(), 400, limits, num_leaving_tokens=lambda: num_leaving)
+    scheduler = bench.scheduler
 
     def step() -> list[Request]:
         """The prompts of one step; their pages begin to leave."""

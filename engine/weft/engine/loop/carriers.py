@@ -203,6 +203,8 @@ class CompanionPacker:
     Args:
         memory: The first group's pages.
         has_store: Whether leases may be of a KV store, which has each piece in separate pages.
+        on_allocated: Called before writing to pages that may have been taken from the prefix cache;
+            None: no tiers copy what is taken.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ class CompanionPacker:
         executor: Executor,
         *,
         has_store: bool,
+        on_allocated: Callable[[], None] | None,
     ) -> None:
         self._carriers = carriers
         self._page_size = page_size
@@ -221,10 +224,7 @@ class CompanionPacker:
         self._has_store = has_store
         self._spared = memory.num_usable_pages // SPARED_SHARE
         self._copied: Mark | None = None
-        self.on_allocated: Callable[[], None] | None = None
-        """Called before writing to pages that may have been taken from the prefix cache; None: no
-        tiers copy what is taken.
-        """
+        self._on_allocated = on_allocated
 
     @property
     def carried(self) -> Sequence[Carried]:
@@ -294,7 +294,7 @@ class CompanionPacker:
                 if is_stored:
                     sources = sources[: len(new) * carrier.num_pages]
                 carrier.unpack(new[::-1], sources, is_each=is_stored)
-        if self.on_allocated is not None:
+        if self._on_allocated is not None:
             # Threads of tiers read these pieces without waiting for steps.
             self._executor.mark().wait()
         for carrier in self._carriers:
@@ -319,8 +319,8 @@ class CompanionPacker:
             self._copied = None
 
     def _prepare(self) -> None:
-        if self.on_allocated is not None:
-            self.on_allocated()
+        if self._on_allocated is not None:
+            self._on_allocated()
         # Otherwise the next step would zero them.
         if wipes := self._memory.take_wipes():
             self._executor.order(ZeroPages(wipes))

@@ -21,39 +21,15 @@ from weft.contract.submits import Ping, Pong, Submit
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.orders import PoisonPages, ZeroPages
-from weft.engine.loop.build import make_store
-from weft.engine.loop.carriers import CompanionPacker
-from weft.engine.loop.chats import make_sessions
-from weft.engine.loop.draws import SampledTokens, StepSampler
-from weft.engine.loop.fill_jobs import ComputeJobs
+from weft.engine.loop.draws import SampledTokens
 from weft.engine.loop.flight import FlightRecorder
-from weft.engine.loop.groups import RequestGroups, first_to_run
-from weft.engine.loop.outgoing import Outgoing
-from weft.engine.loop.output import OutputProcessor
+from weft.engine.loop.groups import first_to_run
 from weft.engine.loop.parts import EngineComponents
-from weft.engine.loop.pipeline import StepPipeline
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.snapshot import engine_snapshot
-from weft.engine.loop.stats import EngineStats
-from weft.engine.loop.stream_pace import StreamPace
-from weft.engine.loop.tiers import make_tiers
-from weft.engine.requests.pages import RequestPages
+from weft.engine.loop.wiring import EngineWiring
 from weft.engine.requests.request import Request, RequestKey, State
-from weft.engine.sampling.sampler import Sampler
-from weft.engine.scheduler.events import SchedulerEvents
-from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import LaterVectors, Plan, Run
-from weft.engine.scheduler.policies import make_queue
-from weft.engine.scheduler.ports import Fills
-from weft.engine.scheduler.prompt_budget import PromptBudget
-from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.sources.audit import PageAudit
-from weft.engine.sources.cost import FillCosts, LocalLoad
-from weft.engine.sources.owner import OwnerFills
-from weft.engine.sources.tiers.write_through import write_through
-from weft.pages.fills.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
-from weft.pages.memory.events import KvEvents
-from weft.pages.memory.page_memory import PageMemory
 from weft.pages.transfer.chunks import ChunkPosted, ShipResult
 from weft.pages.transfer.nixl_wire import Notification
 
@@ -93,177 +69,35 @@ class Engine:
         self.parts = parts
         self._executor = parts.executor
         self._intake = parts.intake
-        self.memory: PageMemory = parts.memory
-        self.memories = (parts.memory, *(each.memory for each in parts.companions))
-        """The pages of the first group, which are `memory`, and each companion's pieces."""
-        self.info = parts.info
-        self._out = Outgoing()
-        self._kv_events = KvEvents(config.page_size)
-        self._watch_pages()
-        self.costs = FillCosts(
-            config.local_prefill_max_tokens, config.page_size, config.first_token_weight
-        )
-        self.fills = OwnerFills(
-            config,
-            parts.info.epoch,
-            parts.layout.page_bytes,
-            parts.memory,
-            parts.transport,
-            self.costs,
-            self._out.fill_command,
-            clock,
-        )
-        self._packer: CompanionPacker | None = None
-        if parts.carriers and config.ships_pages:
-            self._packer = self.fills.packer = CompanionPacker(
-                parts.carriers,
-                config.page_size,
-                parts.memory,
-                parts.executor,
-                has_store=config.has_store,
-            )
-        pages = RequestPages(parts.memory, parts.prefixes, config.page_size, parts.companions)
-        self.tiers, fills, self.tier_policy = make_tiers(
-            config, parts, self.fills, pages, self._prefill_rate, clock
-        )
-        self.adapters = parts.adapters
-        events = SchedulerEvents(computing=[self._out.computed_here])
-        self._prompt_budget = PromptBudget(
-            self.costs,
-            config.inter_token_target_s,
-            config.first_token_weight,
-            config.max_step_tokens,
-            spares_running=parts.executor.facts.is_asynchronous,
-        )
-        self.scheduler = self._make_scheduler(pages, fills, events)
-        self.costs.local_load = self._local_load
-        self._groups = RequestGroups(
-            parts.intake, self.scheduler, parts.constraints, self._out, clock
-        )
-        self._new_tokens = OutputProcessor(self._out, self.scheduler.running_plans)
-        self.adapters.attach(self.scheduler.waitlist, self._out.adapter_reply, self._fail)
-        self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
-        if self.sessions is not None:
-            events.leaving.append(self.sessions.on_leaving)
-        self.fills.scheduler = self.scheduler
-        if self.tiers is not None:
-            self.tiers.scheduler = self.scheduler
-            if self._packer is not None:
-                self._packer.on_allocated = self.tiers.write_back
-        self.filler = self._make_filler()
-        self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
-        held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
-        self.store = make_store(config, parts, held, self._out.store, clock, self._packer)
-        write_through(events, self.tier_policy, self.tiers, self.store)
-        self.audit: PageAudit | None = None
-        if config.enable_faults:
-            self.audit = PageAudit(parts.local.page_digests, parts.memory)
-            self.fills.audit = self.audit
-        most = config.max_running_requests
-        sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
         self._constraints = parts.constraints
-        self._step_sampler = StepSampler(sampler, parts.constraints)
+        self.info = parts.info
+        wired = EngineWiring(config, parts, self, clock)
+        self._out = wired.out
+        self._kv_events = wired.kv_events
+        self.memory, self.memories = parts.memory, wired.memories
+        self.costs = wired.costs
+        self.fills = wired.owner_fills
+        self.tiers, self.tier_policy = wired.tiers, wired.tier_policy
+        self.store = wired.store
+        self.audit = wired.audit
+        self.adapters = parts.adapters
+        self.sessions = wired.sessions
+        self.scheduler = wired.scheduler
+        self._groups = wired.groups
+        self._new_tokens = wired.new_tokens
+        self.filler = wired.filler
+        self._step_sampler = wired.step_sampler
         self.drafter = parts.drafter
-        if self.drafter is not None:
-            self.scheduler.running_plans.draft(
-                parts.gate,
-                self.drafter.is_on_device and sampler.is_on_device,
-                config.max_draft_tokens,
-                parts.info.max_context_tokens,
-            )
-        self.pipeline = self._make_pipeline()
-        self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
+        self.pipeline = wired.pipeline
+        self.stats = wired.stats
+        self._pace = wired.pace
+        self._look_up, self._fail = wired.look_up, wired.fail
         self.is_draining = False
         self.ran_step = False
         """The result of the last `StepPipeline.turn`."""
-        interval_s = config.stream_interval_s
-        if interval_s is None and self._executor.facts.is_asynchronous:
-            interval_s = 0.0
-        self._pace = StreamPace(interval_s, clock)
         self._expire_at = self._report_at = 0.0
         self._is_reported = False
         """Whether the last turn reported the load, and nothing has happened since."""
-
-    def _watch_pages(self) -> None:
-        stored, removed = self._kv_events.stored, self._kv_events.removed
-        are_told = [each.watch(stored, removed) for each in self.parts.companions]
-        if not any(are_told):
-            self.memory.on_published.append(lambda _, key, parent: stored(key, parent))
-            self.memory.on_evicted.append(removed)
-
-    def _make_scheduler(
-        self, pages: RequestPages, fills: Fills, events: SchedulerEvents
-    ) -> Scheduler:
-        config, parts = self.config, self.parts
-        waiting = make_queue(
-            config.scheduling_policy,
-            config.ageing_s,
-            pages.num_cached_tokens,
-            config.max_step_tokens,
-        )
-        limits = SchedulerLimits.of(
-            config,
-            parts.executor.facts.step_sizes,
-            parts.whole_prompt_tokens,
-            parts.transport.last_piece_tokens,
-        )
-        return Scheduler(
-            limits,
-            pages,
-            waiting,
-            fills,
-            self._on_finish,
-            self._on_slot_free,
-            self.adapters.residency,
-            events=events,
-            prompt_budget=self._prompt_budget.tokens,
-        )
-
-    def _make_pipeline(self) -> StepPipeline:
-        return StepPipeline(
-            self._executor,
-            self._step_sampler,
-            self.scheduler,
-            self,
-            self._clock,
-            is_overlapped=self.config.is_overlapped,
-            drafter=self.drafter,
-            host=self.parts.host,
-            lead_s=self.config.step_lead_s,
-        )
-
-    def _make_filler(self) -> Filler:
-        config, parts, clock = self.config, self.parts, self._clock
-        jobs = ComputeJobs(
-            config,
-            parts.intake,
-            self.scheduler,
-            parts.info.max_context_tokens,
-            parts.info.num_pages,
-            self._look_up,
-            self.adapters.holds,
-            clock,
-        )
-        is_on_host = parts.transport.memory_type == "DRAM"
-        shipper = parts.transport.shipper
-        # Rows that are computed again for companions alone write no pages.
-        has_rerun = self.scheduler.pages.allows_rerun
-        return Filler(
-            config.page_size,
-            parts.info.epoch,
-            parts.layout.page_bytes,
-            parts.memory,
-            jobs,
-            shipper,
-            self._out.fill_reply,
-            clock,
-            nixl_version=parts.transport.nixl_version,
-            memory_type=parts.transport.memory_type,
-            pieces=self._packer,
-            max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
-            max_chunk_pages=shipper.max_chunk_pages,
-            early=shipper if shipper.reads_early and not has_rerun else None,
-        )
 
     # -- one turn --------------------------------------------------------------------------------
 
@@ -298,21 +132,6 @@ class Engine:
         """Number of pages held while they are copied to tiers or the KV store."""
         num_copies = self.store.num_open_pages if self.store is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
-
-    def _local_load(self) -> LocalLoad:
-        scheduler = self.scheduler
-        num_running = len(scheduler.running)
-        num_waiting = len(scheduler.prefilling) + 1
-        step_tokens = self._prompt_budget.tokens(num_running, num_waiting, is_overflow=True)
-        return LocalLoad(
-            scheduler.num_prefilling_tokens() + self.pipeline.num_chunk_tokens,
-            num_running,
-            min(self.config.max_step_tokens, step_tokens),
-            self.config.prefill_chunk_tokens,
-        )
-
-    def _prefill_rate(self) -> float:
-        return self.costs.local_tokens_per_s
 
     def leave_steps(self) -> None:
         """Lets a turn return while the device computes, so that messages to other workers do not
@@ -533,12 +352,6 @@ class Engine:
             message = f"{num_waiting} requests are waiting"
             raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
 
-    def _look_up(self, request: Request) -> None:
-        if self.tiers is not None:
-            self.tiers.look_up(request)
-        if self.store is not None:
-            self.store.look_up(request)
-
     def _answer(self, ping: Ping) -> None:
         if ping.expects_constraints:
             self._constraints.expect()
@@ -643,25 +456,6 @@ class Engine:
         failure = Internal(f"a step failed: {type(error).__name__}", stage="decode")
         for request, *_ in plan:
             self._fail(request, failure)
-
-    def _fail(self, request: Request, error: WeftError) -> None:
-        if request.is_fill:
-            self.scheduler.finish(request, error)
-        else:
-            self._groups.fail(request.key, error)
-
-    def _on_finish(self, request: Request) -> None:
-        if request.is_fill:
-            if request.error is not None:
-                self.filler.on_job_failed(request, request.error.message)
-        else:
-            self._groups.on_finished(request)
-
-    def _on_slot_free(self, slot: int) -> None:
-        self._executor.page_table.clear(slot)
-        self._step_sampler.free(slot)
-        if self.drafter is not None:
-            self.drafter.forget(slot)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from weft.contract.messages import Inbox
-from weft.contract.reports import LoadReport
-from weft.engine.loop.tiers import tier_reports
+from weft.contract.reports import LoadReport, TierReport
+from weft.engine.sources.store import StoreLink
+from weft.engine.sources.tiers.tiers import Tiers
+from weft.pages.tiers.policy import TierPolicy
 
 if TYPE_CHECKING:
     from weft.engine.loop.engine import Engine
@@ -61,7 +63,7 @@ def load_report(engine: Engine) -> LoadReport:
         is_idle=not (scheduler.num_requests or engine.filler.num_active or engine.num_copies),
         transport_detail=engine.parts.transport.describe(),
         counters=engine.counters(),
-        tiers=tier_reports(engine.tiers, engine.store, engine.tier_policy),
+        tiers=_tier_reports(engine.tiers, engine.store, engine.tier_policy),
         adapters=adapters,
         gone_adapters=gone_adapters,
         draft_depths={} if gate is None else gate.depths(),
@@ -91,3 +93,13 @@ def engine_counters(engine: Engine) -> dict[str, int]:
         "evicted_pages": engine.memory.num_evictions,
         "open_fills": engine.fills.num_open,
     }
+
+
+def _tier_reports(
+    tiers: Tiers | None, store: StoreLink | None, policy: TierPolicy
+) -> list[TierReport]:
+    """Reports of the tiers below the pool, nearest first."""
+    reports = tiers.report() if tiers is not None else []
+    if store is not None:
+        reports.append(store.report(policy.bytes_per_s("store")))
+    return reports

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from weft.engine.requests.request import Request
 
@@ -26,3 +27,14 @@ class SchedulerEvents:
     """From now on this engine computes a request's prompt, or what is left of it."""
     leaving: list[OnRequest] = field(default_factory=list)
     """A request of a session ends without an error; it still has its pages."""
+
+
+class FillEvents(NamedTuple):
+    """What sources of pages tell the scheduler of an admitted request."""
+
+    arrived: OnRequest
+    """New pages at the end of its own are complete; they enter the prefix cache."""
+    completed: OnRequest
+    """A source has done its part. Another source or this engine does the rest."""
+    failed: OnRequest
+    """A source gave no pages, or not all: the request waits again with the candidates left."""

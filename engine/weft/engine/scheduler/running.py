@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from weft.contract.arrays import BoolArray
@@ -21,6 +22,19 @@ gate does not know what such steps cost, and with more requests most steps bring
 """
 
 
+class Drafting(NamedTuple):
+    """How steps have drafts."""
+
+    gate: DraftGate | None
+    """Decides how many drafts are worthwhile; None: speculation is off."""
+    is_on_device: bool
+    """Whether the drafter is on the device."""
+    max_chain: int
+    """Most drafts of a chain."""
+    max_context_tokens: int
+    """Most positions for which a request may have pages."""
+
+
 class RunningPlans:
     """Plans the tokens of running requests and makes room for them.
 
@@ -29,7 +43,11 @@ class RunningPlans:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, pages: RequestPages, preempt: Callable[[], Request]
+        self,
+        limits: SchedulerLimits,
+        pages: RequestPages,
+        preempt: Callable[[], Request],
+        drafting: Drafting | None = None,
     ) -> None:
         self._page_size = limits.page_size
         self._max_step_tokens = limits.max_step_tokens
@@ -48,26 +66,13 @@ class RunningPlans:
         """Rows of these columns that get drafts, and the drafts' shape, if the step brings no
         prompts. None: the drafts are already in the plan.
         """
-        self.gate: DraftGate | None = None
-        self.drafts_on_device = False
+        self.gate = None if drafting is None else drafting.gate
+        self.drafts_on_device = drafting is not None and drafting.is_on_device
         """Whether drafts start where the step under way ends, which only the device knows. Then a
         request gets new drafts while earlier drafts of it are being verified.
         """
-        self._max_chain = self._max_context_tokens = 0
-
-    def draft(
-        self, gate: DraftGate | None, is_on_device: bool, max_chain: int, max_context_tokens: int
-    ) -> None:
-        """Enables drafts.
-
-        Args:
-            gate: Decides how many drafts are worthwhile; None: speculation is off.
-            is_on_device: Whether the drafter is on the device.
-            max_chain: Most drafts of a chain.
-            max_context_tokens: Most positions for which a request may have pages.
-        """
-        self.gate, self.drafts_on_device = gate, is_on_device
-        self._max_chain, self._max_context_tokens = max_chain, max_context_tokens
+        self._max_chain = 0 if drafting is None else drafting.max_chain
+        self._max_context_tokens = 0 if drafting is None else drafting.max_context_tokens
 
     def joined(self, request: Request) -> None:
         if self._columns is not None:

@@ -32,7 +32,7 @@ from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.prompt_budget import PromptTokens
-from weft.engine.scheduler.running import RunningPlans
+from weft.engine.scheduler.running import Drafting, RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
 from weft.engine.scheduler.victims import Victims
 
@@ -55,6 +55,9 @@ class Scheduler:
         events: Callbacks about requests' pages; None: there are none.
         prompt_budget: Returns the most prompt tokens of a step that also decodes; None: the step's
             budget alone counts.
+        drafting: How steps have drafts; None: they have none.
+        num_leaving_tokens: Returns the tokens of fill jobs that are computed, but whose pages have
+            not all left this worker.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Scheduler:
         *,
         events: SchedulerEvents | None = None,
         prompt_budget: PromptTokens | None = None,
+        drafting: Drafting | None = None,
+        num_leaving_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
         self._limits = limits
         self.pages = pages
@@ -94,10 +99,7 @@ class Scheduler:
         """Requests in LOADING and FILLING."""
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
-        self.num_leaving_tokens: Callable[[], int] = lambda: 0
-        """Returns the tokens of fill jobs that are computed, but whose pages have not all left this
-        worker.
-        """
+        self._num_leaving_tokens = num_leaving_tokens
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.preempted: list[Request] = []
         """Requests preempted since the engine last cleared the list."""
@@ -107,7 +109,7 @@ class Scheduler:
         self.num_urgent_preemptions = 0
         """Preemptions in favour of a more urgent request, part of the number above."""
         self._lacks_pages = False
-        self.running_plans = RunningPlans(limits, pages, self._preempt_cheapest)
+        self.running_plans = RunningPlans(limits, pages, self._preempt_cheapest, drafting)
         self._arriving: list[Request] = []
         """RUNNING requests whose last prompt chunk is under way."""
         self.num_prefix_query_tokens = 0
@@ -359,7 +361,7 @@ class Scheduler:
             return True
         fills = (other for other in chain(self.prefilling, self.filling) if other.is_fill)
         others = sum(len(other.tokens) - other.num_computed for other in fills)
-        others += self.num_leaving_tokens()
+        others += self._num_leaving_tokens()
         return not others or others + request.num_to_compute <= most
 
     def launch(self, plan: Plan) -> int:

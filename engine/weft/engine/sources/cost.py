@@ -157,6 +157,7 @@ class FillCosts:
             computed locally, longer ones ship. None: the rule decides.
         first_token_weight: Worth of a second of delay of a first token, in seconds of delay of next
             tokens. 0: a remainder that would delay running requests always ships.
+        local_load: Returns the work that is computed before a new remainder and together with it.
     """
 
     def __init__(
@@ -164,12 +165,12 @@ class FillCosts:
         local_prefill_max_tokens: int | None,
         page_size: int,
         first_token_weight: float = 1.0,
+        local_load: Callable[[], LocalLoad] = LocalLoad,
     ) -> None:
         self._local_max = local_prefill_max_tokens
         self._page_size = page_size
         self._worth = first_token_weight * NUM_BEHIND
-        self.local_load: Callable[[], LocalLoad] = LocalLoad
-        """Returns the work that is computed before a new remainder and together with it."""
+        self.local_load = local_load
         self._bytes_per_s = 0.0
         self._step_bytes = 0
         """Most bytes that a filler shipped at once, from one step or from its cache."""

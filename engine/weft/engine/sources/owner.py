@@ -33,7 +33,7 @@ from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
 from weft.engine.requests.request import Request, State
-from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.events import FillEvents
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
 from weft.engine.sources.fill import (
@@ -62,6 +62,9 @@ class OwnerFills:
 
     Args:
         epoch: Incarnation of this engine.
+        packer: Carries pieces of companions that requests need in addition to KV to continue; None:
+            KV is enough.
+        on_filled: Called with each fill that ended with all of its pages.
     """
 
     def __init__(
@@ -74,6 +77,11 @@ class OwnerFills:
         costs: FillCosts,
         send: Callable[[FillCommand], None],
         clock: Clock,
+        events: FillEvents,
+        *,
+        packer: PiecePacker | None = None,
+        audit: PageAudit | None = None,
+        on_filled: Callable[[FillRecord], None] = lambda record: None,
     ) -> None:
         self._config = config
         self._epoch = epoch
@@ -92,14 +100,10 @@ class OwnerFills:
         )
         self._line = FillQueue(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
-        self.scheduler: Scheduler | None = None
-        self.packer: PiecePacker | None = None
-        """Carries pieces of companions that requests need in addition to KV to continue; None: KV
-        is enough.
-        """
-        self.audit: PageAudit | None = None
-        self.on_filled: Callable[[FillRecord], None] | None = None
-        """Called with each fill that ended with all of its pages."""
+        self._events = events
+        self.packer = packer
+        self._audit = audit
+        self._on_filled = on_filled
         self.counters = FillCounters()
 
     # -- the scheduler's side --------------------------------------------------------------------
@@ -595,9 +599,9 @@ class OwnerFills:
         num_pages = (end_token - fill.accepted_token) // self._config.page_size
         num_kv = max(0, min(end_token, fill.end_token) - fill.accepted_token)
         num_kv //= self._config.page_size
-        if self.audit is not None:
+        if self._audit is not None:
             digests = fill.chunks[index].digests or []
-            self.audit.accepted(fill.pages[:num_kv], digests[:num_kv])
+            self._audit.accepted(fill.pages[:num_kv], digests[:num_kv])
         request.held.pages += fill.pages[:num_kv]
         fill.companion_pages += fill.pages[num_kv:num_pages]
         self._landing.accepted(fill.landed[:num_pages])
@@ -616,8 +620,7 @@ class OwnerFills:
             begin, request.num_computed = request.num_computed, num_known
             if fill.candidate.kind == "kvstore":
                 request.num_cached_tokens += request.num_computed - begin
-            assert self.scheduler is not None
-            self.scheduler.publish(request)
+            self._events.arrived(request)
         if self.packer is not None and is_whole:
             is_stored = fill.candidate.kind == "kvstore"
             self.packer.unpack(request, fill.companion_pages, fill.end_token, is_stored=is_stored)
@@ -639,9 +642,8 @@ class OwnerFills:
         fill.record.end_s = self._clock() - request.timeline.submitted_at
         del self._by_request[id(request)]
         self.counters.fills_done += 1
-        assert self.scheduler is not None
         if fill.end_token >= self._end_token(request):
-            self.scheduler.fill_completed(request)
+            self._events.completed(request)
         else:
             self.start(request)
 
@@ -651,8 +653,7 @@ class OwnerFills:
         if fill.is_done:
             record = fill.record
             self._costs.observe(record, record.end_s - record.start_s)
-            if self.on_filled is not None:
-                self.on_filled(record)
+            self._on_filled(record)
 
     def _on_end_event(self, fill: Fill, event: FillEvent) -> None:
         if event.kind == "done" and event.timings is not None:
@@ -716,8 +717,7 @@ class OwnerFills:
             why,
         )
         request.sources.candidates.pop(0)
-        assert self.scheduler is not None
-        self.scheduler.fill_failed(request)
+        self._events.failed(request)
 
     def _prove(self, fill: Fill) -> None:
         """Records the proof that a filler has stopped. Over NIXL, bytes may still arrive until a

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.contract.timeline import FillRecord
 from weft.engine.requests.request import Request, State
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.tiers import Tiers
@@ -35,7 +34,6 @@ class TieredFills:
         self._token_bytes = page_bytes / page_size
         self._page_bytes = page_bytes
         self._prefill_rate = prefill_tokens_per_s
-        owner.on_filled = self._filled
 
     def next_state(self, request: Request) -> State:
         if self._tiers is not None and self._tiers.plan(request):
@@ -67,7 +65,3 @@ class TieredFills:
                 if self._policy.num_loaded([cost], self._prefill_rate()):
                     return
             request.sources.candidates.pop(0)
-
-    def _filled(self, record: FillRecord) -> None:
-        if record.source == "kvstore":
-            self._policy.observe("store", record.bytes, record.end_s - record.start_s)

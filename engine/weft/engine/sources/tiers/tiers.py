@@ -24,7 +24,7 @@ from weft.contract.reports import TierReport
 from weft.contract.timeline import FillRecord
 from weft.engine.base.background import BackgroundThread
 from weft.engine.requests.request import Request, State
-from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.events import FillEvents
 from weft.engine.sources.carried import Carried
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.loads import (
@@ -119,6 +119,7 @@ class Tiers:
         clock: Clock,
         progress_timeout_s: float,
         num_continuable_pages: Callable[[Request, int], int],
+        events: FillEvents,
         companions: Sequence[Carried] = (),
     ) -> None:
         self.host, self.disk = parts.host, parts.disk
@@ -155,7 +156,7 @@ class Tiers:
         """Pages copied within a step when the pool evicted them, since start."""
         self._piece_room = self._most_written_back
         """Pages of pieces that may still be copied within this turn."""
-        self.scheduler: Scheduler | None = None
+        self._events = events
         memory.on_reclaimed = self._reclaimed.append
         self._companions = companions
         self._saving: dict[tuple[int, int], int] = {}
@@ -623,20 +624,18 @@ class Tiers:
         record.end_s = self._clock() - request.timeline.submitted_at
         if any(found.outcome in ("corrupt", "failed") for found in chunk.loads):
             record.failure = "a page could not be read or was not what was saved"
-        assert self.scheduler is not None
         if chunk.num_good and load.pieces is None:
-            self.scheduler.publish(request)
+            self._events.arrived(request)
         if not load.chunks:
             self._end(load, request)
 
     def _end(self, load: TierLoad, request: Request) -> None:
         del self._loads[id(request)]
-        assert self.scheduler is not None
         if load.pieces is not None:
             self._end_pieces(load, load.pieces, request)
         self._memory.release(load.pages)
         request.held.promise(self._memory, len(load.pages))
-        self.scheduler.fill_completed(request)
+        self._events.completed(request)
 
     def _end_pieces(self, load: TierLoad, loaded: PieceLoad, request: Request) -> None:
         """Gives a request the pages that were loaded, if their pieces have come too."""
@@ -644,7 +643,6 @@ class Tiers:
             load.pages = loaded.pages + load.pages
             self._give_back(loaded.pieces)
             return
-        assert self.scheduler is not None
         end = loaded.border * self._page_size
         num_tokens = end - request.num_computed
         request.held.pages += loaded.pages
@@ -656,7 +654,7 @@ class Tiers:
             num_tokens -= record.accepted_tokens
             if num_tokens <= 0:
                 break
-        self.scheduler.publish(request)
+        self._events.arrived(request)
         for carried, pieces in zip(self._companions, loaded.pieces, strict=True):
             carried.companion.adopt(request, loaded.border, pieces)
             carried.companion.committed(request)
@@ -714,8 +712,7 @@ class Tiers:
         record = request.timeline.fills[-1]
         record.failure = f"nothing came for {self._progress_timeout_s:.0f} s"
         record.end_s = self._clock() - request.timeline.submitted_at
-        assert self.scheduler is not None
-        self.scheduler.fill_failed(request)
+        self._events.failed(request)
 
     def _leave_stuck(self) -> None:
         """Replaces threads that are stalled in a tier: a disk may never answer.

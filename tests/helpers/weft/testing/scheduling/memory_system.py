@@ -52,6 +52,7 @@ from weft.pages.tiers.host import host_tier
 from weft.pages.tiers.policy import TierPolicy
 from weft.pages.transfer.page_pool import HostPool
 from weft.testing.scheduling.bare_request import bare_request
+from weft.testing.scheduling.fill_events import fill_events_to
 
 PAGE = 4
 POSITION_BYTES = 16
@@ -235,6 +236,7 @@ class System:
             self.clock,
             progress_timeout_s=2.0,
             num_continuable_pages=self.pages.num_continuable_pages,
+            events=fill_events_to(self),
         )
         self.others = Others(self)
         fills = TieredFills(self.tiers, self.others, policies, PAGE_BYTES, PAGE, lambda: 0.0)  # type: ignore[arg-type]
@@ -252,7 +254,6 @@ class System:
         self.sessions = Sessions(SessionPins(cache, num_pages // 3, num_pages, 5.0), self.clock)
         events.leaving.append(self.sessions.on_leaving)
         self.cache = cache
-        self.tiers.scheduler = self.scheduler
         self._sent: list[StoreLookup | StorePut] = []
         self._plane = _Plane(self)
         self.store = StoreLink(

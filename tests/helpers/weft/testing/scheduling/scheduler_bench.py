@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.prompt_budget import PromptTokens
+from weft.engine.scheduler.running import Drafting
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.page_table import PageTable
@@ -264,6 +265,8 @@ class Bench:
         prompt_budget: PromptTokens | None = None,
         reach: int | None = None,
         num_window_pages: int = 0,
+        drafting: Drafting | None = None,
+        num_leaving_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
         self.rng = rng
         self.is_overlapped = is_overlapped
@@ -297,6 +300,8 @@ class Bench:
             self.freed_slots.append,
             adapters.manager.residency if adapters is not None else None,
             prompt_budget=prompt_budget,
+            drafting=drafting,
+            num_leaving_tokens=num_leaving_tokens,
         )
         if adapters is not None:
             adapters.attach(self.scheduler)

@@ -37,6 +37,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.ports import DraftGate
+from weft.engine.scheduler.running import Drafting
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.build import TierComponents
@@ -54,6 +55,7 @@ from weft.pages.tiers.host import host_tier
 from weft.pages.tiers.policy import TierPolicy
 from weft.pages.transfer.page_pool import HostPool
 from weft.testing.scheduling.bare_request import bare_request
+from weft.testing.scheduling.fill_events import fill_events_to
 
 PAGE = 4
 NAMESPACE = bytes(32)
@@ -258,15 +260,20 @@ class StateBench:
             alone = cast("OwnerFills", _NoFillers())
             fills = TieredFills(self.tiers, alone, policy, PAGE_BYTES, PAGE, lambda: 0.0)
             write_through(events, policy, self.tiers, None)
-        self.scheduler = Scheduler(
-            limits, pages, queue, fills, self.finished.append, self._free_slot, events=events
-        )
-        if self.tiers is not None:
-            self.tiers.scheduler = self.scheduler
+        drafting = None
         if drafts:
-            plans = self.scheduler.running_plans
             gate = RandomGate(rng, max_drafts)
-            plans.draft(gate, self.is_on_device, max_drafts, num_pages * PAGE)
+            drafting = Drafting(gate, self.is_on_device, max_drafts, num_pages * PAGE)
+        self.scheduler = Scheduler(
+            limits,
+            pages,
+            queue,
+            fills,
+            self.finished.append,
+            self._free_slot,
+            events=events,
+            drafting=drafting,
+        )
         self._flying: BenchStep | None = None
         self.num_added = 0
         self.num_accepted = 0
@@ -303,6 +310,7 @@ class StateBench:
             lambda: self.now,
             progress_timeout_s=1e9,
             num_continuable_pages=pages.num_continuable_pages,
+            events=fill_events_to(self),
             companions=(carried,),
         )
 
@@ -510,8 +518,6 @@ class _Blocks:
 
 class _NoFillers:
     """Stands for the owner's side of fills, of which there are none."""
-
-    on_filled = None
 
     def num_more(self, request: Request, end_token: int) -> int:
         return BLOCK_PAGES
