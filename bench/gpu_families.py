@@ -51,16 +51,16 @@ from weft.engine.executor import graphs
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.rotary import Rotary
-from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention import (
-    LatentSpec,
     latent_attention,
     latent_attention_reference,
     own_attention,
     planned,
     read_latents,
 )
-from weft.kernels.ops.linear import LinearWeight, PlainForm
+from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.norm import Norm
 
 HEADS, RANK, ROPE, NOPE, VALUE, PAGE = 128, 512, 64, 128, 128, 64

@@ -35,15 +35,9 @@ from weft.engine.model.layers.rotary import Rotary
 from weft.kernels.ops.gated_delta import gated_delta
 from weft.kernels.ops.mamba2 import mamba2
 from weft.kernels.ops.recurrence.sequences import Sequences
-from weft.kernels.ops.slot_states import (
-    Channels,
-    DeltaGates,
-    HeadForm,
-    LayerMemory,
-    plan_slots,
-    step_delta,
-)
+from weft.kernels.ops.slot_states import plan_slots, step_delta
 from weft.kernels.ops.slot_states import triton_states as slot_states
+from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory
 
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192

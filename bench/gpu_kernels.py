@@ -22,13 +22,14 @@ import triton.language as tl
 from clocks import capture, num_inputs, replay_us
 from harness import Harness, Run, spread
 from weft.kernels.ops.activation import silu_and_mul
-from weft.kernels.ops.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.attention import gpu as gpu_attention
 from weft.kernels.ops.attention.library_flash import prompt_rows, supports
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.attention.triton_extend import OwnKv
 from weft.kernels.ops.linear import linear, pack_linear
 from weft.kernels.ops.linear.triton_tiled import tiled_linear
-from weft.kernels.ops.lora import LoraAddition, LoraSegments, LoraWeights, add_lora, sort_tokens
+from weft.kernels.ops.lora import LoraAddition, LoraWeights, add_lora, sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.norm import add_rms_norm, rms_norm

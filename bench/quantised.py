@@ -39,7 +39,7 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.loader import load_model
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 
 FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},

@@ -24,7 +24,7 @@ from weft.engine.executor.kv_format import dtype_of
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
-from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.attention.spec import AttentionMetadata
 
 ROOT = Path(__file__).parent.parent
 PAGE_SIZE, CHUNK = 16, 256

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How a router's logits become experts and shares, as in `weft.kernels.ops.moe.RouterForm`."""
+    """How logits become experts and shares, as in `weft.kernels.ops.moe.spec.RouterForm`."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     has_correction: bool = False

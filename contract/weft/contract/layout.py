@@ -149,7 +149,7 @@ class StatePlane:
     """Inputs of one position, from which the layer computes states and outputs again."""
     found: tuple[StatePart, ...] = ()
     """Keys and updates of one position, which steps on a GPU keep in the ring, so as not to compute
-    them again (`weft.kernels.ops.slot_states.LayerMemory.found`).
+    them again (`weft.kernels.ops.slot_states.spec.LayerMemory.found`).
     """
     rows: tuple[StatePart, ...] = ()
     """Data of the rows themselves, once for all layers: a ring has it for each position, a block

@@ -16,7 +16,7 @@ from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.loader import LoadedModel, load_model
-from weft.kernels.ops.linear import NativeForm
+from weft.kernels.ops.linear.spec import NativeForm
 from weft.testing.models.choices import check_choices
 from weft.testing.models.gguf_models import SIZES, gguf_models, source_tokenizer
 from weft.testing.models.paging import PagedDriver

@@ -22,7 +22,7 @@ from weft.engine.model.step import Step
 from weft.engine.requests.request import Request
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
-from weft.kernels.ops.step_rows import SlotTokens
+from weft.kernels.ops.step_rows.spec import SlotTokens
 from weft.pages.memory.page_table import PageTable
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.scheduling.bare_request import bare_request

@@ -28,7 +28,8 @@ from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.kernels.ops.sampling.reference import Field
-from weft.kernels.ops.step_rows import SlotTokens, keep_tokens
+from weft.kernels.ops.step_rows import keep_tokens
+from weft.kernels.ops.step_rows.spec import SlotTokens
 from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.captured_drafts import capture
 from weft.testing.kernels.kernel_checks import fresh_seed

@@ -24,8 +24,8 @@ from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
-from weft.kernels.ops.attention import MAX_TREE_ROWS, AttentionMetadata
 from weft.kernels.ops.attention import library_flash as flash_attention
+from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata
 from weft.kernels.shared import cpu
 from weft.testing.kernels.tree_cases import path_to, random_parents, words_of
 from weft.testing.models.tiny_drafts import make_tiny_draft

@@ -17,7 +17,7 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import DeviceStates, StateMemory
 from weft.engine.model.layers import gated_delta
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.recurrence import triton_rows as recurrent_rows
 from weft.kernels.ops.recurrence import triton_steps as recurrence
 from weft.kernels.ops.recurrence.head_rows import HeadRows

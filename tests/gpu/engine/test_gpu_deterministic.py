@@ -15,19 +15,15 @@ from weft.contract.errors import ConfigError
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.kernels.ops.attention import paged_attention
-from weft.kernels.ops.linear import LinearWeight
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear import triton_fixed as fixed
 from weft.kernels.ops.linear.gpu import linear
-from weft.kernels.ops.lora import (
-    ExpertAddition,
-    LoraAddition,
-    LoraSegments,
-    add_embedding_lora,
-    sort_tokens,
-)
-from weft.kernels.ops.moe import Routing, StackedWeight, route
+from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.lora import ExpertAddition, LoraAddition, add_embedding_lora, sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments
 from weft.kernels.ops.moe import gpu as gpu_moe
+from weft.kernels.ops.moe import route
+from weft.kernels.ops.moe.spec import Routing, StackedWeight
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.norm.triton_rms import add_rms_norm, rms_norm
 from weft.kernels.shared.formats.fp8 import FP8

@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassifi
 from weft.contract.errors import ConfigError
 from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
-from weft.kernels.ops.encoder_attention import Bounds, encoder_attention
+from weft.kernels.ops.encoder_attention import encoder_attention
+from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.testing.models.tiny_embedders import make_embedder, write_modules
 from weft.testing.models.tiny_encoders import CONFIGS, make_encoder
 

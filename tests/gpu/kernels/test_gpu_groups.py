@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.ops.moe import Routing, moe, pack_experts
+from weft.kernels.ops.moe import moe, pack_experts
+from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.shared.formats.packed_groups import PackedGroups
 from weft.kernels.shared.memory import WeightArena
 from weft.testing.kernels.group_cases import Kind, draw_groups

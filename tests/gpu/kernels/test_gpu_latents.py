@@ -8,16 +8,16 @@ from weft.checkpoint.latent_config import LatentConfig
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.layer import Query
 from weft.engine.model.layers.rotary import Rotary
-from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention import (
-    LatentSpec,
     attention_before,
     is_faster_uncompressed,
     latent_attention,
     latent_attention_reference,
     planned,
 )
-from weft.kernels.ops.linear import LinearWeight, PlainForm
+from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.norm import Norm
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.layer_cases import step_of

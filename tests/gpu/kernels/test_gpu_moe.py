@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.moe import Routing, moe, pack_experts
 from weft.kernels.ops.moe import gpu as gpu_moe
+from weft.kernels.ops.moe import moe, pack_experts
+from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.moe.triton_direct import joins_shared
 from weft.kernels.ops.moe.triton_parts import ExpertParts

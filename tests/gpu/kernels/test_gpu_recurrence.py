@@ -9,15 +9,8 @@ import torch
 from weft.kernels.ops.gated_delta import delta_gates, gated_delta, gated_delta_reference
 from weft.kernels.ops.mamba2 import mamba2, mamba2_reference
 from weft.kernels.ops.recurrence.sequences import Sequences
-from weft.kernels.ops.slot_states import (
-    Channels,
-    DeltaGates,
-    HeadForm,
-    LayerMemory,
-    plan_slots,
-    step_delta,
-    step_heads,
-)
+from weft.kernels.ops.slot_states import plan_slots, step_delta, step_heads
+from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory
 
 pytestmark = pytest.mark.needs("cuda")
 

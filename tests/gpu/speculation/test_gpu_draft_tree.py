@@ -16,8 +16,8 @@ from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels.ops import draft_tree, tree_rows
-from weft.kernels.ops.draft_tree import DraftTrees, Expanded, Nodes
-from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified
+from weft.kernels.ops.draft_tree.spec import DraftTrees, Expanded, Nodes
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.testing.engine.drafters import KnownGraphs, RandomGate, texts_of
 from weft.testing.engine.later_drafts import fetched
 from weft.testing.engine.tree_drafters import KnownTreeGraphs

@@ -12,7 +12,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import VerifyItem
-from weft.kernels.ops.step_rows import SlotTokens
+from weft.kernels.ops.step_rows.spec import SlotTokens
 from weft.testing.engine.drafters import KnownDrafter, KnownGraphs, RandomGate, texts_of
 from weft.testing.engine.eagle3_cases import NotedChains, WatchedHead, check_chains
 from weft.testing.engine.later_drafts import fetched

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from weft.kernels.ops import encoder_attention as kernels
-from weft.kernels.ops.encoder_attention import Bounds, encoder_attention
+from weft.kernels.ops.encoder_attention import encoder_attention
+from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 ERRORS = {torch.float32: 3e-5, torch.bfloat16: 4e-2}

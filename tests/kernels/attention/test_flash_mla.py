@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from weft.kernels.ops.attention import AttentionMetadata
-from weft.kernels.ops.latent_attention import LatentSpec, latent_attention_reference
+from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.latent_attention import latent_attention_reference
 from weft.kernels.ops.latent_attention import library_flash_mla as flash_mla
+from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 HEADS, WIDTH, DIM, PAGE, LAYER = 2, 16, 24, 4, 1

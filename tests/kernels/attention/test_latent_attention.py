@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention import (
-    LatentSpec,
     attention_before,
     latent_attention,
     merged,
@@ -17,6 +16,7 @@ from weft.kernels.ops.latent_attention import (
     read_latents,
     write_latents,
 )
+from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import fresh_seed
 

@@ -9,15 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from weft.kernels.ops.draft_head import (
-    DraftChains,
-    DraftHeadWeight,
-    DraftRows,
     draft_chain,
     draft_chain_reference,
     draft_entries,
     draft_entries_reference,
     pack_draft_head,
 )
+from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.linear import pack_gate_up, pack_linear
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed, mutated_native_cpu

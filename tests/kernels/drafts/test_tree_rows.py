@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 from weft.kernels.ops import step_rows, tree_rows
-from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.ops.step_rows import triton_rows as gpu_step_rows
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.ops.tree_rows import triton_rows as gpu_tree_rows
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed

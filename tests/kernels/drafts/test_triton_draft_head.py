@@ -16,16 +16,15 @@ from weft.kernels.ops import draft_head
 from weft.kernels.ops.activation import triton_gated as activation
 from weft.kernels.ops.attention import gpu as attention
 from weft.kernels.ops.draft_head import (
-    DraftChains,
-    DraftHeadWeight,
-    DraftRows,
     draft_chain_reference,
     draft_entries_reference,
     pack_draft_head,
 )
 from weft.kernels.ops.draft_head import triton_rows as draft_rows
+from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.greedy import triton_rows as greedy
-from weft.kernels.ops.linear import LinearWeight, pack_gate_up, pack_linear
+from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import triton_rms as norm
 from weft.kernels.ops.rope import triton_rope as rope
 from weft.kernels.shared import cpu

@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from weft.kernels.ops.activation import SILU
+from weft.kernels.ops.activation.spec import SILU
 from weft.kernels.ops.moe import (
-    Routing,
     gpu,
     moe,
     moe_reference,
@@ -22,6 +21,7 @@ from weft.kernels.ops.moe import (
     triton_listed,
 )
 from weft.kernels.ops.moe import triton_direct as moe_direct
+from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.ops.moe.triton_parts import ExpertParts
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed

@@ -9,17 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
-from weft.kernels.ops.activation import GELU_TANH, SILU, Gating
+from weft.kernels.ops.activation.spec import GELU_TANH, SILU, Gating
 from weft.kernels.ops.linear import gate_up_silu, pack_gate_up, pack_linear
-from weft.kernels.ops.moe import (
-    ExpertWeights,
-    RouterForm,
-    Routing,
-    SparseMlpWeight,
-    moe,
-    pack_experts,
-    route,
-)
+from weft.kernels.ops.moe import moe, pack_experts, route
+from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, Routing, SparseMlpWeight
 from weft.kernels.ops.stream import Combine, Normed
 from weft.kernels.shared.formats.int_groups import mxfp4_groups
 from weft.testing.kernels.gpu_kernels import kernel_module

@@ -9,9 +9,10 @@ import torch
 from weft.kernels.ops.gated_delta import delta_gates, gated_delta_reference
 from weft.kernels.ops.mamba2 import mamba2_reference
 from weft.kernels.ops.short_conv import short_conv_reference
-from weft.kernels.ops.slot_states import Channels, DeltaGates, HeadForm, LayerMemory, plan_slots
+from weft.kernels.ops.slot_states import plan_slots
 from weft.kernels.ops.slot_states import triton_delta as delta_steps
 from weft.kernels.ops.slot_states import triton_states as gpu
+from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")

@@ -10,9 +10,9 @@ from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.stack import Run, run_all
-from weft.kernels.ops.attention import AttentionSpec
-from weft.kernels.ops.linear import LinearWeight, PlainForm
+from weft.kernels.ops.attention.spec import AttentionSpec
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.stream import gpu as stream
 from weft.testing.kernels.as_on_gpu import as_on_gpu

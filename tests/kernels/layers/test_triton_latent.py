@@ -17,8 +17,8 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all
 from weft.kernels.ops.latent_attention import earlier_attention_reference, own_attention_reference
-from weft.kernels.ops.linear import LinearWeight, PlainForm
-from weft.kernels.ops.moe import ExpertWeights, RouterForm, SparseMlpWeight
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
+from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, SparseMlpWeight
 from weft.kernels.ops.norm import Norm
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

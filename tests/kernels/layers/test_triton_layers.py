@@ -15,10 +15,10 @@ from weft.engine.model.layers.mlp import GatedMLP, PlainMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all, runs_of
-from weft.kernels.ops.activation import Activation
-from weft.kernels.ops.attention import AttentionSpec
-from weft.kernels.ops.linear import LinearWeight, PlainForm
-from weft.kernels.ops.moe import ExpertWeights, SparseMlpWeight
+from weft.kernels.ops.activation.spec import Activation
+from weft.kernels.ops.attention.spec import AttentionSpec
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
+from weft.kernels.ops.moe.spec import ExpertWeights, SparseMlpWeight
 from weft.kernels.ops.norm import LayerNorm, Norm
 from weft.kernels.ops.stream import Taps, gpu
 from weft.testing.kernels.as_on_gpu import as_on_gpu

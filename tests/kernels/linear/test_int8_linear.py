@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import (
-    LinearWeight,
-    gate_up_silu,
-    linear,
-    pack_gate_up,
-    pack_linear,
-    weight_rows,
-)
+from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora import LoraAddition
 from weft.kernels.ops.moe import moe, pack_experts, route
 from weft.kernels.shared import cpu

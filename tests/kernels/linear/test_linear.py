@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import (
-    PlainForm,
     gate_up_silu,
     linear,
     pack_gate_up,
@@ -18,6 +17,7 @@ from weft.kernels.ops.linear import (
     packing_copies,
     weight_rows,
 )
+from weft.kernels.ops.linear.spec import PlainForm
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
     DTYPES,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import LinearWeight
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows, can_take_norm, spread_launch_config
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
 from weft.kernels.ops.linear.triton_fp8_tiles import TileLaunchConfig

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import LinearWeight
 from weft.kernels.ops.linear import gpu_groups as groups_linear
 from weft.kernels.ops.linear.gpu_groups import MAX_OWN_ROWS, in_floats
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_groups_product import GroupsLaunchConfig, multiply_groups
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import LinearWeight
 from weft.kernels.ops.linear import triton_int8 as int8_linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 

@@ -12,16 +12,14 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
 from weft.kernels.ops.lora import (
-    EMPTY_SLOT,
-    ROW_RANK,
     LoraAddition,
-    LoraSegments,
     LoraWeights,
     add_embedding_lora,
     add_lora,
     pack_b,
     sort_tokens,
 )
+from weft.kernels.ops.lora.spec import EMPTY_SLOT, ROW_RANK, LoraSegments
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
     DTYPES,

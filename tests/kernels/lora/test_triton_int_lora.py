@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import LinearWeight
 from weft.kernels.ops.linear import gpu_groups as groups_linear
 from weft.kernels.ops.linear import triton_int8 as int8_linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora import LoraAddition
 from weft.kernels.shared.formats.packed_groups import pack_groups
 from weft.kernels.shared.formats.quantised import quantise_channels

@@ -15,9 +15,9 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.ragged_columns import RaggedColumns, requests_size, write_requests
 from weft.engine.executor.step_input import StepInput
 from weft.kernels.ops import step_requests
-from weft.kernels.ops.step_requests import DecodeColumns
 from weft.kernels.ops.step_requests import triton_requests as gpu_step_requests
-from weft.kernels.ops.step_rows import SlotTokens, StepRows
+from weft.kernels.ops.step_requests.spec import DecodeColumns
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
 

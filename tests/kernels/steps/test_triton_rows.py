@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.activation import Activation, activate
+from weft.kernels.ops.activation import activate
+from weft.kernels.ops.activation.spec import Activation
 from weft.kernels.ops.greedy import greedy_rows
 from weft.kernels.ops.linear import triton_small as small_linear
 from weft.kernels.ops.rope import rope_and_cache_reference

@@ -17,9 +17,9 @@ from weft.checkpoint.recurrent_config import (
 from weft.contract.errors import ConfigError
 
 ROW_RANK = 8
-"""Ranks per row (`weft.kernels.ops.lora.ROW_RANK`)."""
+"""Ranks per row (`weft.kernels.ops.lora.spec.ROW_RANK`)."""
 B_COLUMNS = 16
-"""Columns in a block of packed B (`weft.kernels.ops.lora.B_COLUMNS`)."""
+"""Columns in a block of packed B (`weft.kernels.ops.lora.spec.B_COLUMNS`)."""
 EXPERTS = "experts"
 SHARED_EXPERTS = "shared_experts"
 """Experts that share one A for gate and up, and one B for down."""

@@ -12,7 +12,7 @@ from weft.engine.model.encoder import Encoder
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel
 from weft.engine.sampling.device_check import device_sampler_fault
-from weft.kernels.ops.latent_attention import LatentSpec
+from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.kernels.shared.cpu import native_cpu, native_cpu_missing
 
 

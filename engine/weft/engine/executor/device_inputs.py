@@ -30,15 +30,13 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
 from weft.engine.sampling.device_draws import RowsOnDevice
-from weft.kernels.ops.attention import AttentionMetadata
-from weft.kernels.ops.lora import LoraSegments, LoraStep, sort_tokens
-from weft.kernels.ops.step_requests import (
-    DecodeColumns,
-    StepColumns,
-    expand_decodes,
-    expand_requests,
-)
-from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified, group_places, resolve_rows
+from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.lora import LoraStep, sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.step_requests import expand_decodes, expand_requests
+from weft.kernels.ops.step_requests.spec import DecodeColumns, StepColumns
+from weft.kernels.ops.step_rows import group_places, resolve_rows
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.pages.memory.page_table import PageChanges, PageTable
 
 _ALIGNMENT_BYTES = 16

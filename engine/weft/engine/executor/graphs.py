@@ -31,12 +31,8 @@ from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.interface import Model
-from weft.kernels.ops.attention import (
-    MAX_TREE_ROWS,
-    AttentionMetadata,
-    is_faster_by_lengths,
-    is_faster_when_cold,
-)
+from weft.kernels.ops.attention import is_faster_by_lengths, is_faster_when_cold
+from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata
 from weft.kernels.ops.latent_attention import is_faster_uncompressed
 from weft.kernels.shared.side_stream import rehearsal
 

@@ -12,9 +12,11 @@ from weft.engine.executor.device_inputs import group_step
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
 from weft.engine.model.step import Step
-from weft.kernels.ops.attention import AttentionMetadata
-from weft.kernels.ops.lora import LoraSegments, LoraStep, sort_tokens
-from weft.kernels.ops.step_rows import SlotTokens, StepRows, resolve_rows
+from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.lora import LoraStep, sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.step_rows import resolve_rows
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows
 from weft.pages.memory.page_table import PageTable
 
 

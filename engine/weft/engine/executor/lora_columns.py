@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.contract.arrays import Int32Array
-from weft.kernels.ops.lora import NO_SLOT, LoraSegments, sort_tokens
+from weft.kernels.ops.lora import sort_tokens
+from weft.kernels.ops.lora.spec import NO_SLOT, LoraSegments
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.executor.step_input import StepInput
-from weft.kernels.ops.step_requests import StepColumns
+from weft.kernels.ops.step_requests.spec import StepColumns
 from weft.pages.memory.page_memory import NULL_PAGE
 
 NOTHING = -1

@@ -23,7 +23,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from weft.kernels.ops.recurrence.sequences import Sequences
-from weft.kernels.ops.slot_states import LayerMemory, SlotRows, step_conv
+from weft.kernels.ops.slot_states import step_conv
+from weft.kernels.ops.slot_states.spec import LayerMemory, SlotRows
 
 FewRows = Callable[[SlotRows, LayerMemory, tuple[torch.Tensor, ...]], torch.Tensor]
 """Computes the first rows of a step, [T, ...] of each input, and updates a layer's states in place

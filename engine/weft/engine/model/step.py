@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from weft.engine.model.state_step import StateStep
-from weft.kernels.ops.attention import AttentionMetadata
-from weft.kernels.ops.encoder_attention import Bounds
-from weft.kernels.ops.lora import Group, LoraAddition, LoraStep
+from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.encoder_attention.spec import Bounds
+from weft.kernels.ops.lora import LoraAddition, LoraStep
+from weft.kernels.ops.lora.spec import Group
 
 
 @dataclass(slots=True, kw_only=True)

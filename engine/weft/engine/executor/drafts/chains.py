@@ -20,9 +20,10 @@ from weft.engine.executor.drafts.captured import Capture, capture_each
 from weft.engine.executor.drafts.draft_rows import AdapterRows
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.kernels.ops.draft_head import DraftChains
+from weft.kernels.ops.draft_head.spec import DraftChains
 from weft.kernels.ops.slot_rows import take_rows
-from weft.kernels.ops.step_rows import SlotTokens, chain_places
+from weft.kernels.ops.step_rows import chain_places
+from weft.kernels.ops.step_rows.spec import SlotTokens
 
 _NO_REQUESTS = StepInput(
     slots=NO_NUMBERS,

@@ -9,7 +9,7 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.kernels.ops.draft_head import DraftChains
+from weft.kernels.ops.draft_head.spec import DraftChains
 from weft.pages.memory.page_table import PageTable
 
 

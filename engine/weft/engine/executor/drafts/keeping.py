@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified, accept_drafts
+from weft.kernels.ops.step_rows import accept_drafts
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.ops.tree_rows import accept_trees, move_paths
 
 

@@ -15,9 +15,10 @@ from weft.engine.executor.drafts.captured import Capture, StaticColumns, capture
 from weft.engine.executor.drafts.draft_rows import AdapterRows
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
-from weft.kernels.ops.draft_tree import DraftTrees
+from weft.kernels.ops.draft_tree.spec import DraftTrees
 from weft.kernels.ops.slot_rows import take_rows
-from weft.kernels.ops.step_rows import SlotTokens, chain_places
+from weft.kernels.ops.step_rows import chain_places
+from weft.kernels.ops.step_rows.spec import SlotTokens
 
 
 class TreeArrays(NamedTuple):

@@ -13,7 +13,7 @@ from weft.engine.base.token_trees import TokenTree
 from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
-from weft.kernels.ops.draft_tree import DraftTrees
+from weft.kernels.ops.draft_tree.spec import DraftTrees
 from weft.kernels.ops.tree_rows import parent_of
 from weft.pages.memory.page_table import PageTable
 

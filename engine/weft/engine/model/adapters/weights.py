@@ -25,8 +25,10 @@ from weft.contract.errors import AdapterError
 from weft.contract.give_way import give_way
 from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.model.adapters.words import words_of
-from weft.kernels.ops.linear import LinearWeight, pack_linear
-from weft.kernels.ops.lora import ROW_RANK, pack_b
+from weft.kernels.ops.linear import pack_linear
+from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.lora import pack_b
+from weft.kernels.ops.lora.spec import ROW_RANK
 
 
 @dataclass(frozen=True, slots=True)

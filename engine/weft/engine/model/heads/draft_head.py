@@ -12,7 +12,7 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.eagle import load_eagle
 from weft.engine.model.heads.eagle3 import load_eagle3
 from weft.engine.model.step import Step
-from weft.kernels.ops.draft_head import DraftChains
+from weft.kernels.ops.draft_head.spec import DraftChains
 
 
 class DraftHead(Protocol):

@@ -24,9 +24,9 @@ from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.draft_head import DraftChains, DraftRows
+from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
 from weft.kernels.ops.eagle_head import EagleHeadWeight, eagle_chain, eagle_entries
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 
 
 class EagleHead:

@@ -24,10 +24,11 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.attention import AttentionMetadata
-from weft.kernels.ops.draft_head import FIRST_POSITION, DraftChains, DraftRows
+from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.draft_head.spec import FIRST_POSITION, DraftChains, DraftRows
 from weft.kernels.ops.eagle_head import keep_last_states, states_before
-from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import AnyNorm
 from weft.kernels.ops.stream import Stream
 

@@ -14,14 +14,9 @@ from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
-from weft.kernels.ops.attention import (
-    AttentionMetadata,
-    AttentionSpec,
-    own_kv,
-    paged_attention,
-    settled,
-)
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.attention import own_kv, paged_attention, settled
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.rope import check_rope, rope_and_cache

@@ -17,10 +17,12 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.gated_delta import gated_delta
 from weft.kernels.ops.gated_norm import gated_norm
-from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.short_conv import short_conv
-from weft.kernels.ops.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
+from weft.kernels.ops.slot_states import step_heads
+from weft.kernels.ops.slot_states.spec import Channels, HeadForm, LayerMemory, SlotRows
 from weft.kernels.ops.stream import Normed
 
 

@@ -12,9 +12,12 @@ from weft.engine.model.pooled_heads import ACTIVATIONS
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.activation import Activation, activate
-from weft.kernels.ops.encoder_attention import Bounds, encoder_attention
-from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.activation import activate
+from weft.kernels.ops.activation.spec import Activation
+from weft.kernels.ops.encoder_attention import encoder_attention
+from weft.kernels.ops.encoder_attention.spec import Bounds
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import add_layer_norm
 from weft.kernels.ops.rope import rotate_heads
 from weft.kernels.ops.stream import Sum

@@ -13,10 +13,11 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.short_conv import short_conv
-from weft.kernels.ops.slot_states import LayerMemory, SlotRows, step_conv
+from weft.kernels.ops.slot_states import step_conv
+from weft.kernels.ops.slot_states.spec import LayerMemory, SlotRows
 from weft.kernels.ops.stream import Normed
 
 

@@ -15,17 +15,11 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.gated_delta import delta_gates, gated_delta
 from weft.kernels.ops.gated_norm import gated_norm
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.short_conv import short_conv
-from weft.kernels.ops.slot_states import (
-    Channels,
-    DeltaGates,
-    HeadForm,
-    LayerMemory,
-    SlotRows,
-    step_delta,
-)
+from weft.kernels.ops.slot_states import step_delta
+from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory, SlotRows
 from weft.kernels.ops.stream import Normed
 
 

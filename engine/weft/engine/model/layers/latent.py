@@ -17,10 +17,8 @@ from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention import (
-    EarlierLatents,
-    LatentSpec,
     attention_before,
     earlier_attention,
     is_faster_uncompressed,
@@ -31,7 +29,9 @@ from weft.kernels.ops.latent_attention import (
     read_latents,
     write_latents,
 )
-from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.latent_attention.spec import EarlierLatents, LatentSpec
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.rope import rotated

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from weft.engine.model.step import Step
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.stream import Computed, Normed, Pending, Stream

@@ -16,12 +16,13 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.gated_norm import gated_norm
-from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.selective_scan import selective_scan
 from weft.kernels.ops.short_conv import short_conv
-from weft.kernels.ops.slot_states import LayerMemory, SlotRows
+from weft.kernels.ops.slot_states.spec import LayerMemory, SlotRows
 from weft.kernels.ops.stream import Normed
 
 

@@ -10,8 +10,9 @@ from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.activation import XIELU, Activation, Gating, GaussianTopK, activate
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.activation import activate
+from weft.kernels.ops.activation.spec import XIELU, Activation, Gating, GaussianTopK
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.stream import Computed, GatedSum, Normed, Sum, can_fold
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
-from weft.kernels.ops.activation import Activation, activate
-from weft.kernels.ops.linear import LinearWeight, linear
+from weft.kernels.ops.activation import activate
+from weft.kernels.ops.activation.spec import Activation
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.stream import Normed, Sum
 

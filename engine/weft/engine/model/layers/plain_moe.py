@@ -13,8 +13,10 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.activation import activate
-from weft.kernels.ops.linear import LinearWeight, linear
-from weft.kernels.ops.moe import RouterForm, route
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.moe import route
+from weft.kernels.ops.moe.spec import RouterForm
 from weft.kernels.ops.plain_experts import PlainExperts, plain_experts, stack_experts
 from weft.kernels.ops.stream import Computed, Normed, Sum
 

@@ -13,10 +13,10 @@ from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.recurrence.sequences import Sequences
-from weft.kernels.ops.slot_states import LayerMemory, SlotRows
+from weft.kernels.ops.slot_states.spec import LayerMemory, SlotRows
 from weft.kernels.ops.stream import Normed, Sum
 
 

@@ -7,8 +7,9 @@ from weft.engine.model.layers.attention import plane_of
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
-from weft.kernels.ops.attention import AttentionSpec, paged_attention
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.spec import AttentionSpec
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.rope import rotated

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from weft.kernels.ops.linear import LinearWeight, NativeForm, OneDnnForm, PlainForm
-from weft.kernels.ops.moe import ExpertWeights, StackedWeight
+from weft.kernels.ops.linear.spec import LinearWeight, NativeForm, OneDnnForm, PlainForm
+from weft.kernels.ops.moe.spec import ExpertWeights, StackedWeight
 from weft.kernels.shared.formats.fp8 import FP8
 from weft.kernels.shared.formats.int_groups import IntGroups
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups

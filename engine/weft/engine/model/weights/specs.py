@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
-from weft.kernels.ops.activation import SILU, Gating
+from weft.kernels.ops.activation.spec import SILU, Gating
 from weft.kernels.ops.peers.spec import Peers
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata, AttentionSpec
 from weft.kernels.ops.pages.pool import check_tables, has_dense_pages
 from weft.kernels.ops.pages.scaled_kv import (
     SCALED_MULTIPLE,
@@ -19,103 +20,7 @@ from weft.kernels.ops.pages.scaled_kv import (
 from weft.kernels.shared import cpu
 
 if TYPE_CHECKING:
-    from weft.kernels.ops.attention.triton_extend import OwnKv, PromptRows
-    from weft.kernels.ops.latent_attention import EarlierLatents
-    from weft.kernels.ops.latent_attention.library_flash_mla import LatentPlan
-
-MAX_TREE_ROWS = 32
-"""Most rows of a request whose rows form a tree, including those of earlier steps; a sliding window
-must be larger.
-"""
-
-
-class AttentionSpec(NamedTuple):
-    """The constants of one layer's attention."""
-
-    heads: int
-    """Hq."""
-    kv_heads: int
-    """Hkv, which divides Hq."""
-    dim: int
-    """D."""
-    scale: float
-    """Factor on the scores."""
-    window: int | None = None
-    """Most positions that a row attends to; None: all. On a GPU a window excludes a
-    `first_position`.
-    """
-    is_fixed: bool = False
-    """Whether a row's result must be independent of the step's other rows on a GPU too; excludes
-    ancestors.
-    """
-    sinks: torch.Tensor | None = None
-    """[Hq] float32, on the model's device, or None. A sink is a learned logit of each head: it
-    joins every row's softmax and weighs no value (gpt-oss, arXiv 2508.10925).
-    """
-    softcap: float | None = None
-    """Scaled scores become cap * tanh(score / cap) before masking (Gemma 2, arXiv 2408.00118,
-    section 2); None: no cap.
-    """
-    first_position: int = 0
-    """First position to attend to; draft heads have nothing at position 0."""
-    is_chunked: bool = False
-    """Whether the window is a chunk: it begins at the last multiple of its length that is not after
-    the row, and does not slide.
-    """
-
-
-class AttentionMetadata(NamedTuple):
-    """One step as the layers of one page group see it: T rows of R requests, on the model's device.
-
-    Layers of a group share page numbers, and so the page table.
-    """
-
-    page_table: torch.Tensor
-    """[R, max_pages] int32, contiguous along a row; entries beyond kv_len are undefined."""
-    places: torch.Tensor
-    """[T] int64: page * page_size + offset where each row's K and V go."""
-    cu_q_lens: torch.Tensor
-    """[R + 1] int32; request r has the rows cu_q_lens[r] : cu_q_lens[r + 1]."""
-    kv_lens: torch.Tensor
-    """[R] int32: positions in pages, new rows included."""
-    max_q_len: int
-    """Largest number of rows of a request, or a bound."""
-    max_kv_len: int
-    """Largest kv_len, or a bound."""
-    ancestors: torch.Tensor | None = None
-    """[T] int64, contiguous, or None: every row sees all earlier rows of its request. Bit i of row
-    j's word says that row j sees row i of its request, i <= j. Bit j must be set, and bit 63 stands
-    for all rows from 63 on. So -1 is causal. Only requests of at most MAX_TREE_ROWS rows may have
-    other words.
-    """
-    is_cold: bool = False
-    """Whether requests of several rows are known to have no cached positions."""
-    num_earlier: int | None = None
-    """For latents: cached positions of the requests with several rows, if it pays to compute keys
-    and values by head for all of them; None: it does not pay, or the number is unknown.
-    """
-    is_settled: bool = False
-    """Set by `settled`, for consecutive layers in which all rows attend. The step has been checked,
-    and kernels may read it and the pool's earlier positions before the preceding launches end.
-    """
-    prompts: PromptRows | None = None
-    """The rows of a settled step that FlashAttention-3 computes."""
-    latents: LatentPlan | None = None
-    """How FlashMLA attends to latents in pages; None: it does not."""
-    earlier: EarlierLatents | None = None
-    """For latents: places in the pool of the `num_earlier` positions; None: no keys and values by
-    head are computed for them.
-    """
-    divided: tuple[torch.Tensor, torch.Tensor] | None = None
-    """For latents: page and offset of each of `places`, [T] int64 each; None: not computed."""
-    pool: torch.Tensor | None = None
-    """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
-    the pool of the first group.
-    """
-
-    def pool_of(self, first: torch.Tensor) -> torch.Tensor:
-        """The pool of the group's pages, given the pool of the first group."""
-        return first if self.pool is None else self.pool
+    from weft.kernels.ops.attention.triton_extend import OwnKv
 
 
 def paged_attention(

@@ -11,9 +11,9 @@ to cuDNN if that is faster.
 from __future__ import annotations
 
 import torch
-from weft.kernels.ops.attention import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.attention.library_cudnn import dense_attention, is_faster
 from weft.kernels.ops.attention.library_flash import flash_attention, supports
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.attention.triton_decode import MAX_FEW_ROWS, decode_attention
 from weft.kernels.ops.attention.triton_extend import OwnKv, extend_attention
 from weft.kernels.ops.attention.triton_fixed import fixed_attention

@@ -19,7 +19,7 @@ import logging
 
 import torch
 from weft.kernels.ops.attention.triton_extend import OwnKv, PromptRows
-from weft.kernels.ops.latent_attention import NOTHING
+from weft.kernels.ops.latent_attention.spec import NOTHING
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention import MAX_TREE_ROWS
+from weft.kernels.ops.attention.spec import MAX_TREE_ROWS
 from weft.kernels.ops.pages.scaled_kv import is_scaled
 from weft.kernels.ops.pages.triton_entries import (
     LEAST_UNIT,

@@ -9,82 +9,28 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
-from weft.kernels.ops.attention import (
-    AttentionMetadata,
-    AttentionSpec,
-    fits_native,
-    paged_attention,
+from weft.kernels.ops.attention import fits_native, paged_attention
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.draft_head.spec import (
+    FIRST_POSITION,
+    MAX_NATIVE_DEPTH,
+    DraftChains,
+    DraftHeadWeight,
+    DraftRows,
+    TurnRows,
 )
-from weft.kernels.ops.linear import LinearWeight, linear, normed_linear
-from weft.kernels.ops.lora import LoraAddition, LoraStep, addition_to
+from weft.kernels.ops.linear import linear, normed_linear
+from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.lora import LoraAddition, addition_to
 from weft.kernels.ops.norm import rms_norm
 from weft.kernels.ops.pages.scaled_kv import head_dim, holds
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.rope import rope_and_cache
 from weft.kernels.shared import cpu
 from weft.kernels.shared.side_stream import SideStreamWork, is_forking
-
-FIRST_POSITION = 1
-"""First position at which a head has K and V."""
-MAX_NATIVE_DEPTH = 32
-"""`MAX_DEPTH` of csrc/draft.h."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftHeadWeight:
-    """Parameters of a head; H is its hidden size, and W the width of the target's states side by
-    side.
-    """
-
-    fc: LinearWeight
-    """[H, W]."""
-    qkv: LinearWeight
-    """[(Hq + 2 * Hkv) * D, 2 * H]."""
-    kv: LinearWeight
-    """[2 * Hkv * D, 2 * H]: `qkv` without the rows of q."""
-    o: LinearWeight
-    """[H, Hq * D]."""
-    gate_up: LinearWeight
-    """[2 * I, H], from `pack_gate_up`."""
-    down: LinearWeight
-    """[H, I]."""
-    lm_head: LinearWeight
-    """[draft vocabulary, H]."""
-    input_norm: torch.Tensor
-    """[H]: norm of the embeddings."""
-    hidden_norm: torch.Tensor
-    """[H]: norm of the hidden states."""
-    post_norm: torch.Tensor
-    """[H]: norm before the MLP."""
-    norm: torch.Tensor
-    """[H]: norm before the LM head."""
-    embedding: torch.Tensor
-    """[vocab, H]."""
-    target_ids: torch.Tensor
-    """[draft vocabulary] int64: ids of its tokens in the target's vocabulary."""
-    cos_sin: torch.Tensor
-    """[max_positions, D] float32, as in `rope_and_cache`."""
-    num_heads: int
-    eps: float
-    """Epsilon of all norms."""
-    native: cpu.DraftHeadStruct | None
-    """The head as native operations read it; None if some part is not in native form."""
-    peers: Peers | None = None
-    """Ranks that hold the other shares of the layer's heads and MLP; None: this process has all of
-    it.
-    """
-
-    @property
-    def hidden_size(self) -> int:
-        return self.fc.out_features
-
-    @property
-    def scale(self) -> float:
-        return 1 / math.sqrt(self.cos_sin.shape[1])
 
 
 def pack_draft_head(
@@ -161,26 +107,6 @@ def replace_layer(
     parts = {field.name: getattr(w, field.name) for field in fields(w) if field.name != "native"}
     parts |= {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down}
     return pack_draft_head(**parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRows:
-    """The rows of a target's step: T of R requests, as in `paged_attention`."""
-
-    token_ids: torch.Tensor
-    """[T] int64."""
-    positions: torch.Tensor
-    """[T] int64."""
-    slots: torch.Tensor
-    """[T] int64: page * page_size + offset."""
-    cu_q_lens: torch.Tensor
-    """[R + 1] int32; requests of padding begin after the last row."""
-    request_slots: torch.Tensor
-    """[R] int64: rows of `kept`."""
-    is_uniform: bool = False
-    """Whether every request brings exactly one row."""
-    ancestors: torch.Tensor | None = None
-    """[T] int64, contiguous: as in `paged_attention`. None: each row follows the one before it."""
 
 
 def draft_entries(
@@ -320,32 +246,6 @@ def draft_entries_reference(
     return g
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftChains:
-    """Where chains of D draft tokens, which follow the last tokens of R requests, have their K and
-    V.
-    """
-
-    positions: torch.Tensor
-    """[D, R] int64: positions of the tokens that each step reads."""
-    slots: torch.Tensor
-    """[D, R] int64: page * page_size + offset of these tokens."""
-    kv_lens: torch.Tensor
-    """[D, R] int32: positions + 1."""
-    counts: Sequence[int]
-    """For each step, the number of leading requests that it runs; it never increases."""
-    page_table: torch.Tensor
-    """[R, max_pages] int32, contiguous along a row."""
-    one_row_each: torch.Tensor
-    """[R + 1] int32: 0, 1, 2 ..., the offsets of one row for each request."""
-    max_kv_len: int
-    """Upper bound of `kv_lens`."""
-    lora: LoraStep | None = None
-    """What adapters add to the head's layer, number 0. With it every step runs all requests. For
-    EAGLE-3 heads only.
-    """
-
-
 def draft_chain(
     state: torch.Tensor,
     token_ids: torch.Tensor,
@@ -431,29 +331,6 @@ def draft_chain_reference(
         state, logits = draft_turn(state[:count], token_ids[:count], w, rows, pool, layer)
         token_ids = _choose(logits, w.target_ids, tokens[step, :count])
     return tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRows:
-    """The rows of one run of the head: T rows of R requests, as in `paged_attention`."""
-
-    positions: torch.Tensor
-    """[T] int64."""
-    slots: torch.Tensor
-    """[T] int64: page * page_size + offset where K and V go."""
-    page_table: torch.Tensor
-    """[R, max_pages] int32."""
-    cu_q_lens: torch.Tensor
-    """[R + 1] int32."""
-    kv_lens: torch.Tensor
-    """[R] int32."""
-    max_kv_len: int
-    max_q_len: int = 1
-    ancestors: torch.Tensor | None = None
-    """[T] int64; None: each row sees all earlier rows of its request."""
-    earlier_rows: int = 0
-    lora: LoraStep | None = None
-    """What these rows' adapters add to the head's layer, number 0."""
 
 
 def draft_turn(

@@ -4,17 +4,13 @@ before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.attention.triton_decode import request_of
+from weft.kernels.ops.draft_head.spec import DraftHeadWeight, DraftRows
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import next_power_of_2
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.draft_head import DraftHeadWeight, DraftRows
 
 
 def join_rows(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,11 @@ chooses the nodes to keep.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.draft_tree import Expanded
+from weft.kernels.ops.draft_tree.spec import DraftTrees, Expanded, Nodes
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.draft_tree import DraftTrees, Nodes
 
 _TILE = 2048
 """Entries of the vocabulary that a program reads."""

@@ -12,9 +12,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from weft.kernels.ops.attention import AttentionMetadata, AttentionSpec, paged_attention
-from weft.kernels.ops.draft_head import FIRST_POSITION, DraftChains, DraftRows, added
-from weft.kernels.ops.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.draft_head import added
+from weft.kernels.ops.draft_head.spec import FIRST_POSITION, DraftChains, DraftRows
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import rms_norm
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.rope import rope_and_cache

@@ -6,27 +6,11 @@ import ctypes
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.shared import cpu
-
-
-class Bounds(NamedTuple):
-    """Where the sequences of a ragged batch begin: sequence r has rows bounds[r] to bounds[r +
-    1].
-    """
-
-    on_device: torch.Tensor
-    """[R + 1] int32, on the batch's device."""
-    on_host: Sequence[int] = ()
-    """The bounds on the host; empty on a GPU, where the host does not wait for them."""
-
-    @classmethod
-    def of(cls, cu_lens: torch.Tensor) -> Bounds:
-        """Makes the bounds of a batch from [R + 1] int32 on its device."""
-        return cls(cu_lens, () if cu_lens.is_cuda else cu_lens.tolist())
 
 
 def encoder_attention(

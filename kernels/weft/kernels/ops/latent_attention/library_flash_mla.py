@@ -13,8 +13,8 @@ import logging
 from typing import Any, NamedTuple
 
 import torch
-from weft.kernels.ops.attention import AttentionMetadata
-from weft.kernels.ops.latent_attention import LatentSpec
+from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.latent_attention.spec import LatentSpec
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention import AttentionMetadata
-from weft.kernels.ops.latent_attention import NOTHING, LatentSpec
+from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention.library_flash_mla import flash_mla
+from weft.kernels.ops.latent_attention.spec import NOTHING, LatentSpec
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.shared.multiprocessors import num_multiprocessors

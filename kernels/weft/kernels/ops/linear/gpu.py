@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fixed import fixed_linear
 from weft.kernels.ops.linear.triton_sliced import MAX_ROWS
 from weft.kernels.ops.linear.triton_small import (
@@ -23,9 +22,6 @@ from weft.kernels.ops.lora.triton_fold import Folded
 from weft.kernels.ops.lora.triton_product import added_within, can_add_within
 from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.formats.quantised import Fp8Blocks, Fp8Channels
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.linear import LinearWeight
 
 _SMALL_WEIGHT = 1 << 23
 """Elements of a weight up to which cuBLAS is slower at 3 to 16 rows too (measured on an H200)."""

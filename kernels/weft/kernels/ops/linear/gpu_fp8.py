@@ -12,21 +12,18 @@ after the bias and after the residual.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
 from weft.kernels.ops.linear.triton_fp8_tiles import FIXED, multiply_fp8
 from weft.kernels.ops.lora import LoraAddition
 from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.linear import LinearWeight
 
 MAX_OWN_ROWS = 256
 """Most rows for which our own kernel is faster than torch, with weights whose scales are of

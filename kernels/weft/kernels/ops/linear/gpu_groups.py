@@ -10,13 +10,13 @@ tile of rows.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_groups_few_rows import can_take, multiply_few
 from weft.kernels.ops.linear.triton_groups_product import (
     MAX_GATED_ROWS,
@@ -33,9 +33,6 @@ from weft.kernels.shared.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.shared.formats.packed_groups import LONG_HALF, PackedGroups
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.linear import LinearWeight
 
 MAX_OWN_ROWS = 256
 """Most rows that are multiplied by numbers unpacked in registers."""

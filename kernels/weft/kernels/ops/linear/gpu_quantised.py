@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora import LoraAddition, check_addition
 from weft.kernels.ops.lora.gpu import Ranks, add_fixed_lora
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.linear import LinearWeight
 
 Multiply = Callable[[torch.Tensor | None, torch.dtype], torch.Tensor]
 """Computes x @ weight^T + bias + residual in a dtype; the residual may be None."""

@@ -8,21 +8,18 @@ so that a row's result does not depend on the other rows.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, few_rows
 from weft.kernels.ops.lora import LoraAddition
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import INT8_MAX, Int8Channels
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.linear import LinearWeight
 
 _LEAST_ROWS = 32
 """Fewer rows are padded with zeros to this number: `torch._int_mm` takes no fewer than 17."""

@@ -48,8 +48,8 @@ class RowSlots(NamedTuple):
     ids: torch.Tensor
     """[T * k] int32: the expert of each pair; not read without experts."""
     experts: int = 0
-    """Number of values that `ids` may have (`weft.kernels.ops.moe.ExpertWeights.num_places`); 0:
-    there are no experts.
+    """Number of values that `ids` may have (`weft.kernels.ops.moe.spec.ExpertWeights.num_places`);
+    0: there are no experts.
     """
     top_k: int = 1
     """Rows of a token: row p belongs to token p // k."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from weft.kernels.ops.activation import SILU
+from weft.kernels.ops.activation.spec import SILU
 from weft.kernels.ops.linear.triton_groups_few_rows import PairExperts, is_in_fours, multiply_few
 from weft.kernels.ops.lora import ExpertAddition
-from weft.kernels.ops.moe import SOFTMAX, RouterForm, StackedWeight
+from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm, StackedWeight
 from weft.kernels.ops.moe.tiles import FIXED_FP8, Tiles, fp8_tiles, packed_tiles, tiles_for
 from weft.kernels.ops.moe.triton_combine import NormAfter, combine
 from weft.kernels.ops.moe.triton_direct import MAX_DIRECT_ROWS, direct_moe
@@ -78,7 +78,7 @@ def begin_ranks(
 
     Args:
         x: [T, H], contiguous, the experts' input.
-        places: `weft.kernels.ops.moe.ExpertWeights.num_places`.
+        places: `weft.kernels.ops.moe.spec.ExpertWeights.num_places`.
         inner: I.
 
     Returns:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation import SILU, Gating
+from weft.kernels.ops.activation.spec import SILU, Gating
 
 
 class ExpertParts(NamedTuple):
@@ -82,7 +82,7 @@ def gated(
     GATE_LIMIT: tl.constexpr,
     CUBIC: tl.constexpr,
 ) -> tl.tensor:
-    """`weft.kernels.ops.activation.Gating` in float32; a limit of 0 means no limit."""
+    """`weft.kernels.ops.activation.spec.Gating` in float32; a limit of 0 means no limit."""
     if GATE_LIMIT > 0.0:
         gate = tl.minimum(gate, GATE_LIMIT)
     if LIMIT > 0.0:

@@ -15,7 +15,7 @@ from weft.kernels.ops.linear.triton_groups_product import (
     multiply_groups,
     product_launch_config,
 )
-from weft.kernels.ops.moe import StackedWeight
+from weft.kernels.ops.moe.spec import StackedWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
 from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.ops.moe.triton_sort import Blocks

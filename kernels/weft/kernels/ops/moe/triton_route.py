@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.moe import SOFTMAX, RouterForm, route_reference
+from weft.kernels.ops.moe import route_reference
+from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm
 from weft.kernels.ops.moe.triton_sort import Blocks, num_blocks
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import next_power_of_2
@@ -225,7 +226,7 @@ def route_and_sort(
     Args:
         logits: [T, E] float32, contiguous, where `is_sorted_at_once` holds.
         top_k: 1 to E.
-        placement: As in `weft.kernels.ops.moe.ExpertWeights`; pairs of other ranks' experts are in
+        placement: As in `weft.kernels.ops.moe.spec.ExpertWeights`; pairs of others' experts are in
             no block.
         own: Number of experts on this rank; None: all.
     """

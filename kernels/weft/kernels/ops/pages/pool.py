@@ -8,7 +8,7 @@ import torch
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES, is_scaled
 
 if TYPE_CHECKING:
-    from weft.kernels.ops.attention import AttentionMetadata
+    from weft.kernels.ops.attention.spec import AttentionMetadata
 
 
 class PlaneInPage(NamedTuple):

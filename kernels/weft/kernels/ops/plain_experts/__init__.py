@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from weft.kernels.ops.activation import Activation, activate
-from weft.kernels.ops.linear import LinearWeight, linear
-from weft.kernels.ops.moe import Routing
+from weft.kernels.ops.activation import activate
+from weft.kernels.ops.activation.spec import Activation
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.moe.spec import Routing
 
 
 class PlainExperts(NamedTuple):
@@ -20,7 +22,7 @@ class PlainExperts(NamedTuple):
     """[H, I] each; none on a GPU."""
     activation: Activation
     placement: torch.Tensor | None = None
-    """As in `weft.kernels.ops.moe.ExpertWeights`."""
+    """As in `weft.kernels.ops.moe.spec.ExpertWeights`."""
     stacked: tuple[torch.Tensor, torch.Tensor] | None = None
     """The stacked weights on a GPU, [E, I, H] and [E, H, I]."""
 

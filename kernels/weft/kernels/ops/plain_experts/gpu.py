@@ -5,7 +5,8 @@ between.
 from __future__ import annotations
 
 import torch
-from weft.kernels.ops.activation import Activation, activate
+from weft.kernels.ops.activation import activate
+from weft.kernels.ops.activation.spec import Activation
 from weft.kernels.ops.moe.tiles import tiles_for
 from weft.kernels.ops.moe.triton_combine import combine
 from weft.kernels.ops.moe.triton_parts import ExpertParts

@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from weft.kernels.ops.linear import LinearWeight, linear, weight_rows
+from weft.kernels.ops.linear import linear, weight_rows
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora import (
     LoraAddition,
-    LoraSegments,
     LoraStep,
     add_embedding_lora,
     add_lora,
     segments_with_adapters,
 )
+from weft.kernels.ops.lora.spec import LoraSegments
 
 OWN = -1
 """Place of a slot whose adapter uses the model's own matrix."""

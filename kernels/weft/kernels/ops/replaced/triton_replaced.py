@@ -6,16 +6,12 @@ whose tokens have no matrix of their own end at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.lora.spec import LoraSegments
 from weft.kernels.ops.lora.triton_parts import dot
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.lora import LoraSegments
 
 _FEW = 16
 """Tokens that are multiplied together in small steps, the fewest that tensor cores take."""

@@ -8,17 +8,15 @@ convolves the channels of keys and queries again, which costs less than another 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.slot_states.spec import DeltaGates, HeadForm, LayerMemory
 from weft.kernels.ops.slot_states.triton_states import SHARE_ROWS, Shares, read_blocks
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import next_power_of_2
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.slot_states import DeltaGates, HeadForm, LayerMemory
 
 
 class _LaunchConfig(NamedTuple):

@@ -11,16 +11,14 @@ one launch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.slot_states.spec import HeadForm, LayerMemory
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.slot_states import HeadForm, LayerMemory
 
 _TILES = {1: (32, 4, 128), 16: (64, 2, 32)}
 """Values of a program, its warps, and keys of a block that it multiplies at once, by the least

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention import MAX_TREE_ROWS
+from weft.kernels.ops.attention.spec import MAX_TREE_ROWS
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
-
-if TYPE_CHECKING:
-    from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified
 
 _BLOCK = 128
 

@@ -5,9 +5,9 @@ rows, with the products around them.
 from __future__ import annotations
 
 import torch
-from weft.kernels.ops.activation import SILU
-from weft.kernels.ops.linear import LinearWeight, PlainForm, linear
+from weft.kernels.ops.activation.spec import SILU
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.gpu import (
     add_product,
     adds_within,
@@ -17,6 +17,7 @@ from weft.kernels.ops.linear.gpu import (
     supports_norm,
 )
 from weft.kernels.ops.linear.gpu_fp8 import gated_mlp, has_groups, rounds_rows
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
 from weft.kernels.ops.lora import LoraAddition, check_addition, experts_addition
 from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS, Folded

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from weft.kernels.ops.pages.pool import has_dense_pages
 from weft.kernels.ops.pages.scaled_kv import entries_of
-from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 
 
 def parent_of(word: int, row: int) -> int:

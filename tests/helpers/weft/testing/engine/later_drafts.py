@@ -11,7 +11,7 @@ from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.encode import verified_input
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
-from weft.kernels.ops.step_rows import SlotTokens
+from weft.kernels.ops.step_rows.spec import SlotTokens
 
 
 def fetched(

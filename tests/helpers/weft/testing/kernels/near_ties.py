@@ -13,7 +13,7 @@ import pytest
 import torch
 from weft.kernels.ops import draft_head
 from weft.kernels.ops import moe as moe_module
-from weft.kernels.ops.moe import SOFTMAX, RouterForm, Routing
+from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm, Routing
 
 CLEAR = 1e-4
 """A difference between two scores, or logits, of sizes about 1 that roundings do not turn over."""

@@ -30,32 +30,29 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
-from weft.kernels.ops.activation import Gating
-from weft.kernels.ops.attention import (
-    MAX_TREE_ROWS,
-    AttentionMetadata,
-    AttentionSpec,
-    paged_attention,
-)
+from weft.kernels.ops.activation.spec import Gating
+from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention import triton_extend as extend_attention
+from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata, AttentionSpec
 from weft.kernels.ops.draft_head import (
-    DraftChains,
-    DraftRows,
     draft_chain_reference,
     draft_entries_reference,
     pack_draft_head,
 )
+from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
 from weft.kernels.ops.encoder_attention import triton_ragged as encoder_attention
 from weft.kernels.ops.greedy import triton_rows as greedy
-from weft.kernels.ops.latent_attention import LatentSpec
 from weft.kernels.ops.latent_attention import triton_latent as latent_attention
-from weft.kernels.ops.linear import LinearWeight, PlainForm, gate_up_silu, linear
+from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear import gpu as gpu_linear
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear import triton_groups_tensor_cores as groups_tensor_cores
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.lora import LoraStep
-from weft.kernels.ops.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
+from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.gpu import routed_moe
+from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, Routing, SparseMlpWeight
 from weft.kernels.ops.moe.triton_parts import ExpertParts, SharedExpert
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.norm import triton_layer as layer_norm
@@ -76,13 +73,13 @@ from weft.kernels.ops.sampling import triton_top as sampling_top
 from weft.kernels.ops.sampling.device import DraftedRows, SlotTensors
 from weft.kernels.ops.sampling.reference import NUM_FIELDS
 from weft.kernels.ops.slot_rows import triton_rows as slot_rows
-from weft.kernels.ops.slot_states import Channels, DeltaGates, HeadForm, LayerMemory
 from weft.kernels.ops.slot_states import triton_delta as delta_steps
 from weft.kernels.ops.slot_states import triton_states as slot_states
-from weft.kernels.ops.step_requests import DecodeColumns
+from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory
 from weft.kernels.ops.step_requests import triton_requests as step_requests
-from weft.kernels.ops.step_rows import SlotTokens, StepRows, Verified
+from weft.kernels.ops.step_requests.spec import DecodeColumns
 from weft.kernels.ops.step_rows import triton_rows as step_rows
+from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.ops.stream import Taps
 from weft.kernels.ops.tree_rows import triton_rows as tree_rows
 from weft.kernels.shared import copied_tiles, dependent_launch

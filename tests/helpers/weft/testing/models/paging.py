@@ -10,7 +10,7 @@ from weft.contract.layout import StatePlane
 from weft.engine.model.interface import Model
 from weft.engine.model.state_step import StatePools, StateRound, StateStep
 from weft.engine.model.step import Step
-from weft.kernels.ops.attention import AttentionMetadata
+from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.recurrence.sequences import Sequences
 
 

@@ -25,7 +25,7 @@ from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Query
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.recurrence.sequences import Sequences

@@ -19,7 +19,7 @@ from weft.engine.executor.states import DeviceStates
 from weft.engine.model.state_step import StateStep
 from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.plan import Plan
-from weft.kernels.ops.slot_states import LayerMemory, SlotRows
+from weft.kernels.ops.slot_states.spec import LayerMemory, SlotRows
 from weft.testing.scheduling.state_bench import (
     PAGE,
     PRIME,

@@ -22,8 +22,9 @@ from weft.engine.model.weights.schemes.plain import (
 )
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import LinearWeight, PackableMatrix, pack_gate_up, pack_linear
-from weft.kernels.ops.moe import ExpertWeights
+from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.linear.spec import LinearWeight, PackableMatrix
+from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.shared.formats.fp8 import FP8
 from weft.kernels.shared.formats.int_groups import IntGroups
 from weft.kernels.shared.formats.quantised import Fp8Channels, Int8Channels

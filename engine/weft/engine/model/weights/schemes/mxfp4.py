@@ -11,8 +11,8 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme, apart, packed_experts
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import LinearWeight, PackableMatrix
-from weft.kernels.ops.moe import ExpertWeights
+from weft.kernels.ops.linear.spec import LinearWeight, PackableMatrix
+from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.shared.formats.int_groups import MXFP4_GROUP, mxfp4_groups
 
 
