@@ -30,7 +30,8 @@ def test_parts_are_those_that_torch_takes(
         for dtype in DTYPES
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path) as file:
+    # Which tensors are read is drawn, so that some may be left.
+    with Checkpoint(tmp_path, unused=lambda _: True) as file:
         for _ in range(40):
             name, tensor = random.choice(list(tensors.items()))
             first, left = random.randrange(len(tensor)), random.randrange(300)
