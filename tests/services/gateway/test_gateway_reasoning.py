@@ -40,7 +40,7 @@ OPENS_ITSELF = (
     "{# <tool_call> #}"
 )
 HARMONY = "{{ messages[-1].content }}<|start|>assistant{# <|channel|> <|call|> #}"
-UNTOLD = "{{ messages[-1].content }}<think>{# </think> #}"
+AMBIGUOUS_NUMBERS = "{{ messages[-1].content }}<think>{# </think> #}"
 """Of a model whose marks are no tokens."""
 PLAIN = "{{ messages[-1].content }}"
 LLAMA = "{{ messages[-1].content }}ipython"
@@ -60,7 +60,7 @@ async def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
     folder.mkdir()
     (folder / "chat_template.jinja").write_text(request.param)
     tokenizer = byte_level_bpe()
-    if request.param not in (PLAIN, UNTOLD, LLAMA, TAGS):
+    if request.param not in (PLAIN, AMBIGUOUS_NUMBERS, LLAMA, TAGS):
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     async with gateway(
         tmp_path, mesh.script, max_context_tokens=4096, tokenizer=tokenizer
@@ -124,7 +124,7 @@ async def test_a_model_that_opens_its_reasoning_may_do_so(mesh: Mesh) -> None:
     assert not mesh.constraint.HasField("reasoning")
 
 
-@templates(UNTOLD, PLAIN)
+@templates(AMBIGUOUS_NUMBERS, PLAIN)
 async def test_without_a_token_for_its_end_there_is_no_reasoning(mesh: Mesh) -> None:
     """The worker could not tell where the constraint begins."""
     mesh.text = '{"sunny": true}'
@@ -471,7 +471,7 @@ async def test_a_call_without_arguments_has_an_empty_object(mesh: Mesh) -> None:
         assert message["tool_calls"] == [call("{}", "stop")]
 
 
-@templates(UNTOLD)
+@templates(AMBIGUOUS_NUMBERS)
 async def test_chunks_of_tokens_without_text_have_an_empty_content(mesh: Mesh) -> None:
     """The token that ends a text has log-probabilities; clients expect a text in every chunk."""
     mesh.text = "Thought.</think>Sunny."

@@ -94,6 +94,8 @@ _READERS: Mapping[object, Callable[[Int64Array], object]] = {
     Sequence[int]: lambda row: row.tolist(),
 }
 """Makes a field of each type out of its numbers."""
+_FIELDS = tuple(tuple(_READERS[of] for of in get_type_hints(kind).values()) for kind in _KINDS)
+"""The readers of each kind's fields."""
 
 
 def encode_order(order: Order) -> Int64Array:
@@ -111,10 +113,10 @@ def encode_order(order: Order) -> Int64Array:
 
 def decode_order(numbers: Int64Array) -> Order:
     kind: Callable[..., Order] = _KINDS[numbers[0]]
+    readers = _FIELDS[numbers[0]]
     values = list[object]()
-    types = get_type_hints(kind).values()
-    at = 1 + len(types)
-    for of, length in zip(types, numbers[1:at].tolist(), strict=True):
-        values.append(_READERS[of](numbers[at : at + length]))
+    at = 1 + len(readers)
+    for read, length in zip(readers, numbers[1:at].tolist(), strict=True):
+        values.append(read(numbers[at : at + length]))
         at += length
     return kind(*values)

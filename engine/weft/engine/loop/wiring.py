@@ -128,8 +128,10 @@ class EngineWiring:
 
     def _watch_pages(self) -> None:
         stored, removed = self.kv_events.stored, self.kv_events.removed
-        are_told = [each.watch(stored, removed) for each in self._parts.companions]
-        if not any(are_told):
+        # A prefix that ends where no companion has a piece cannot be continued. Companions that
+        # know of this tell of such pages themselves.
+        tell_themselves = [each.watch(stored, removed) for each in self._parts.companions]
+        if not any(tell_themselves):
             memory = self._parts.memory
             memory.on_published.append(lambda _, key, parent: stored(key, parent))
             memory.on_evicted.append(removed)

@@ -46,15 +46,15 @@ NOTHING = Reserved()
 
 
 @dataclass(slots=True)
-class HeldPieces:
+class HeldPieces(ABC):
     """What a request has of a companion."""
 
     reserved: Reserved = NOTHING
 
     @property
+    @abstractmethod
     def pieces(self) -> list[int]:
         """The pieces to which the request has a reference each."""
-        raise NotImplementedError
 
 
 class DecodeRows(NamedTuple):

@@ -74,8 +74,8 @@ def is_watched(schema: Json) -> bool:
 def watched_places(schema: dict[str, Json]) -> Place:
     """Bounds arrays without duplicates in a rewritten schema by the number of values that their
     items can have, so that wherever an item may come, some new item is possible. Returns the place
-    of the whole text. Raises ValueError if an array cannot be kept free of duplicates, and Untold
-    as `check_numbers` does.
+    of the whole text. Raises ValueError if an array cannot be kept free of duplicates, and
+    AmbiguousNumbers as `check_numbers` does.
     """
     places = Places(schema)
     check_numbers(places.root)

@@ -22,7 +22,7 @@ EXCLUDED = "x-excluded"
 """Marks numbers in a rewritten schema; its value has `at`, the JSON pointer of their schema as the
 client wrote it, and `steps`, whose multiples are excluded. llguidance ignores it.
 """
-UNTOLD = (
+AMBIGUOUS_NUMBERS = (
     "numbers that are not whole, or are no multiples, cannot be told apart from the other numbers"
     " that may come here; use anyOf"
 )
@@ -32,7 +32,7 @@ _MOST = 2**63 * _UNIT
 _MOST_DIGITS = 20
 _MOST_EXACT = 10**15
 """Doubles have so many decimals, wherever the point is."""
-_MAX_STRETCHES = 64
+_MAX_INTERVALS = 64
 _MAX_TRIED = 64
 """Multiples of a step that are tried, to find one that is not excluded."""
 _NUMBER = re.compile(
@@ -40,11 +40,11 @@ _NUMBER = re.compile(
 )
 
 
-class Untold(ValueError):
+class AmbiguousNumbers(ValueError):
     """Excluded numbers that a matcher could not recognise."""
 
 
-class _Stretch(NamedTuple):
+class _Interval(NamedTuple):
     """Multiples of a step between two bounds, without those of other steps; all counted in the last
     decimal.
     """
@@ -92,20 +92,20 @@ class _Stretch(NamedTuple):
         return all(read % step for step in self.excluded)
 
 
-_ALL = (_Stretch(-_MOST, _MOST, 1),)
+_ALL = (_Interval(-_MOST, _MOST, 1),)
 
 
 class NumberSet:
     """Numbers that a place of a text may have."""
 
-    def __init__(self, stretches: Iterable[_Stretch]) -> None:
-        self._stretches = frozenset(stretches)
+    def __init__(self, intervals: Iterable[_Interval]) -> None:
+        self._intervals = frozenset(intervals)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NumberSet) and self._stretches == other._stretches
+        return isinstance(other, NumberSet) and self._intervals == other._intervals
 
     def __hash__(self) -> int:
-        return hash(self._stretches)
+        return hash(self._intervals)
 
     def __bool__(self) -> bool:
         return self._has_between(-_MOST, _MOST)
@@ -113,7 +113,7 @@ class NumberSet:
     @property
     def is_begun(self) -> bool:
         """Whether a grammar, which excludes no step, may let one of the numbers begin."""
-        return bool(self._stretches)
+        return bool(self._intervals)
 
     def has(self, written: bytes) -> bool:
         """Whether a number as it is written, without an exponent, is one of the numbers."""
@@ -142,7 +142,7 @@ class NumberSet:
             least, most = _between(found, 0)
             return any(
                 one.has_between(*_signed(found, least + (num_zeros > one.num_zeros), most))
-                for one in self._stretches
+                for one in self._intervals
             )
         is_longer = found["decimals"] is None and found["whole"] != b"0"
         return any(
@@ -151,7 +151,7 @@ class NumberSet:
         )
 
     def _has_between(self, low: int, high: int) -> bool:
-        return any(stretch.has_between(low, high) for stretch in self._stretches)
+        return any(interval.has_between(low, high) for interval in self._intervals)
 
 
 def _between(found: re.Match[bytes], num_more: int) -> tuple[int, int]:
@@ -210,13 +210,15 @@ def without_multiples(schema: Json, steps: Iterable[Fraction], at: str) -> Json:
 
 
 def number_set(schema: Json, definitions: Mapping[str, Json]) -> NumberSet:
-    """The numbers that a rewritten schema allows. Raises Untold if they are of too many kinds."""
+    """The numbers that a rewritten schema allows. Raises AmbiguousNumbers if they are of too many
+    kinds.
+    """
     return NumberSet(_numbers(schema, definitions, frozenset()))
 
 
 def _numbers(
     schema: Json, definitions: Mapping[str, Json], outer: frozenset[str]
-) -> tuple[_Stretch, ...]:
+) -> tuple[_Interval, ...]:
     if isinstance(schema, bool):
         return _ALL if schema else ()
     found = _own_numbers(schema)
@@ -233,12 +235,12 @@ def _numbers(
     return found
 
 
-def _own_numbers(schema: Mapping[str, Json]) -> tuple[_Stretch, ...]:
+def _own_numbers(schema: Mapping[str, Json]) -> tuple[_Interval, ...]:
     if "enum" in schema:
         values = [_counted(value) for value in schema["enum"] if type(value) in (int, float)]
         if any(value.denominator != 1 for value in values):
-            raise Untold(UNTOLD)
-        return tuple(_Stretch(int(value), int(value), 1) for value in values)
+            raise AmbiguousNumbers(AMBIGUOUS_NUMBERS)
+        return tuple(_Interval(int(value), int(value), 1) for value in values)
     kind = schema.get("type")
     if kind not in ("integer", "number"):
         return _ALL if kind is None else ()
@@ -247,7 +249,7 @@ def _own_numbers(schema: Mapping[str, Json]) -> tuple[_Stretch, ...]:
     step = int(_counted(schema.get("multipleOf", least)))
     steps = schema.get(EXCLUDED, {}).get("steps", ())
     excluded = frozenset(int(Fraction(one) * _UNIT) for one in steps)
-    return (_Stretch(math.ceil(low), math.floor(high), step, excluded),)
+    return (_Interval(math.ceil(low), math.floor(high), step, excluded),)
 
 
 def _counted(value: float | Fraction) -> Fraction:
@@ -255,7 +257,7 @@ def _counted(value: float | Fraction) -> Fraction:
     return Fraction(exact * _UNIT)
 
 
-def _both(one: tuple[_Stretch, ...], other: tuple[_Stretch, ...]) -> tuple[_Stretch, ...]:
+def _both(one: tuple[_Interval, ...], other: tuple[_Interval, ...]) -> tuple[_Interval, ...]:
     if one is _ALL or other is _ALL:
         return other if one is _ALL else one
     found = []
@@ -264,7 +266,7 @@ def _both(one: tuple[_Stretch, ...], other: tuple[_Stretch, ...]) -> tuple[_Stre
             low, high = max(first.low, second.low), min(first.high, second.high)
             step, excluded = math.lcm(first.step, second.step), first.excluded | second.excluded
             if low <= high:
-                found.append(_Stretch(low, high, step, excluded))
-    if len(found) > _MAX_STRETCHES:
-        raise Untold(UNTOLD)
+                found.append(_Interval(low, high, step, excluded))
+    if len(found) > _MAX_INTERVALS:
+        raise AmbiguousNumbers(AMBIGUOUS_NUMBERS)
     return tuple(dict.fromkeys(found))

@@ -16,7 +16,7 @@ from weft.engine.features.constraints.domains import (
     is_watched,
     watched_places,
 )
-from weft.engine.features.constraints.excluded import UNTOLD, Untold
+from weft.engine.features.constraints.excluded import AMBIGUOUS_NUMBERS, AmbiguousNumbers
 from weft.engine.features.constraints.gbnf import convert_gbnf
 from weft.engine.features.constraints.patterns import convert_regex
 from weft.engine.features.constraints.places import Place
@@ -150,13 +150,13 @@ class GrammarSource:
         try:
             root = watched_places(prepared)
             if root.numbers is not None and not is_whole:
-                raise Untold(f"at {root.marked_at}: {UNTOLD}")
+                raise AmbiguousNumbers(f"at {root.marked_at}: {AMBIGUOUS_NUMBERS}")
             return prepared, root
-        except Untold as untold:
+        except AmbiguousNumbers as ambiguous:
             try:
                 prepared = prepare_schema(schema, is_closed=self._is_closed, excludes_steps=False)
             except ValueError:
-                raise untold from None
+                raise ambiguous from None
             return prepared, watched_places(prepared) if is_watched(prepared) else None
 
 

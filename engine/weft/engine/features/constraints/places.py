@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from weft.engine.features.constraints.excluded import (
+    AMBIGUOUS_NUMBERS,
     EXCLUDED,
-    UNTOLD,
+    AmbiguousNumbers,
     NumberSet,
-    Untold,
     number_set,
 )
 
@@ -56,7 +56,7 @@ class Place:
     @functools.cached_property
     def numbers(self) -> NumberSet | None:
         """The numbers that may come here; None: the grammar by itself allows no others. Raises
-        Untold if that depends on more than the place.
+        AmbiguousNumbers if that depends on more than the place.
         """
         if not self.marked_at:
             return None
@@ -64,7 +64,7 @@ class Place:
         sets = {number_set(part, self._places.definitions) for part in self._parts}
         found = [one for one in sets if one.is_begun]
         if len(found) > 1 or not all(found):
-            raise Untold(f"at {self.marked_at}: {UNTOLD}")
+            raise AmbiguousNumbers(f"at {self.marked_at}: {AMBIGUOUS_NUMBERS}")
         return found[0] if found else None
 
     def property(self, name: str) -> Place:
@@ -153,8 +153,8 @@ class Places:
 
 
 def check_numbers(root: Place) -> None:
-    """Raises Untold if excluded numbers could not be recognised somewhere in a text, or are items
-    of an array without duplicates. Else notes whether there are any.
+    """Raises AmbiguousNumbers if excluded numbers could not be recognised somewhere in a text, or
+    are items of an array without duplicates. Else notes whether there are any.
     """
     within = root.within()
     places = [place for place in within if place.numbers is not None]
@@ -168,7 +168,7 @@ def check_numbers(root: Place) -> None:
         num_patterns = sum(len(node.get("patternProperties", ())) for node in objects)
         is_joined = len(objects) > 1 or any("properties" in node for node in objects)
         if place.is_unique or num_patterns > 1 or (num_patterns and is_joined):
-            raise Untold(f"at {marked[0].marked_at}: {UNTOLD}")
+            raise AmbiguousNumbers(f"at {marked[0].marked_at}: {AMBIGUOUS_NUMBERS}")
         if objects and not num_patterns:
             _ = place.property(_UNLISTED).numbers
 

@@ -30,7 +30,11 @@ from weft.contract.schema_keywords import (
     escaped,
 )
 from weft.engine.features.constraints.disjoint import are_disjoint, negated, type_names
-from weft.engine.features.constraints.excluded import UNTOLD, excluded_steps, without_multiples
+from weft.engine.features.constraints.excluded import (
+    AMBIGUOUS_NUMBERS,
+    excluded_steps,
+    without_multiples,
+)
 from weft.engine.features.constraints.names import has_names
 from weft.engine.features.constraints.numbers import FREE_NUMBERS, check_number, prepare_number
 from weft.engine.features.constraints.patterns import convert_pattern, without_lookahead
@@ -367,7 +371,7 @@ class _Rewriter:
             return [self._either(parts, at, is_closed=is_closed, is_merged=is_merged)]
         for i, others in overlaps.items():
             is_twice = _is_integer(behind[i]) and any(_is_any_number(behind[j]) for j in others)
-            self._require(self._excludes_steps or not is_twice, at, UNTOLD)
+            self._require(self._excludes_steps or not is_twice, at, AMBIGUOUS_NUMBERS)
         if len(parts) > 2 and (telling := self._telling(behind, overlaps)) is not None:
             return [self._told_apart(parts, telling, at)]
         opposites = {
