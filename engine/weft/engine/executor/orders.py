@@ -8,6 +8,7 @@ Writing an adapter's rows is no order: it waits for no step, since no step uses 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple, TypeAlias, get_args, get_type_hints
 
 import numpy as np
@@ -94,8 +95,6 @@ _READERS: Mapping[object, Callable[[Int64Array], object]] = {
     Sequence[int]: lambda row: row.tolist(),
 }
 """Makes a field of each type out of its numbers."""
-_FIELDS = tuple(tuple(_READERS[of] for of in get_type_hints(kind).values()) for kind in _KINDS)
-"""The readers of each kind's fields."""
 
 
 def encode_order(order: Order) -> Int64Array:
@@ -111,9 +110,14 @@ def encode_order(order: Order) -> Int64Array:
     return np.array([_KINDS.index(type(order)), *lengths, *numbers])
 
 
+@cache
+def _readers_of(kind: Callable[..., Order]) -> Sequence[Callable[[Int64Array], object]]:
+    return [_READERS[of] for of in get_type_hints(kind).values()]
+
+
 def decode_order(numbers: Int64Array) -> Order:
     kind: Callable[..., Order] = _KINDS[numbers[0]]
-    readers = _FIELDS[numbers[0]]
+    readers = _readers_of(kind)
     values = list[object]()
     at = 1 + len(readers)
     for read, length in zip(readers, numbers[1:at].tolist(), strict=True):
