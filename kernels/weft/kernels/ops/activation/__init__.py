@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.activation.spec import _ACTIVATIONS, Activation, Gating
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.activation import triton_gated as _triton_gated
+    from weft.kernels.ops.activation import triton_plain as _triton_plain
+else:
+    _triton_gated = deferred(__name__, "weft.kernels.ops.activation.triton_gated")
+    _triton_plain = deferred(__name__, "weft.kernels.ops.activation.triton_plain")
 
 
 def limited_silu(limit: float) -> Gating:
@@ -32,9 +41,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         [T, I], dtype of `x`; computed in float32, rounded once.
     """
     if x.is_cuda:
-        from weft.kernels.ops.activation import triton_gated as gpu
-
-        return gpu.silu_and_mul(x)
+        return _triton_gated.silu_and_mul(x)
     native = cpu.native_cpu_for(x)
     if native is None:
         return silu_and_mul_reference(x)
@@ -63,9 +70,7 @@ def activate(x: torch.Tensor, activation: Activation, *, is_gated: bool) -> torc
     if is_gated and activation == "silu":
         return silu_and_mul(x)
     if x.is_cuda:
-        from weft.kernels.ops.activation import triton_plain as gpu
-
-        return gpu.activate(x, activation, is_gated=is_gated)
+        return _triton_plain.activate(x, activation, is_gated=is_gated)
     gate, up = x.float().chunk(2, dim=-1) if is_gated else (x.float(), None)
     made = _ACTIVATIONS[activation](gate)
     return (made if up is None else made * up).to(x.dtype)

@@ -18,9 +18,17 @@ from weft.kernels.ops.pages.scaled_kv import (
     is_scaled,
 )
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
+    from weft.kernels.ops.attention import gpu as _gpu
+    from weft.kernels.ops.attention import library_cudnn as _library_cudnn
+    from weft.kernels.ops.attention import library_flash as _library_flash
     from weft.kernels.ops.attention.triton_extend import OwnKv
+else:
+    _gpu = deferred(__name__, "weft.kernels.ops.attention.gpu")
+    _library_cudnn = deferred(__name__, "weft.kernels.ops.attention.library_cudnn")
+    _library_flash = deferred(__name__, "weft.kernels.ops.attention.library_flash")
 
 
 def paged_attention(
@@ -83,9 +91,7 @@ def paged_attention(
         if not q.is_contiguous():
             raise ValueError("q must be contiguous")
     if native is None:
-        from weft.kernels.ops.attention import gpu
-
-        return gpu.paged_attention(q, pool, layer, spec, step, own, earlier_rows=earlier_rows)
+        return _gpu.paged_attention(q, pool, layer, spec, step, own, earlier_rows=earlier_rows)
     described = cpu.describe_pool(pool, q.dtype)
     tokens, heads, dim = q.shape
     requests, max_pages = step.page_table.shape
@@ -130,12 +136,10 @@ def settled(
         rows: T.
         pool: As in `paged_attention`.
     """
-    from weft.kernels.ops.attention import library_flash as flash_attention
-
     check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
     prompts = None
-    if step.is_cold and flash_attention.supports(dtype, spec.dim, rows):
-        prompts = flash_attention.prompt_rows(step.cu_q_lens, rows)
+    if step.is_cold and _library_flash.supports(dtype, spec.dim, rows):
+        prompts = _library_flash.prompt_rows(step.cu_q_lens, rows)
     return step._replace(is_settled=True, prompts=prompts)
 
 
@@ -146,9 +150,7 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> O
     """
     if not step.is_settled:
         return None
-    from weft.kernels.ops.attention import gpu
-
-    return gpu.own_kv(qkv, spec, step)
+    return _gpu.own_kv(qkv, spec, step)
 
 
 def is_faster_by_lengths(
@@ -163,20 +165,16 @@ def is_faster_by_lengths(
     """Whether a GPU's attention is faster if the host knows the lengths at launch, which it does
     not for a captured graph: cuDNN then handles long prompts without cached positions.
     """
-    from weft.kernels.ops.attention.library_cudnn import is_long_and_cold
-
     if window is not None and window < max_kv_len:
         return False
-    return is_long_and_cold(heads, dim, tokens, requests, max_q_len, max_kv_len)
+    return _library_cudnn.is_long_and_cold(heads, dim, tokens, requests, max_q_len, max_kv_len)
 
 
 def is_faster_when_cold(dtype: torch.dtype, dim: int, tokens: int) -> bool:
     """Whether a GPU's attention is faster if requests of several rows are known to have no cached
     positions: FlashAttention-3 then handles them, where it is installed.
     """
-    from weft.kernels.ops.attention.library_flash import supports
-
-    return supports(dtype, dim, tokens)
+    return _library_flash.supports(dtype, dim, tokens)
 
 
 def paged_attention_reference(

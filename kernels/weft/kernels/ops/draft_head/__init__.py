@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import torch
 from weft.kernels.ops.attention import fits_native, paged_attention
@@ -30,7 +31,17 @@ from weft.kernels.ops.pages.scaled_kv import head_dim, holds
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.rope import rope_and_cache
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
 from weft.kernels.shared.side_stream import SideStreamWork, is_forking
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.draft_head import triton_rows as _triton_rows
+    from weft.kernels.ops.greedy import triton_rows as _triton_greedy
+    from weft.kernels.shared import dependent_launch as _dependent_launch
+else:
+    _dependent_launch = deferred(__name__, "weft.kernels.shared.dependent_launch")
+    _triton_greedy = deferred(__name__, "weft.kernels.ops.greedy.triton_rows")
+    _triton_rows = deferred(__name__, "weft.kernels.ops.draft_head.triton_rows")
 
 
 def pack_draft_head(
@@ -200,9 +211,7 @@ class DraftEntries:
         return cpu.describe_pool(pool, aux.dtype)
 
     def _launch_beside(self) -> torch.Tensor:
-        from weft.kernels.shared.dependent_launch import ordinary_launches
-
-        with ordinary_launches():
+        with _dependent_launch.ordinary_launches():
             return draft_entries_reference(*self._arguments)
 
     def _describe(self, native: cpu.NativeCpu) -> None:
@@ -400,18 +409,14 @@ def added(
 def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """[R] tokens of the target's vocabulary, written to `out`."""
     if logits.is_cuda:
-        from weft.kernels.ops.greedy import triton_rows as gpu
-
-        return gpu.greedy_rows(logits, target_ids, out)
+        return _triton_greedy.greedy_rows(logits, target_ids, out)
     return torch.index_select(target_ids, 0, logits.argmax(dim=1), out=out)
 
 
 def _join(w: DraftHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """[T], [T, H] -> [T, 2 * H]."""
     if state.is_cuda:
-        from weft.kernels.ops.draft_head import triton_rows as gpu
-
-        return gpu.join_rows(w, token_ids, state)
+        return _triton_rows.join_rows(w, token_ids, state)
     embedded = rms_norm(w.embedding.index_select(0, token_ids), w.input_norm, w.eps)
     return torch.cat((embedded, rms_norm(state, w.hidden_norm, w.eps)), dim=1)
 
@@ -421,9 +426,7 @@ def _join_shifted(
 ) -> torch.Tensor:
     """`_join` with the state of the row before: [T, H] -> [T, 2 * H]."""
     if g.is_cuda:
-        from weft.kernels.ops.draft_head import triton_rows as gpu
-
-        return gpu.join_shifted(w, rows, g, kept)
+        return _triton_rows.join_shifted(w, rows, g, kept)
     num_rows, starts = g.shape[0], rows.cu_q_lens[:-1]
     before = kept.index_select(0, rows.request_slots)
     positions = rows.positions.index_select(0, starts.clamp(max=num_rows - 1))
@@ -452,9 +455,7 @@ def _parent_rows(ancestors: torch.Tensor, cu_q_lens: torch.Tensor) -> torch.Tens
 
 def _keep_last(g: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> None:
     if g.is_cuda:
-        from weft.kernels.ops.draft_head import triton_rows as gpu
-
-        gpu.keep_last(g, rows, kept)
+        _triton_rows.keep_last(g, rows, kept)
         return
     ends = (rows.cu_q_lens[1:] - 1).clamp(min=0)
     kept.index_copy_(0, rows.request_slots, g.index_select(0, ends))

@@ -13,11 +13,18 @@ last token, until the target's step overwrites them.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from weft.kernels.ops.draft_head import draft_turn
 from weft.kernels.ops.draft_head.spec import DraftHeadWeight, TurnRows
 from weft.kernels.ops.draft_tree.spec import DraftTrees, Expanded, Nodes
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.draft_tree import triton_nodes as _triton_nodes
+else:
+    _triton_nodes = deferred(__name__, "weft.kernels.ops.draft_tree.triton_nodes")
 
 _LAST_BIT = 62
 """Last bit of a word; ranks of dropped nodes are clamped to it."""
@@ -182,15 +189,11 @@ def _grow(
     depth: int,
 ) -> Expanded:
     if logits.is_cuda:
-        from weft.kernels.ops.draft_tree import triton_nodes as gpu
-
-        return gpu.grow(nodes, logits, target_ids, parents, trees, depth)
+        return _triton_nodes.grow(nodes, logits, target_ids, parents, trees, depth)
     return grow_reference(nodes, logits, target_ids, parents, trees, depth)
 
 
 def _keep_best(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
     if nodes.tokens.is_cuda:
-        from weft.kernels.ops.draft_tree import triton_nodes as gpu
-
-        return gpu.keep_best(nodes, num_nodes)
+        return _triton_nodes.keep_best(nodes, num_nodes)
     return keep_best_reference(nodes, num_nodes)

@@ -6,11 +6,18 @@ import ctypes
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.encoder_attention import triton_ragged as _triton_ragged
+else:
+    _triton_ragged = deferred(__name__, "weft.kernels.ops.encoder_attention.triton_ragged")
 
 
 def encoder_attention(
@@ -44,10 +51,8 @@ def encoder_attention(
         ValueError: On a CPU: the bounds are not those of T rows.
     """
     if q.is_cuda:
-        from weft.kernels.ops.encoder_attention import triton_ragged as gpu
-
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        return gpu.encoder_attention(q, k, v, bounds.on_device, reach, slopes, factor)
+        return _triton_ragged.encoder_attention(q, k, v, bounds.on_device, reach, slopes, factor)
     _check_bounds(bounds, len(q))
     if (native := _native(q, k, v, slopes)) is not None:
         return _attend_natively(native, q, k, v, bounds, reach, scale)

@@ -13,12 +13,22 @@ rows are computed by matrix products: the updates u of a piece solve a triangula
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.recurrence.cpu import native_recurrence, native_recurrence_for
 from weft.kernels.ops.recurrence.head_rows import HeadRows
 from weft.kernels.ops.recurrence.segments import LONGEST, Segments, Wave
 from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.recurrence import triton_rows as _triton_rows
+    from weft.kernels.ops.recurrence import triton_steps as _triton_steps
+else:
+    _triton_rows = deferred(__name__, "weft.kernels.ops.recurrence.triton_rows")
+    _triton_steps = deferred(__name__, "weft.kernels.ops.recurrence.triton_steps")
 
 _LONGEST, _LONGEST_BY_ELEMENT = LONGEST, 16
 """Rows of a piece. With a decay for each element, the products of a piece are its length times
@@ -52,9 +62,7 @@ def gated_delta(
     _check(q, k, v, decay, beta, states, sequences)
     rows = HeadRows(*(q, k, v, decay, sequences), beta=beta, scale=q.shape[2] ** -0.5, is_unit=True)
     if v.is_cuda:
-        from weft.kernels.ops.recurrence import triton_steps as gpu
-
-        return gpu.fastest_recurrence(rows, states)
+        return _triton_steps.fastest_recurrence(rows, states)
     native = native_recurrence_for(v, states, q, k)
     if native is None:
         return gated_delta_reference(q, k, v, decay, beta, states, sequences.cu_lens)
@@ -75,9 +83,7 @@ def delta_gates(
         [T, Hv] float32 each.
     """
     if ba.is_cuda:
-        from weft.kernels.ops.recurrence import triton_rows as gpu
-
-        return gpu.delta_gates(ba, rates, dt_bias, shared)
+        return _triton_rows.delta_gates(ba, rates, dt_bias, shared)
     b, a = (part.reshape(len(ba), -1) for part in ba.view(len(ba), -1, 2, shared).unbind(2))
     return rates * F.softplus(a.float() + dt_bias), b.sigmoid().float()
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from weft.kernels.ops.sampling.reference import ERROR_NOT_FINITE
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.greedy import triton_rows as _triton_rows
+else:
+    _triton_rows = deferred(__name__, "weft.kernels.ops.greedy.triton_rows")
 
 
 def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -14,9 +22,7 @@ def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")
     if logits.is_cuda:
-        from weft.kernels.ops.greedy import triton_rows as gpu
-
-        return gpu.greedy_rows(logits)
+        return _triton_rows.greedy_rows(logits)
     return greedy_rows_reference(logits)
 
 

@@ -10,12 +10,23 @@ head for those earlier positions too (`earlier_attention`).
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from weft.kernels.ops.attention import check_ancestors
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention.spec import NOTHING, EarlierLatents, LatentSpec
 from weft.kernels.ops.pages.pool import has_dense_pages
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.attention import library_flash as _library_flash
+    from weft.kernels.ops.latent_attention import library_flash_mla as _library_flash_mla
+    from weft.kernels.ops.latent_attention import triton_latent as _triton_latent
+else:
+    _library_flash = deferred(__name__, "weft.kernels.ops.attention.library_flash")
+    _library_flash_mla = deferred(__name__, "weft.kernels.ops.latent_attention.library_flash_mla")
+    _triton_latent = deferred(__name__, "weft.kernels.ops.latent_attention.triton_latent")
 
 _MAX_SCORES = 1 << 24
 """Most scores that are held at once."""
@@ -43,9 +54,7 @@ def latent_attention(
     """
     _check(q, pool, layer, spec, step)
     if q.is_cuda:
-        from weft.kernels.ops.latent_attention import triton_latent as gpu
-
-        return gpu.latent_attention(q, pool, layer, spec, step)
+        return _triton_latent.latent_attention(q, pool, layer, spec, step)
     return latent_attention_reference(q, pool, layer, spec, step)
 
 
@@ -61,13 +70,11 @@ def planned(
         step = step._replace(earlier=_earlier_latents(step, step.num_earlier, rows, pool.shape[-2]))
     if not pool.is_cuda or step.latents is not None or step.ancestors is not None:
         return step
-    from weft.kernels.ops.latent_attention import library_flash_mla as flash_mla
-
-    if not flash_mla.supports(dtype, pool.shape[-1], spec, pool.shape[-2]):
+    if not _library_flash_mla.supports(dtype, pool.shape[-1], spec, pool.shape[-2]):
         return step
     if step.max_q_len <= 1 and rows != step.page_table.shape[0]:
         return step
-    return step._replace(latents=flash_mla.plan_latents(step, rows, spec.heads))
+    return step._replace(latents=_library_flash_mla.plan_latents(step, rows, spec.heads))
 
 
 def _earlier_latents(
@@ -101,18 +108,14 @@ def attention_before(
     if step.ancestors is not None:
         raise ValueError("rows of trees attend to each other in the pool")
     if q.is_cuda:
-        from weft.kernels.ops.latent_attention import triton_latent as gpu
-
-        return gpu.attention_before(q, pool, layer, spec, step)
+        return _triton_latent.attention_before(q, pool, layer, spec, step)
     sums = torch.full(q.shape[:2], NOTHING, dtype=torch.float32)
     return latent_attention_reference(q, pool, layer, spec, step, sums), sums
 
 
 def is_faster_uncompressed(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> bool:
     """Whether `own_attention` is fast for a step of `rows` rows, which needs FlashAttention-3."""
-    from weft.kernels.ops.attention import library_flash as flash_attention
-
-    return flash_attention.supports_own_rows(dtype, dim, value_dim, rows)
+    return _library_flash.supports_own_rows(dtype, dim, value_dim, rows)
 
 
 def own_attention(
@@ -130,9 +133,7 @@ def own_attention(
         [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum.
     """
     if q.is_cuda:
-        from weft.kernels.ops.attention import library_flash as flash_attention
-
-        return flash_attention.own_attention(q, k, v, cu_q_lens, scale)
+        return _library_flash.own_attention(q, k, v, cu_q_lens, scale)
     return own_attention_reference(q, k, v, cu_q_lens, scale)
 
 
@@ -171,9 +172,7 @@ def earlier_attention(
         without keys get zeros and a very negative number.
     """
     if q.is_cuda:
-        from weft.kernels.ops.attention import library_flash as flash_attention
-
-        return flash_attention.earlier_attention(q, k, v, cu_q_lens, cu_kv_lens, scale)
+        return _library_flash.earlier_attention(q, k, v, cu_q_lens, cu_kv_lens, scale)
     return earlier_attention_reference(q, k, v, cu_q_lens, cu_kv_lens, scale)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from weft.kernels.ops.linear.spec import (
 from weft.kernels.ops.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.ops.norm import rms_norm
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
 from weft.kernels.shared.formats.int_groups import IntGroups
 from weft.kernels.shared.formats.packed_groups import PackedGroups, pack_groups
 from weft.kernels.shared.formats.quantised import (
@@ -27,6 +29,17 @@ from weft.kernels.shared.formats.quantised import (
 )
 from weft.kernels.shared.formats.rotated import RotatedChannels, multiplies_rotated
 from weft.kernels.shared.memory import WeightArena
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.linear import gpu as _gpu
+    from weft.kernels.ops.linear import gpu_fp8 as _gpu_fp8
+    from weft.kernels.ops.linear import gpu_groups as _gpu_groups
+    from weft.kernels.ops.linear import triton_int8 as _triton_int8
+else:
+    _gpu = deferred(__name__, "weft.kernels.ops.linear.gpu")
+    _gpu_fp8 = deferred(__name__, "weft.kernels.ops.linear.gpu_fp8")
+    _gpu_groups = deferred(__name__, "weft.kernels.ops.linear.gpu_groups")
+    _triton_int8 = deferred(__name__, "weft.kernels.ops.linear.triton_int8")
 
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
@@ -106,23 +119,15 @@ def linear(
         case NativeForm():
             return _linear_native(x, w, residual, out_dtype, lora)
         case PlainForm(data) if data.is_cuda:
-            from weft.kernels.ops.linear import gpu
-
             if lora is not None:
                 check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-            return gpu.linear(x, data, w.bias, residual, out_dtype, lora, is_fixed=w.is_fixed)
+            return _gpu.linear(x, data, w.bias, residual, out_dtype, lora, is_fixed=w.is_fixed)
         case Fp8Channels(data) | Fp8Blocks(data) if data.is_cuda:
-            from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
-
-            return fp8_linear.linear(x, w, residual, out_dtype, lora)
+            return _gpu_fp8.linear(x, w, residual, out_dtype, lora)
         case PackedGroups():
-            from weft.kernels.ops.linear import gpu_groups as groups_linear
-
-            return groups_linear.linear(x, w, residual, out_dtype, lora)
+            return _gpu_groups.linear(x, w, residual, out_dtype, lora)
         case Int8Channels(data) if data.is_cuda:
-            from weft.kernels.ops.linear import triton_int8 as int8_linear
-
-            return int8_linear.linear(x, w, residual, out_dtype, lora)
+            return _triton_int8.linear(x, w, residual, out_dtype, lora)
     out = _linear_torch(x, w, residual, out_dtype)
     if lora is not None:
         add_lora(out, x, lora)
@@ -145,23 +150,15 @@ def gate_up_silu(
         case NativeForm():
             return _linear_native(x, w, None, None, lora)
         case PlainForm(data) if data.is_cuda:
-            from weft.kernels.ops.linear import gpu
-
             if lora is not None:
                 check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-            return gpu.gate_up_silu(x, data, w.bias, lora, is_fixed=w.is_fixed)
+            return _gpu.gate_up_silu(x, data, w.bias, lora, is_fixed=w.is_fixed)
         case Fp8Channels(data) | Fp8Blocks(data) if data.is_cuda:
-            from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
-
-            return fp8_linear.gate_up_silu(x, w, lora)
+            return _gpu_fp8.gate_up_silu(x, w, lora)
         case PackedGroups():
-            from weft.kernels.ops.linear import gpu_groups as groups_linear
-
-            return groups_linear.gate_up_silu(x, w, lora)
+            return _gpu_groups.gate_up_silu(x, w, lora)
         case Int8Channels(data) if data.is_cuda:
-            from weft.kernels.ops.linear import triton_int8 as int8_linear
-
-            return int8_linear.gate_up_silu(x, w, lora)
+            return _triton_int8.gate_up_silu(x, w, lora)
     both = _linear_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)
@@ -187,11 +184,8 @@ def normed_linear(
         [M, N], or [M, I] where gated. On a GPU the product of a small input computes the norm in
         the same launch and does not round it.
     """
-    if x.is_cuda:
-        from weft.kernels.ops.linear import gpu
-
-        if gpu.supports_norm(x.shape[0], w, lora):
-            return gpu.normed_linear(x, gain, eps, w, out_dtype, lora)
+    if x.is_cuda and _gpu.supports_norm(x.shape[0], w, lora):
+        return _gpu.normed_linear(x, gain, eps, w, out_dtype, lora)
     normed = rms_norm(x, gain, eps)
     if w.gated:
         return gate_up_silu(normed, w, lora)

@@ -27,9 +27,15 @@ from weft.kernels.ops.lora.spec import (
     NativeLora,
 )
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
+    from weft.kernels.ops.lora import gpu as _gpu
+    from weft.kernels.ops.lora import triton_embedding as _triton_embedding
     from weft.kernels.ops.replaced import ReplacedMatrices
+else:
+    _gpu = deferred(__name__, "weft.kernels.ops.lora.gpu")
+    _triton_embedding = deferred(__name__, "weft.kernels.ops.lora.triton_embedding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +322,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None
     """
     check_addition(out.shape, x.shape, x.dtype, addition)
     if out.is_cuda:
-        from weft.kernels.ops.lora import gpu
-
-        gpu.add_lora(out, x, addition)
+        _gpu.add_lora(out, x, addition)
     else:
         add_lora_reference(out, x, addition)
 
@@ -335,9 +339,7 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
     shape = (token_ids.shape[0], part.in_features)
     check_addition(out.shape, shape, out.dtype, addition)
     if out.is_cuda:
-        from weft.kernels.ops.lora import triton_embedding as gpu
-
-        gpu.add_embedding_lora(out, token_ids, addition)
+        _triton_embedding.add_embedding_lora(out, token_ids, addition)
         return
     for tokens, slot in segments_with_adapters(addition.segments):
         count = int(part.counts[addition.layer, slot])

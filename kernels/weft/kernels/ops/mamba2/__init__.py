@@ -11,11 +11,19 @@ products (section 6 of the paper, there SSD).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from weft.kernels.ops.recurrence.cpu import native_recurrence, native_recurrence_for
 from weft.kernels.ops.recurrence.head_rows import HeadRows
 from weft.kernels.ops.recurrence.segments import Segments, Wave
 from weft.kernels.ops.recurrence.sequences import Sequences
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.recurrence import triton_steps as _triton_steps
+else:
+    _triton_steps = deferred(__name__, "weft.kernels.ops.recurrence.triton_steps")
 
 
 def mamba2(
@@ -61,9 +69,7 @@ def mamba2(
         )
     of_heads = HeadRows(c, b, x, dt.float() * a.float(), sequences, steps=dt, skips=d)
     if x.is_cuda:
-        from weft.kernels.ops.recurrence import triton_steps as gpu
-
-        return gpu.fastest_recurrence(of_heads, states)
+        return _triton_steps.fastest_recurrence(of_heads, states)
     native = native_recurrence_for(x, states, b, c)
     if native is None:
         return mamba2_reference(x, dt, a, b, c, d, states, sequences.cu_lens)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from weft.kernels.ops.activation.spec import SILU, Gating
@@ -30,6 +30,7 @@ from weft.kernels.ops.lora import (
 from weft.kernels.ops.lora.spec import LoraSegments
 from weft.kernels.ops.moe.spec import SOFTMAX, ExpertWeights, RouterForm, Routing, StackedWeight
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
 from weft.kernels.shared.formats.quantised import (
     Fp8Blocks,
@@ -37,6 +38,15 @@ from weft.kernels.shared.formats.quantised import (
     Fp8Experts,
 )
 from weft.kernels.shared.memory import WeightArena
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.moe import gpu as _gpu
+    from weft.kernels.ops.moe import triton_parts as _triton_parts
+    from weft.kernels.ops.moe import triton_route as _triton_route
+else:
+    _gpu = deferred(__name__, "weft.kernels.ops.moe.gpu")
+    _triton_parts = deferred(__name__, "weft.kernels.ops.moe.triton_parts")
+    _triton_route = deferred(__name__, "weft.kernels.ops.moe.triton_route")
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +206,7 @@ def route(
         placement: As in `ExpertWeights`.
     """
     if logits.is_cuda:
-        from weft.kernels.ops.moe import triton_route as gpu
-
-        return Routing(*gpu.route(logits, top_k, renormalise, form, placement))
+        return Routing(*_triton_route.route(logits, top_k, renormalise, form, placement))
     ids, shares = route_reference(logits, top_k, renormalise=renormalise, form=form)
     return Routing(ids if placement is None else placement[ids], shares)
 
@@ -279,12 +287,9 @@ def moe(
     if x.shape[0] == 0:
         return x.clone()
     if w.stacked is not None:
-        from weft.kernels.ops.moe import gpu
-        from weft.kernels.ops.moe.triton_parts import ExpertParts
-
         ids, shares = routing
-        more = ExpertParts(w.gating, w.biases, w.placement)
-        return gpu.moe(x, ids, shares, *w.stacked, residual, lora, more, is_fixed=w.is_fixed)
+        more = _triton_parts.ExpertParts(w.gating, w.biases, w.placement)
+        return _gpu.moe(x, ids, shares, *w.stacked, residual, lora, more, is_fixed=w.is_fixed)
     if w.native is not None:
         return _moe_native(x, routing, w, w.native, residual, lora)
     return moe_reference(x, routing, w, residual, lora)

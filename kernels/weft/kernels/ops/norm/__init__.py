@@ -4,11 +4,19 @@ and layer norm (Ba et al. 2016).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.norm import triton_layer as _triton_layer
+    from weft.kernels.ops.norm import triton_rms as _triton_rms
+else:
+    _triton_layer = deferred(__name__, "weft.kernels.ops.norm.triton_layer")
+    _triton_rms = deferred(__name__, "weft.kernels.ops.norm.triton_rms")
 
 
 class Norm(NamedTuple):
@@ -55,9 +63,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         [T, H], dtype of `x`; computed in float32, rounded once.
     """
     if x.is_cuda:
-        from weft.kernels.ops.norm import triton_rms as gpu
-
-        return gpu.rms_norm(x, weight, eps)
+        return _triton_rms.rms_norm(x, weight, eps)
     native = cpu.native_cpu_for(x)
     if native is None:
         return rms_norm_reference(x, weight, eps)
@@ -80,9 +86,7 @@ def add_rms_norm(
         The normalised rounded sum [T, H] and `residual` itself.
     """
     if x.is_cuda:
-        from weft.kernels.ops.norm import triton_rms as gpu
-
-        return gpu.add_rms_norm(x, residual, weight, eps)
+        return _triton_rms.add_rms_norm(x, residual, weight, eps)
     native = cpu.native_cpu_for(x)
     if native is None:
         return add_rms_norm_reference(x, residual, weight, eps)
@@ -112,9 +116,7 @@ def add_layer_norm(
         [T, H], dtype of `x`; on a GPU computed in float32 and rounded once.
     """
     if x.is_cuda:
-        from weft.kernels.ops.norm import triton_layer as gpu
-
-        return gpu.add_layer_norm(x, residual, weight, bias, eps)
+        return _triton_layer.add_layer_norm(x, residual, weight, bias, eps)
     return F.layer_norm(x + residual, weight.shape, weight, bias, eps)
 
 

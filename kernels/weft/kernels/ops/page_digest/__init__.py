@@ -8,9 +8,17 @@ may be taken in any order, so every device finds the same bits.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from weft.kernels.ops.pages import is_viewable_as, page_words
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.page_digest import triton_digest as _triton_digest
+else:
+    _triton_digest = deferred(__name__, "weft.kernels.ops.page_digest.triton_digest")
 
 INCREMENT = 0x9E3779B97F4A7C15
 FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -34,9 +42,7 @@ def page_digests(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
     """
     rows = _words(pool, pages)
     if pool.is_cuda and len(pages):
-        from weft.kernels.ops.page_digest import triton_digest as gpu
-
-        return gpu.row_digests(rows, pages, first_word)
+        return _triton_digest.row_digests(rows, pages, first_word)
     return page_digests_reference(pool, pages, first_word)
 
 

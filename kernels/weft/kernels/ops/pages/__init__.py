@@ -10,10 +10,17 @@ check here would wait for the device.
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from weft.kernels.ops.pages.pool import has_dense_pages
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.pages import triton_pages as _triton_pages
+else:
+    _triton_pages = deferred(__name__, "weft.kernels.ops.pages.triton_pages")
 
 _MAX_SINGLE_COPIES = 16
 """Most pages that a GPU copies one by one, with a launch each; indexing takes several launches."""
@@ -68,9 +75,7 @@ def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
     """
     rows = _words(pool, pages, out)
     if pool.is_cuda and len(pages):
-        from weft.kernels.ops.pages import triton_pages as gpu
-
-        gpu.gather_rows(rows, pages, out.view(torch.int32))
+        _triton_pages.gather_rows(rows, pages, out.view(torch.int32))
     elif len(pages):
         gather_pages_reference(pool, pages, out)
 
@@ -91,9 +96,7 @@ def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
     """
     rows = _words(pool, pages, source)
     if pool.is_cuda and len(pages):
-        from weft.kernels.ops.pages import triton_pages as gpu
-
-        gpu.scatter_rows(source.view(torch.int32), pages, rows)
+        _triton_pages.scatter_rows(source.view(torch.int32), pages, rows)
     elif len(pages):
         scatter_pages_reference(source, pages, pool)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from weft.kernels.ops.activation import activate
@@ -11,6 +11,12 @@ from weft.kernels.ops.activation.spec import Activation
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe.spec import Routing
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.plain_experts import gpu as _gpu
+else:
+    _gpu = deferred(__name__, "weft.kernels.ops.plain_experts.gpu")
 
 
 class PlainExperts(NamedTuple):
@@ -54,9 +60,7 @@ def plain_experts(x: torch.Tensor, routing: Routing, w: PlainExperts) -> torch.T
         [T, H], dtype of `x`; summed in float32, on a CPU in ascending order of experts.
     """
     if w.stacked is not None:
-        from weft.kernels.ops.plain_experts.gpu import plain_moe
-
-        return plain_moe(x, *routing, *w.stacked, w.activation, w.placement)
+        return _gpu.plain_moe(x, *routing, *w.stacked, w.activation, w.placement)
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
         if w.placement is not None and expert == len(w.up):

@@ -8,6 +8,7 @@ other tokens never read it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from weft.kernels.ops.linear import linear, weight_rows
@@ -20,6 +21,14 @@ from weft.kernels.ops.lora import (
     segments_with_adapters,
 )
 from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.lora import gpu as _lora_gpu
+    from weft.kernels.ops.replaced import triton_replaced as _triton_replaced
+else:
+    _lora_gpu = deferred(__name__, "weft.kernels.ops.lora.gpu")
+    _triton_replaced = deferred(__name__, "weft.kernels.ops.replaced.triton_replaced")
 
 OWN = -1
 """Place of a slot whose adapter uses the model's own matrix."""
@@ -66,10 +75,8 @@ def replace_embeddings(
     adapters have an embedding of their own. token_ids: [T] int64.
     """
     if out.is_cuda:
-        from weft.kernels.ops.replaced import triton_replaced as gpu
-
         assert replaced.on_device is not None
-        gpu.replace_embeddings(
+        _triton_replaced.replace_embeddings(
             out, token_ids, replaced.on_device, replaced.places, segments.token_slots
         )
         return
@@ -98,15 +105,12 @@ def replaced_linear(
         [L, N] float32. A row's result is independent of the other rows if it is in `linear`.
     """
     if x.is_cuda:
-        from weft.kernels.ops.lora import gpu as gpu_lora
-        from weft.kernels.ops.replaced import triton_replaced as gpu
-
         assert replaced.on_device is not None
         out = linear(x, w, out_dtype=torch.float32)
         matrices, places = replaced.on_device, replaced.places
-        gpu.replace_products(out, x, matrices, places, segments, is_fixed=w.is_fixed)
+        _triton_replaced.replace_products(out, x, matrices, places, segments, is_fixed=w.is_fixed)
         if lora is not None:
-            (gpu_lora.add_fixed_lora if w.is_fixed else add_lora)(out, x, lora)
+            (_lora_gpu.add_fixed_lora if w.is_fixed else add_lora)(out, x, lora)
         return out
     out = linear(x, w, out_dtype=torch.float32, lora=lora)
     for tokens, slot in segments_with_adapters(segments):

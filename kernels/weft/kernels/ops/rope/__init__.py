@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from weft.kernels.ops.norm import rms_norm_reference
@@ -17,6 +18,12 @@ from weft.kernels.ops.pages.scaled_kv import (
     quantised,
 )
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.rope import triton_rope as _triton_rope
+else:
+    _triton_rope = deferred(__name__, "weft.kernels.ops.rope.triton_rope")
 
 
 def rope_and_cache(
@@ -67,10 +74,10 @@ def rope_and_cache(
         IndexError: `layer`, a position or a slot points outside.
     """
     if is_settled:
-        from weft.kernels.ops.rope import triton_rope as gpu
-
         given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
-        return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent, is_settled=True)
+        return _triton_rope.rope_and_cache(
+            *given, k_out, num_adjacent=num_adjacent, is_settled=True
+        )
     native, dim = cpu.native_cpu_for(qkv), head_dim(pool)
     if native is not None and is_scaled(pool) and (dim % SCALED_MULTIPLE or dim > native.max_dim):
         native = None
@@ -103,10 +110,8 @@ def rope_and_cache(
     if not 0 <= layer < pool.shape[2]:
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
     if native is None:
-        from weft.kernels.ops.rope import triton_rope as gpu
-
         given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
-        return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent)
+        return _triton_rope.rope_and_cache(*given, k_out, num_adjacent=num_adjacent)
     described = cpu.describe_pool(pool, qkv.dtype)
     q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype)
     status = native.rope_and_cache(
@@ -204,9 +209,7 @@ def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
         cos_sin: [max_positions, D] float32: cosines of the D/2 pairs, then sines.
     """
     if x.is_cuda:
-        from weft.kernels.ops.rope import triton_rope as gpu
-
-        gpu.rotate_heads(x, positions, cos_sin)
+        _triton_rope.rotate_heads(x, positions, cos_sin)
     else:
         x.copy_(rotated(x, cos_sin[positions]))
 

@@ -6,10 +6,18 @@ the row itself; here they are parameters.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from weft.kernels.ops.sampling.reference import NUM_FIELDS
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.sampling import triton_draw as _triton_draw
+    from weft.kernels.ops.sampling import triton_top as _triton_top
+else:
+    _triton_draw = deferred(__name__, "weft.kernels.ops.sampling.triton_draw")
+    _triton_top = deferred(__name__, "weft.kernels.ops.sampling.triton_top")
 
 
 class SlotTensors(NamedTuple):
@@ -79,8 +87,6 @@ def draw_rows(
         [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as from
         `weft.kernels.ops.sampling.cpu.sample_rows`.
     """
-    from weft.kernels.ops.sampling import triton_draw as sampling
-
     vocab_size = _check_logits(logits)
     for columns in (slots, positions):
         if columns.dtype != torch.int64 or columns.shape != logits.shape[:1]:
@@ -93,7 +99,7 @@ def draw_rows(
             raise ValueError(f"rows of tables are {tuple(rows.shape)}, vocabulary {vocab_size}")
     if drafted is not None and drafted.firsts.shape != slots.shape:
         raise ValueError(f"{tuple(drafted.firsts.shape)} first rows of {tuple(slots.shape)} rows")
-    return sampling.draw_rows(logits, slots, positions, tables, drafted)
+    return _triton_draw.draw_rows(logits, slots, positions, tables, drafted)
 
 
 def top_logits(
@@ -107,12 +113,10 @@ def top_logits(
         tokens: [L] int64, the tokens drawn.
         num_top: Most likely tokens wanted a row, at most the vocabulary.
     """
-    from weft.kernels.ops.sampling import triton_top as sampling_top
-
     vocab_size = _check_logits(logits)
     if not 0 <= num_top <= vocab_size:
         raise ValueError(f"{num_top} most likely of {vocab_size} tokens")
-    return sampling_top.top_logits(logits, rows, tokens, num_top)
+    return _triton_top.top_logits(logits, rows, tokens, num_top)
 
 
 def _check_logits(logits: torch.Tensor) -> int:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.recurrence.segments import Segments
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.recurrence import triton_steps as _triton_steps
+else:
+    _triton_steps = deferred(__name__, "weft.kernels.ops.recurrence.triton_steps")
 
 
 def short_conv(
@@ -41,9 +48,7 @@ def short_conv(
             f"not fit {rows} rows of {count} sequences"
         )
     if x.is_cuda:
-        from weft.kernels.ops.recurrence import triton_steps as gpu
-
-        return gpu.short_conv(x, weight, bias, tails, sequences, has_silu=has_silu)
+        return _triton_steps.short_conv(x, weight, bias, tails, sequences, has_silu=has_silu)
     native = cpu.native_cpu_for(x)
     is_native = native is not None and taps <= native.max_taps_of_conv and tails.dtype == x.dtype
     if native is None or not is_native:

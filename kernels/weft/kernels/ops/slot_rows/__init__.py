@@ -4,7 +4,15 @@ requests.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.slot_rows import triton_rows as _triton_rows
+else:
+    _triton_rows = deferred(__name__, "weft.kernels.ops.slot_rows.triton_rows")
 
 
 def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
@@ -21,9 +29,7 @@ def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
         ValueError: There are too many tables, or rows are not as described.
     """
     if rows.is_cuda:
-        from weft.kernels.ops.slot_rows import triton_rows as gpu
-
-        return gpu.take_rows(rows, *tables)
+        return _triton_rows.take_rows(rows, *tables)
     return [table.index_select(0, rows) for table in tables]
 
 
@@ -42,8 +48,6 @@ def put_rows(
         ValueError: Rows are not as described, or differ between the tables.
     """
     if to.is_cuda:
-        from weft.kernels.ops.slot_rows import triton_rows as gpu
-
-        gpu.put_rows(to, to_rows, source, rows)
+        _triton_rows.put_rows(to, to_rows, source, rows)
         return
     to.index_copy_(0, to_rows, source.index_select(0, rows))

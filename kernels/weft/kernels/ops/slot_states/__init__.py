@@ -15,8 +15,18 @@ request's states once, and writes them once in `page_size` tokens.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from weft.kernels.ops.slot_states.spec import DeltaGates, HeadForm, LayerMemory, SlotRows
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.slot_states import triton_delta as _triton_delta
+    from weft.kernels.ops.slot_states import triton_states as _triton_states
+else:
+    _triton_delta = deferred(__name__, "weft.kernels.ops.slot_states.triton_delta")
+    _triton_states = deferred(__name__, "weft.kernels.ops.slot_states.triton_states")
 
 
 def plan_slots(
@@ -41,10 +51,8 @@ def plan_slots(
             be written there.
     """
     if slots.is_cuda:
-        from weft.kernels.ops.slot_states import triton_states as gpu
-
         given = slots, cu_q_lens, positions, borders, ends, blocks
-        return SlotRows(gpu.plan(*given, page_size))
+        return SlotRows(_triton_states.plan(*given, page_size))
     first, counts = cu_q_lens[:-1].long(), cu_q_lens.diff().long()
     starts = positions[first.clamp(max=len(positions) - 1)] * (counts > 0)
     before = borders[slots] * (counts > 0)
@@ -72,9 +80,7 @@ def step_heads(
     Returns:
         [T, H, Dv] of the dtype of the first part; zeros for rows of no request.
     """
-    from weft.kernels.ops.slot_states import triton_states as gpu
-
-    return gpu.step_heads(form, rows.plan, memory, inputs)
+    return _triton_states.step_heads(form, rows.plan, memory, inputs)
 
 
 def step_delta(
@@ -95,9 +101,7 @@ def step_delta(
     Returns:
         [T, H, Dv] of the dtype of the first input; zeros for rows of no request.
     """
-    from weft.kernels.ops.slot_states import triton_delta as gpu
-
-    return gpu.step_delta(form, gates, rows.plan, memory, inputs)
+    return _triton_delta.step_delta(form, gates, rows.plan, memory, inputs)
 
 
 def step_conv(
@@ -118,6 +122,4 @@ def step_conv(
     Returns:
         [T, channels] of the dtype of `x`; zeros for rows of no request.
     """
-    from weft.kernels.ops.slot_states import triton_states as gpu
-
-    return gpu.step_conv(weight, bias, rows.plan, memory, x)
+    return _triton_states.step_conv(weight, bias, rows.plan, memory, x)

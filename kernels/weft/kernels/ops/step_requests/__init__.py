@@ -4,9 +4,17 @@ its last token, and drafts may follow it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from weft.kernels.ops.step_requests.spec import DecodeColumns, StepColumns
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.step_requests import triton_requests as _triton_requests
+else:
+    _triton_requests = deferred(__name__, "weft.kernels.ops.step_requests.triton_requests")
 
 
 def expand_requests(
@@ -27,9 +35,7 @@ def expand_requests(
     """
     assert step.requests is not None, "the step is given by its columns"
     if step.requests.is_cuda:
-        from weft.kernels.ops.step_requests import triton_requests as gpu
-
-        gpu.expand_requests(step, page_table, page_size, num_slots)
+        _triton_requests.expand_requests(step, page_table, page_size, num_slots)
         return
     if int(step.requests[0]) == 0:
         return
@@ -79,9 +85,7 @@ def expand_decodes(
         page_table: [slots + 1, max_pages] int32, changed.
     """
     if given.slots.is_cuda:
-        from weft.kernels.ops.step_requests import triton_requests as gpu
-
-        gpu.expand_decodes(given, step, known, page_table, page_size)
+        _triton_requests.expand_decodes(given, step, known, page_table, page_size)
         return
     slots, positions, tokens, pages = given
     columns, dummy = positions // page_size, known.tokens.shape[1] - 1

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from weft.kernels.ops.attention import depths_of
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.step_rows import triton_rows as _triton_rows
+else:
+    _triton_rows = deferred(__name__, "weft.kernels.ops.step_rows.triton_rows")
 
 
 def resolve_rows(
@@ -30,9 +38,7 @@ def resolve_rows(
     if sources.shape[0] == 0:
         return
     if sources.is_cuda:
-        from weft.kernels.ops.step_rows import triton_rows as gpu
-
-        gpu.resolve_rows(step, sources, owners, known, page_table, page_size)
+        _triton_rows.resolve_rows(step, sources, owners, known, page_table, page_size)
         return
     count, width = sources.shape[0], known.tokens.shape[1]
     # Numpy, since the time for so few numbers is that of the calls, and torch's calls take several
@@ -111,9 +117,7 @@ def accept_drafts(
         [V] int64: row of the step that each request's last token was drawn from, and its slot.
     """
     if drawn.is_cuda:
-        from weft.kernels.ops.step_rows import triton_rows as gpu
-
-        return gpu.accept_drafts(drawn, step, verified, known)
+        return _triton_rows.accept_drafts(drawn, step, verified, known)
     rows, tokens = verified.rows.numpy(), drawn.numpy()
     following = rows[:, 1:]
     found, drafts = tokens[np.maximum(rows, 0)], step.token_ids.numpy()[np.maximum(following, 0)]
@@ -151,9 +155,9 @@ def chain_places(
         and a place in the null page.
     """
     if slots.is_cuda:
-        from weft.kernels.ops.step_rows import triton_rows as gpu
-
-        return gpu.chain_places(slots, starts, limits, late_starts, page_table, depth, page_size)
+        return _triton_rows.chain_places(
+            slots, starts, limits, late_starts, page_table, depth, page_size
+        )
     firsts = torch.where(starts < 0, late_starts[slots], starts)
     wanted = firsts + torch.arange(depth, device=slots.device).unsqueeze(1)
     positions = torch.minimum(wanted, limits - 1)

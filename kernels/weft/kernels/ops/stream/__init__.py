@@ -9,7 +9,7 @@ so `Stream` is the place for code that concerns every addition.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from weft.kernels.ops.draft_head import DraftEntries
@@ -21,6 +21,12 @@ from weft.kernels.ops.moe.spec import SparseMlpWeight
 from weft.kernels.ops.norm import AnyNorm
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.shared import cpu
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.stream import gpu as _gpu
+else:
+    _gpu = deferred(__name__, "weft.kernels.ops.stream.gpu")
 
 
 class Normed:
@@ -259,9 +265,7 @@ def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = Non
     """
     if not hidden.is_cuda or (peers is not None and peers.device_type != "cuda"):
         return Stream(hidden, taps, peers)
-    from weft.kernels.ops.stream import gpu
-
-    return gpu.GpuStream(hidden, taps) if peers is None else gpu.RankedStream(hidden, taps, peers)
+    return _gpu.GpuStream(hidden, taps) if peers is None else _gpu.RankedStream(hidden, taps, peers)
 
 
 def can_fold(
@@ -276,9 +280,7 @@ def can_fold(
     """
     if not first.data.is_cuda:
         return False
-    from weft.kernels.ops.stream import gpu
-
-    return gpu.can_fold(rows, first, to_first, last, to_last)
+    return _gpu.can_fold(rows, first, to_first, last, to_last)
 
 
 class Taps:

@@ -9,10 +9,18 @@ section 4.3, with the target's own draws in place of trials).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from weft.kernels.ops.pages.pool import has_dense_pages
 from weft.kernels.ops.pages.scaled_kv import entries_of
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.tree_rows import triton_rows as _triton_rows
+else:
+    _triton_rows = deferred(__name__, "weft.kernels.ops.tree_rows.triton_rows")
 
 
 def parent_of(word: int, row: int) -> int:
@@ -40,9 +48,7 @@ def accept_trees(
         slot; [V, 1 + most drafts] int64: the rows of its path, row 0 first, -1 after its end.
     """
     if drawn.is_cuda:
-        from weft.kernels.ops.tree_rows import triton_rows as gpu
-
-        return gpu.accept_trees(drawn, step, verified, known)
+        return _triton_rows.accept_trees(drawn, step, verified, known)
     assert step.ancestors is not None, "rows of trees have words"
     tokens, drafts, words = drawn.tolist(), step.token_ids.tolist(), step.ancestors.tolist()
     paths = torch.full_like(verified.rows, -1)
@@ -82,9 +88,7 @@ def move_paths(
     if not has_dense_pages(pool):
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
     if pool.is_cuda:
-        from weft.kernels.ops.tree_rows import triton_rows as gpu
-
-        gpu.move_paths(pool, places, rows, paths)
+        _triton_rows.move_paths(pool, places, rows, paths)
         return
     is_moved = (paths != rows) & (paths >= 0)
     if not is_moved.any():
