@@ -121,6 +121,25 @@ async def test_ollama(mesh: LocalMesh, expected: str) -> None:
         await client.chat(**{**asked, "model": "other"})
 
 
+async def test_load_balancers_read_the_load_of_the_mesh(mesh: LocalMesh) -> None:
+    body = {"model": MODEL, "messages": CHAT.as_messages(), "max_tokens": 2}
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            for stream in (False, True):
+                answer = await http.post(
+                    f"{mesh.url}{path}",
+                    json={**body, "stream": stream},
+                    headers={"endpoint-load-metrics-format": "JSON"},
+                )
+                assert answer.status_code == 200, answer.text
+                kind, _, value = answer.headers["endpoint-load-metrics"].partition(" ")
+                assert kind == "JSON"
+                metrics = json.loads(value)["named_metrics"]
+                assert metrics.keys() == {"kv_cache_usage_perc", "num_requests_waiting"}
+                assert 0 <= metrics["kv_cache_usage_perc"] < 1
+                assert metrics["num_requests_waiting"] == 0
+
+
 async def test_a_probe_generates_a_token(mesh: LocalMesh) -> None:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         for path in ("/health_generate", "/ping", "/version", "/tokenizer_info", "/api/tags"):

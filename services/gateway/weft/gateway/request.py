@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from weft.contract.request import CallParams, Constraint, SamplingParams, StopCriteria
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
+
+LoadFormat = Literal["TEXT", "JSON"]
+"""Form of the mesh's load in the header of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,10 @@ class CallFacts:
     """Time limit from the metadata `x-first-token-timeout-ms`; None: none."""
     worker: WorkerChoice | None = None
     """Decode worker from the metadata `x-worker-id` or `x-data-parallel-rank`; None: none."""
+    load_format: LoadFormat | None = None
+    """Form of the mesh's load that the metadata `endpoint-load-metrics-format` asks for; None: it
+    is not asked for.
+    """
 
     @property
     def tenant_name(self) -> str:

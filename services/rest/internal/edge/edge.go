@@ -304,7 +304,8 @@ func incomingHeader(key string) (string, bool) {
 	switch key {
 	case requestIDHeader, "X-Routing-Key", "X-Ttft-Target-Ms", "X-Itl-Target-Ms",
 		"X-Request-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-Worker-Id", "X-Data-Parallel-Rank",
-		"Traceparent", "Tracestate", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta":
+		"Endpoint-Load-Metrics-Format", "Traceparent", "Tracestate", "X-Api-Key", "Anthropic-Version",
+		"Anthropic-Beta":
 		return strings.ToLower(key), true
 	default:
 		return "", false

@@ -53,7 +53,8 @@ func (g *fakeGateway) RetrieveModel(
 	ctx context.Context, request *weftv1.RetrieveModelRequest,
 ) (*httpbody.HttpBody, error) {
 	header := metadata.Pairs("x-weft-worker", "decode-0", "secret", "hidden",
-		"x-ratelimit-remaining-requests", "7")
+		"x-ratelimit-remaining-requests", "7",
+		"endpoint-load-metrics", "TEXT named_metrics.num_requests_waiting=3")
 	if err := grpc.SetHeader(ctx, header); err != nil {
 		return nil, err
 	}
@@ -478,13 +479,14 @@ func TestHeadersPassByAllowList(t *testing.T) {
 	got := post(t, url, "{}", "X-Request-Id", "abc-1.2", "Authorization", "Bearer k",
 		"Traceparent", "00-1-2-3", "X-Routing-Key", "chat 7",
 		"X-TTFT-Target-Ms", "800", "x-itl-target-ms", "40.5", "Grpc-Metadata-Evil", "1", "Cookie", "c=1",
-		"X-Request-Timeout-Ms", "900", "X-First-Token-Timeout-Ms", "70", "X-Worker-Id", "decode-3")
+		"X-Request-Timeout-Ms", "900", "X-First-Token-Timeout-Ms", "70", "X-Worker-Id", "decode-3",
+		"endpoint-load-metrics-format", "TEXT")
 	incoming := <-seen
 	for key, want := range map[string]string{
 		"x-request-id": "abc-1.2", "authorization": "Bearer k", "traceparent": "00-1-2-3",
 		"x-routing-key": "chat 7", "x-ttft-target-ms": "800", "x-itl-target-ms": "40.5",
 		"x-request-timeout-ms": "900", "x-first-token-timeout-ms": "70", "x-worker-id": "decode-3",
-		"evil": "", "cookie": "", "grpcgateway-cookie": "",
+		"endpoint-load-metrics-format": "TEXT", "evil": "", "cookie": "", "grpcgateway-cookie": "",
 	} {
 		if value := strings.Join(incoming.Get(key), ","); value != want {
 			t.Fatalf("%s = %q, want %q", key, value, want)
@@ -502,6 +504,9 @@ func TestHeadersPassByAllowList(t *testing.T) {
 
 	got = do(t, http.MethodGet, url+"/v1/models/m", nil, "TE", "trailers")
 	if got.header.Get("X-Ratelimit-Remaining-Requests") != "7" {
+		t.Fatalf("headers %v", got.header)
+	}
+	if got.header.Get("Endpoint-Load-Metrics") != "TEXT named_metrics.num_requests_waiting=3" {
 		t.Fatalf("headers %v", got.header)
 	}
 	if got.header.Get("X-Weft-Worker") != "decode-0" {

@@ -176,8 +176,8 @@ func announced(ctx context.Context) string {
 
 // ClientHeader lets metadata made for clients through, under its own name.
 func ClientHeader(key string) (string, bool) {
-	return key, key == "request-id" || strings.HasPrefix(key, "x-weft-") ||
-		strings.HasPrefix(key, "x-ratelimit-")
+	return key, key == "request-id" || key == "endpoint-load-metrics" ||
+		strings.HasPrefix(key, "x-weft-") || strings.HasPrefix(key, "x-ratelimit-")
 }
 
 // CopyHeader puts what a call brought for the client into its answer.

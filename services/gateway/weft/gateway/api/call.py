@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 from weft.common.telemetry.logging import request_id as current_request_id
 from weft.gateway.admission.authenticate import current_tenant
-from weft.gateway.request import CallFacts, Targets, WorkerChoice, earliest
+from weft.gateway.request import CallFacts, LoadFormat, Targets, WorkerChoice, earliest
 from weft.gateway.validate import invalid
-from weft.gateway.warnings import begin_warnings, warning_headers
+from weft.gateway.warnings import begin_warnings, warn, warning_headers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -33,6 +33,9 @@ WORKER_ID = "x-worker-id"
 """Name of the metadata with the id of the decode worker that the request is for."""
 RANK = "x-data-parallel-rank"
 """Name of the metadata with the number of that worker instead, in the order of their ids."""
+LOAD_FORMAT = "endpoint-load-metrics-format"
+"""Name of the metadata with the form in which the answer's header has the mesh's load."""
+_LOAD_FORMATS: dict[str, LoadFormat] = {"text": "TEXT", "json": "JSON"}
 _IN_MILLISECONDS = (TTFT_TARGET, ITL_TARGET, REQUEST_TIMEOUT, FIRST_TOKEN_TIMEOUT)
 _NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 _RANK = re.compile(r"[0-9]{1,6}")
@@ -52,6 +55,7 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
     traceparent = client_request_id = routing_key = ""
     seconds: dict[str, float] = {}
     workers: list[WorkerChoice] = []
+    load_format: LoadFormat | None = None
     for key, value in context.invocation_metadata() or ():
         if not isinstance(value, str):
             continue
@@ -65,6 +69,10 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
             seconds[key] = _milliseconds(key, value)
         elif key in (WORKER_ID, RANK):
             workers.append(_worker(key, value))
+        elif key == LOAD_FORMAT:
+            load_format = _LOAD_FORMATS.get(value.strip().lower())
+            if load_format is None:
+                warn(key, "left out (it may be TEXT or JSON)")
     if len(workers) > 1:
         raise invalid(workers[1].param, f"contradicts {workers[0].param}: name one worker")
     return CallFacts(
@@ -77,6 +85,7 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
         Targets(seconds.get(TTFT_TARGET), seconds.get(ITL_TARGET)),
         seconds.get(FIRST_TOKEN_TIMEOUT),
         workers[0] if workers else None,
+        load_format,
     )
 
 

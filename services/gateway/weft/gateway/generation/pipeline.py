@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from weft.checkpoint.pooling import PoolingConfig
 from weft.common.telemetry.logging import trace_id as current_trace_id
@@ -43,6 +43,7 @@ from weft.gateway.request import (
 )
 from weft.gateway.routing import RoutingRequest
 from weft.gateway.settings import GatewaySettings
+from weft.gateway.telemetry.load_header import load_header
 from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.request_trace import RequestTrace
@@ -269,7 +270,10 @@ class RequestPipeline:
         if self._has_ended:
             raise shutting_down("admit")
         answer.begin(card, resolved.name, release)
-        answer.headers = self.limits.headers(request.tenant_name, loop.time())
+        answer.headers = (
+            *self.limits.headers(request.tenant_name, loop.time()),
+            *self._load_headers(answer),
+        )
         timers = [loop.call_at(answer.deadline, _expire, answer)]
         if request.ttft_timeout is not None:
             timers.append(loop.call_at(answer.first_token_deadline, _expire_first, answer))
@@ -282,6 +286,15 @@ class RequestPipeline:
             for timer in timers:
                 timer.cancel()
             answer.close()
+
+    def _load_headers(self, answer: Answer) -> Iterator[tuple[str, str]]:
+        """Of all models together: a load balancer sees one server."""
+        if (form := answer.raw.call.load_format) is None:
+            return
+        held = sum(served.latency_admission.gate.num_held for served in self._models)
+        workers = chain.from_iterable(served.fleet.workers("decode") for served in self._models)
+        reports = (report for worker in workers if (report := worker.report) is not None)
+        yield load_header(form, reports, self._admission.num_queued + held)
 
     async def _find_worker(
         self, served: ServedModel, adapter: ResolvedAdapter | None, deadline: float

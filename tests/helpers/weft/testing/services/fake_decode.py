@@ -148,7 +148,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.is_draining = False
         self.loop_age_s = 0.0
         self.stale_after_s = 2.0
-        self.running_requests = 0
+        self.running_requests = self.waiting_requests = 0
+        self.total_pages = self.free_pages = self.cached_pages = 0
         self.queued_tokens = 0
         self.prefill_tokens_per_second = 0.0
         self.decode_step_s = 0.0
@@ -278,6 +279,10 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 stale_after=duration(self.stale_after_s),
                 draining=self.is_draining,
                 running_requests=self.running_requests,
+                waiting_requests=self.waiting_requests,
+                total_pages=self.total_pages,
+                free_pages=self.free_pages,
+                cached_pages=self.cached_pages,
                 queued_tokens=self.queued_tokens,
                 request_tokens=self.request_tokens,
                 prefill_tokens_per_second=self.prefill_tokens_per_second,
