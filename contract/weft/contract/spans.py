@@ -1,0 +1,91 @@
+"""Media in a prompt: which of its tokens stand for what, and what the media are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.contract.errors import InvalidRequest
+from weft.contract.wire import wire
+
+MEDIA_DIGEST_BYTES = 32
+MAX_SPANS = 4096
+"""Most spans of a prompt."""
+MediaKind = Literal["image"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive placeholder tokens of a prompt, which take their rows from one medium."""
+
+    position: int = field(metadata=wire(low=0))
+    """Position in the prompt of the first token."""
+    length: int = field(metadata=wire(low=1))
+    """Tokens."""
+    digest: bytes = field(metadata=wire(least=MEDIA_DIGEST_BYTES, most=MEDIA_DIGEST_BYTES))
+    """`Media.digest` of the medium."""
+    offset: int = field(default=0, metadata=wire(low=0))
+    """Row of the medium that stands at `position`; the others follow in order."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.position + self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Media:
+    """One medium, processed so far that only a model's encoder is left to run.
+
+    An image is one picture of the shape [height, width, 3], uint8. Encoders that look at tiles get
+    one medium for each tile.
+    """
+
+    kind: MediaKind
+    shape: tuple[int, ...]
+    """Of `data`."""
+    data: bytes
+    digest: bytes
+    """Of everything that its rows depend on beside the model (`media_digest`)."""
+
+    @classmethod
+    def of(cls, kind: MediaKind, processor: str, shape: Sequence[int], data: bytes) -> Media:
+        """Makes one and computes its digest. `processor` names the processing and its options."""
+        digest = media_digest(kind, processor, shape, data)
+        return cls(kind=kind, shape=tuple(shape), data=data, digest=digest)
+
+
+def media_digest(kind: MediaKind, processor: str, shape: Sequence[int], data: bytes) -> bytes:
+    """Identity of processed media: BLAKE2b-256 over framed fields (test vectors:
+    protos/vectors/page_key.json). Content of another shape or processing has another digest.
+    """
+    sizes = b"".join(size.to_bytes(8, "little") for size in shape)
+    state = hashlib.blake2b(digest_size=MEDIA_DIGEST_BYTES, person=b"weft-media")
+    for part in (kind.encode(), processor.encode(), b"uint8", sizes, data):
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
+    """Raises InvalidRequest unless the spans are in order, apart from each other and within the
+    prompt.
+    """
+    if len(spans) > MAX_SPANS:
+        raise InvalidRequest(
+            f"the prompt has {len(spans)} spans of media; at most {MAX_SPANS} are allowed",
+            stage="validate",
+            param="spans",
+        )
+    end = 0
+    for span in spans:
+        if span.position < end or span.end > num_tokens:
+            raise InvalidRequest(
+                f"a span of media has the tokens {span.position} to {span.end - 1} of a prompt of "
+                f"{num_tokens}; spans lie in order within the prompt",
+                stage="validate",
+                param="spans",
+            )
+        end = span.end
