@@ -63,6 +63,16 @@ class ContextTooLong(InvalidRequest):
     """The context length, if the prompt's tokens are known."""
 
 
+class MediaMissing(WeftError):
+    """The worker lacks the content of a medium in the prompt; whoever has it brings it again."""
+
+    reason = "MEDIA_MISSING"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 503
+    retryable = True
+    is_of_worker = True
+
+
 class Unauthenticated(WeftError):
     """The call has no credentials, or wrong ones."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.contract.request import MAX_PRIORITY, MAX_TENANT_BYTES
+from weft.contract.spans import MAX_SPANS, Span
 from weft.contract.token_ids import TokenIds
 from weft.contract.wire import wire
 
@@ -74,6 +75,8 @@ class KvHandle:
     """
     state_pages: int = 0
     """Asks a KV store for so many pages before those blocks (`PieceShape.state_pages`)."""
+    spans: list[Span] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
+    """Media among the tokens, in order."""
 
     @property
     def companion_pages(self) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import byteorder
 from typing import NamedTuple
 
 import numpy as np
+from weft.contract.arrays import Int64Array
+from weft.contract.spans import Span
 
 HASH_VERSION = 2
 """Version of keys and digests: workers of different versions exchange no pages."""
@@ -29,10 +31,24 @@ _OF_BLOCKS = hashlib.blake2b(digest_size=32, person=b"weft-block")
 """Hash object that is copied for each digest of a page of a block."""
 
 
-def _page_digest(parent: bytes, namespace: bytes, tokens: bytes) -> bytes:
+def _page_digest(parent: bytes, namespace: bytes, tokens: bytes, media: bytes = b"") -> bytes:
     state = _OF_PAGES.copy()
-    state.update(parent + namespace + tokens)
+    state.update(parent + namespace + tokens + media)
     return state.digest()
+
+
+def _media_in(spans: Sequence[Span], start: int, end: int) -> bytes:
+    """What a page's key has of media, for the page of positions [start, end): of each span that
+    touches it the digest, and as u32 the row at the first place, that place in the page, and the
+    number of rows. Empty for a page of text, whose key so stays that of its tokens.
+    """
+    parts = []
+    for span in spans:
+        first, last = max(span.position, start), min(span.end, end)
+        if first < last:
+            numbers = (span.offset + first - span.position, first - start, last - first)
+            parts += [span.digest, *(number.to_bytes(4, "little") for number in numbers)]
+    return b"".join(parts)
 
 
 def namespace_digest(
@@ -63,9 +79,43 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def page_key(parent: bytes, tokens: Sequence[int], namespace: bytes) -> bytes:
-    """Key of the page of `tokens` that follows the page `parent`; 32 bytes."""
-    return _page_digest(parent, namespace, token_bytes(tokens))
+def page_key(
+    parent: bytes, tokens: Sequence[int], namespace: bytes, spans: Sequence[Span] = ()
+) -> bytes:
+    """Key of the page of `tokens` that follows the page `parent`; 32 bytes. Positions of `spans`
+    count from the page's first token.
+    """
+    media = _media_in(spans, 0, len(tokens))
+    return _page_digest(parent, namespace, token_bytes(tokens), media)
+
+
+WIDE_TOKEN_BYTES = 8
+"""Bytes of one position in the prefix cache of a model that takes media."""
+_SPAN_SHIFT = 32
+_MAX_NAMED_MEDIA = 1 << 16
+
+
+class MediaNames:
+    """Numbers by which the prefix cache of one process tells media apart: above all token ids, and
+    never given twice. A medium whose number was forgotten gets a new one, and so is not found in
+    that cache again; its keys stay the same.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._next = 1
+
+    def of_rows(self, span: Span) -> Int64Array:
+        """[length] int64: a number for each of the span's rows."""
+        number = self._numbers.get(span.digest)
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._numbers[span.digest] = number
+            if len(self._numbers) > _MAX_NAMED_MEDIA:
+                self._numbers.popitem(last=False)
+        else:
+            self._numbers.move_to_end(span.digest)
+        return (number << _SPAN_SHIFT) + np.arange(span.offset, span.offset + span.length)
 
 
 class PieceShape(NamedTuple):
@@ -200,10 +250,12 @@ class ShortKeys:
         tokens: The prompt; must not change.
         page_size: Token positions per page.
         namespace: 32 bytes.
-        recent: Prompts that it may continue, to which it is added; None: it is hashed by itself.
+        recent: Prompts that it may continue, to which it is added; None: it is hashed by itself, as
+            every prompt with media is.
+        spans: Its media.
     """
 
-    __slots__ = ("_data", "_group", "_keys", "_known", "_parent", "_recent", "_tokens")
+    __slots__ = ("_data", "_group", "_keys", "_known", "_parent", "_recent", "_spans", "_tokens")
 
     def __init__(
         self,
@@ -211,12 +263,14 @@ class ShortKeys:
         page_size: int,
         namespace: bytes,
         recent: RecentPages | None = None,
+        spans: Sequence[Span] = (),
     ) -> None:
         self._tokens = tokens
         self._group = (namespace, page_size)
         self._parent = ROOT_KEY
         self._keys: list[int] = []
-        self._recent = recent
+        self._recent = None if spans else recent
+        self._spans = spans
         self._known: HashedPages | None = None
         self._data = b""
 
@@ -232,7 +286,9 @@ class ShortKeys:
             (namespace, size), key, whole, data = self._group, self._parent, [], self._data
             width = size * TOKEN_BYTES
             for start in range(len(keys) * width, num_pages * width, width):
-                key = _page_digest(key, namespace, data[start : start + width])
+                first = start // TOKEN_BYTES
+                media = _media_in(self._spans, first, first + size) if self._spans else b""
+                key = _page_digest(key, namespace, data[start : start + width], media)
                 whole.append(key)
             keys += short_keys(whole)
             self._parent = key
@@ -261,18 +317,50 @@ class PageKeys:
         namespace: 32 bytes.
         page_size: Token positions per page.
         packed: `token_bytes` of its first tokens, if the caller has them.
+        spans: Media among its tokens.
+        names: Numbers of media in the prefix cache; None: the model takes none.
     """
 
-    __slots__ = ("_keys", "_packed", "_page_size", "namespace")
+    __slots__ = ("_keys", "_names", "_packed", "_page_size", "_spans", "_wide", "namespace")
 
-    def __init__(self, namespace: bytes, page_size: int, packed: bytes = b"") -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        page_size: int,
+        packed: bytes = b"",
+        spans: Sequence[Span] = (),
+        names: MediaNames | None = None,
+    ) -> None:
         self.namespace = namespace
         self._page_size = page_size
         self._keys: list[bytes] = []
         self._packed = packed
+        self._spans, self._names = spans, names
+        self._wide = b""
 
     def packed(self, tokens: Sequence[int], start: int, end: int) -> bytes:
-        """`token_bytes` of tokens [start, end); those of the prompt are cached."""
+        """Tokens [start, end) as the prefix cache compares them: `token_bytes`, or in a model that
+        takes media `WIDE_TOKEN_BYTES` for each, which tell media apart. Those of the prompt are
+        cached.
+        """
+        if self._names is None:
+            return self._tokens(tokens, start, end)
+        if end * WIDE_TOKEN_BYTES <= len(self._wide):
+            return self._wide[start * WIDE_TOKEN_BYTES : end * WIDE_TOKEN_BYTES]
+        symbols = np.array(tokens[start:end], "<i8")
+        for span in self._spans:
+            first, last = max(span.position, start), min(span.end, end)
+            if first < last:
+                rows = self._names.of_rows(span)
+                symbols[first - start : last - start] = rows[
+                    first - span.position : last - span.position
+                ]
+        data = symbols.tobytes()
+        if start == 0:
+            self._wide = data
+        return data
+
+    def _tokens(self, tokens: Sequence[int], start: int, end: int) -> bytes:
         if end * TOKEN_BYTES <= len(self._packed):
             return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
         data = token_bytes(tokens[start:end])
@@ -288,21 +376,29 @@ class PageKeys:
         keys, size = self._keys, self._page_size
         if len(keys) < num_pages:
             parent = keys[-1] if keys else ROOT_KEY
-            data = self.packed(tokens, len(keys) * size, num_pages * size)
+            first = len(keys) * size
+            data = self._tokens(tokens, first, num_pages * size)
             width = size * TOKEN_BYTES
             for start in range(0, len(data), width):
-                parent = _page_digest(parent, self.namespace, data[start : start + width])
+                at = first + start // TOKEN_BYTES
+                media = _media_in(self._spans, at, at + size) if self._spans else b""
+                parent = _page_digest(parent, self.namespace, data[start : start + width], media)
                 keys.append(parent)
         return keys if len(keys) == num_pages else keys[:num_pages]
 
-    def key_of(self, tokens: Sequence[int], index: int, page: bytes) -> bytes:
-        """Key of page number `index`, whose tokens are already packed."""
-        keys = self._keys
+    def page(self, tokens: Sequence[int], index: int) -> tuple[bytes, bytes]:
+        """A full page as the prefix cache compares it, and its key."""
+        keys, size = self._keys, self._page_size
+        start, end = index * size, (index + 1) * size
+        data = token_bytes(tokens[start:end])
         if index > len(keys):
             self.upto(tokens, index)
         if index == len(keys):
-            keys.append(_page_digest(keys[-1] if keys else ROOT_KEY, self.namespace, page))
-        return keys[index]
+            media = _media_in(self._spans, start, end) if self._spans else b""
+            parent = keys[-1] if keys else ROOT_KEY
+            keys.append(_page_digest(parent, self.namespace, data, media))
+        symbol = data if self._names is None else self.packed(tokens, start, end)
+        return symbol, keys[index]
 
     def adopt(self, keys: Sequence[bytes]) -> None:
         if len(self._keys) < len(keys):

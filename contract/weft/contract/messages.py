@@ -22,6 +22,7 @@ from weft.contract.fills import (
 )
 from weft.contract.kv_changes import KvChange
 from weft.contract.reports import LoadReport
+from weft.contract.spans import Media
 from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 from weft.contract.submits import Cancel, GatewayBatch, Ping, SessionEnd, Submit
 
@@ -42,6 +43,9 @@ class FaultOrder:
 class Inbox:
     """All messages received since the last turn; handled kind by kind in this order."""
 
+    media: list[Media] = field(default_factory=list)
+    """Processed media, which later submits and handles name. They come first, since those in the
+    same inbox may need them."""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     session_ends: list[SessionEnd] = field(default_factory=list)

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from weft.contract.keys import token_bytes
 from weft.contract.pages import PageCopy
 from weft.engine.requests.companions import Companion
 from weft.engine.requests.request import Request
@@ -253,9 +252,8 @@ class RequestPages:
             self.memory.published(node.page, node.key, node.parent.key)
 
     def _publish_one(self, cache: PrefixTree, request: Request, leaf: Node, index: int) -> None:
-        size, page = self._page_size, request.held.pages[index]
-        data = token_bytes(request.tokens[index * size : (index + 1) * size])
-        key = request.keys.key_of(request.tokens, index, data)
+        page = request.held.pages[index]
+        data, key = request.keys.page(request.tokens, index)
         node = request.held.leaf = cache.append(leaf, data, key, page, request.priority)
         if node.page == page:
             self.memory.published(page, key, leaf.key)

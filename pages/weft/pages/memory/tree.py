@@ -77,10 +77,16 @@ NO_MATCH = Match([], None, 0)
 
 
 class PrefixTree:
-    """Index of full, immutable pages by content. `PageMemory` reports which pages are in use."""
+    """Index of full, immutable pages by content. `PageMemory` reports which pages are in use.
 
-    def __init__(self, page_size: int, policy: EvictionPolicy = lru) -> None:
-        self._width = page_size * TOKEN_BYTES
+    `token_bytes` is how many bytes `PageKeys.packed` has for a token.
+    """
+
+    def __init__(
+        self, page_size: int, policy: EvictionPolicy = lru, token_bytes: int = TOKEN_BYTES
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._width = page_size * token_bytes
         self._page_size = page_size
         self._policy = policy
         self._roots: dict[bytes, Node] = {}
@@ -129,7 +135,8 @@ class PrefixTree:
             path.append(child)
             node = child
             start += width
-        match = Match(path, *_closest_child(node, data[start : start + width]))
+        rest = data[start : start + width]
+        match = Match(path, *_closest_child(node, rest, self._token_bytes))
         self._found = (namespace, data, match)
         return match
 
@@ -425,7 +432,7 @@ def _num_evictable_above(node: Node | None) -> int:
     return count
 
 
-def _closest_child(node: Node, wanted: bytes) -> tuple[Node | None, int]:
+def _closest_child(node: Node, wanted: bytes, token_bytes: int) -> tuple[Node | None, int]:
     """Returns also the number of common tokens; None: no child shares a token."""
     children = node.children
     if not children or not wanted:
@@ -437,14 +444,14 @@ def _closest_child(node: Node, wanted: bytes) -> tuple[Node | None, int]:
             node.order = sorted(children)
         at = bisect_left(node.order, wanted)
         around = node.order[max(0, at - 1) : at + 1]
-    num_tokens, tokens = max((_num_common_tokens(wanted, other), other) for other in around)
+    num_bytes, tokens = max((_num_common_bytes(wanted, other), other) for other in around)
+    num_tokens = num_bytes // token_bytes
     return (children[tokens], num_tokens) if num_tokens else (None, 0)
 
 
-def _num_common_tokens(one: bytes, other: bytes) -> int:
+def _num_common_bytes(one: bytes, other: bytes) -> int:
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     if not differing:
-        return length // TOKEN_BYTES
-    lowest_bit = (differing & -differing).bit_length() - 1
-    return lowest_bit // (8 * TOKEN_BYTES)
+        return length
+    return ((differing & -differing).bit_length() - 1) // 8

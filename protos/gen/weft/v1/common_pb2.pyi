@@ -131,6 +131,42 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class MediaSpan(_message.Message):
+    """Consecutive placeholder tokens of a prompt, which take their rows from one medium: an image, or a
+    tile of one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Position in the prompt of the first token."""
+    length: _builtins.int
+    """Tokens."""
+    digest: _builtins.bytes
+    """Of the processed medium, 32 bytes; see PutMedia."""
+    offset: _builtins.int
+    """Row of the medium that stands at `position`; the others follow in order."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        length: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "offset", b"offset", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaSpan: _TypeAlias = MediaSpan  # noqa: Y015
+
+@_typing.final
 class Constraint(_message.Message):
     """What the text of a sample must be, as a whole. The sample ends when it is complete, or earlier by
     a limit or stop criterion of its own.

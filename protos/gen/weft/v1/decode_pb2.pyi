@@ -127,6 +127,7 @@ class Submit(_message.Message):
     END_SESSION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 64 bytes."""
     attempt: _builtins.int
@@ -192,6 +193,12 @@ class Submit(_message.Message):
         prompt, and n, stop and both log-probabilities stay empty.
         """
 
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
+        """Media of the prompt, in order; at most 4,096. A worker that lacks the content of one fails the
+        request with reason MEDIA_MISSING.
+        """
+
     def __init__(
         self,
         *,
@@ -216,10 +223,11 @@ class Submit(_message.Message):
         end_session: _builtins.bool = ...,
         prompt_logprobs: _common_pb2.LogprobOptions | None = ...,
         pool: Global___PoolOptions | None = ...,
+        spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "pool", b"pool", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "pool", b"pool", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "pool", b"pool", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "spans", b"spans", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,8 @@ class _DeclineReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decline
     """The handle is malformed (ranges, sizes), or its lease was used before."""
     DECLINE_REASON_NOT_HELD: _DeclineReason.ValueType  # 9
     """A KV store does not hold the first page asked for."""
+    DECLINE_REASON_MEDIA_MISSING: _DeclineReason.ValueType  # 10
+    """The worker lacks the content of a medium among the tokens."""
 
 class DeclineReason(_DeclineReason, metaclass=_DeclineReasonEnumTypeWrapper):
     """Why a filler does not take a fill."""
@@ -57,6 +59,8 @@ DECLINE_REASON_INVALID: DeclineReason.ValueType  # 8
 """The handle is malformed (ranges, sizes), or its lease was used before."""
 DECLINE_REASON_NOT_HELD: DeclineReason.ValueType  # 9
 """A KV store does not hold the first page asked for."""
+DECLINE_REASON_MEDIA_MISSING: DeclineReason.ValueType  # 10
+"""The worker lacks the content of a medium among the tokens."""
 Global___DeclineReason: _TypeAlias = DeclineReason  # noqa: Y015
 
 class _LeaseState:
@@ -271,6 +275,7 @@ class KvHandle(_message.Message):
     BLOCK_PAGES_FIELD_NUMBER: _builtins.int
     TOKEN_WORDS_FIELD_NUMBER: _builtins.int
     STATE_PAGES_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Stable id of the owning worker, and its incarnation."""
     owner_epoch: _builtins.int
@@ -332,6 +337,10 @@ class KvHandle(_message.Message):
         that does not know it declines.
         """
 
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
+        """Media among the tokens, as in Submit."""
+
     def __init__(
         self,
         *,
@@ -355,10 +364,11 @@ class KvHandle(_message.Message):
         block_pages: _builtins.int = ...,
         token_words: _builtins.bytes = ...,
         state_pages: _builtins.int = ...,
+        spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "spans", b"spans", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

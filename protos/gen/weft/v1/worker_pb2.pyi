@@ -141,6 +141,7 @@ class GetInfoResponse(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
+    MEDIA_KINDS_FIELD_NUMBER: _builtins.int
     ADMIN_PORT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
@@ -193,6 +194,10 @@ class GetInfoResponse(_message.Message):
     def adapters(self) -> Global___AdapterLimits:
         """Absent: it was started without an adapter root, and serves the base model alone."""
 
+    @_builtins.property
+    def media_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of media that its prompts may have, such as image; empty: none."""
+
     def __init__(
         self,
         *,
@@ -220,11 +225,12 @@ class GetInfoResponse(_message.Message):
         task: _builtins.str = ...,
         embedding_size: _builtins.int = ...,
         num_labels: _builtins.int = ...,
+        media_kinds: _abc.Iterable[_builtins.str] | None = ...,
         admin_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "media_kinds", b"media_kinds", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,6 +762,81 @@ class ListHeldAdaptersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListHeldAdaptersResponse: _TypeAlias = ListHeldAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class PutMediaRequest(_message.Message):
+    """A part of a medium; the parts of one follow one another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Head(_message.Message):
+        """Set in the first part of each medium."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DIGEST_FIELD_NUMBER: _builtins.int
+        KIND_FIELD_NUMBER: _builtins.int
+        PROCESSOR_FIELD_NUMBER: _builtins.int
+        SHAPE_FIELD_NUMBER: _builtins.int
+        digest: _builtins.bytes
+        """BLAKE2b-256 of the content with its form (protos/vectors/page_key.json); checked on arrival."""
+        kind: _builtins.str
+        """image."""
+        processor: _builtins.str
+        """How it was processed, with all options."""
+        @_builtins.property
+        def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+            """Of the content, whose entries are bytes. An image: height, width, 3."""
+
+        def __init__(
+            self,
+            *,
+            digest: _builtins.bytes = ...,
+            kind: _builtins.str = ...,
+            processor: _builtins.str = ...,
+            shape: _abc.Iterable[_builtins.int] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kind", b"kind", "processor", b"processor", "shape", b"shape"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """At most 1 MiB."""
+    @_builtins.property
+    def head(self) -> Global___PutMediaRequest.Head: ...
+    def __init__(
+        self,
+        *,
+        head: Global___PutMediaRequest.Head | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "head", b"head"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutMediaRequest: _TypeAlias = PutMediaRequest  # noqa: Y015
+
+@_typing.final
+class PutMediaResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutMediaResponse: _TypeAlias = PutMediaResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

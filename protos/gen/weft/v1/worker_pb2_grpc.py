@@ -70,6 +70,11 @@ class WorkerServiceStub:
                 request_serializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersResponse.FromString,
                 _registered_method=True)
+        self.PutMedia = channel.stream_unary(
+                '/weft.v1.WorkerService/PutMedia',
+                request_serializer=weft_dot_v1_dot_worker__pb2.PutMediaRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_worker__pb2.PutMediaResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -130,6 +135,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutMedia(self, request_iterator, context):
+        """Brings processed media, which prompts that are submitted later name by their digests. The worker
+        keeps them as long as it has room, and in any case while a request needs them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -167,6 +180,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ListHeldAdapters,
                     request_deserializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersRequest.FromString,
                     response_serializer=weft_dot_v1_dot_worker__pb2.ListHeldAdaptersResponse.SerializeToString,
+            ),
+            'PutMedia': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutMedia,
+                    request_deserializer=weft_dot_v1_dot_worker__pb2.PutMediaRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_worker__pb2.PutMediaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -359,6 +377,33 @@ class WorkerService:
             '/weft.v1.WorkerService/ListHeldAdapters',
             weft_dot_v1_dot_worker__pb2.ListHeldAdaptersRequest.SerializeToString,
             weft_dot_v1_dot_worker__pb2.ListHeldAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutMedia(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/weft.v1.WorkerService/PutMedia',
+            weft_dot_v1_dot_worker__pb2.PutMediaRequest.SerializeToString,
+            weft_dot_v1_dot_worker__pb2.PutMediaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,10 @@ class WorkerServiceStub:
     """Lists the adapters of this worker, which loads and unloads them according to the registry in
     its adapter root.
     """
+    PutMedia: _grpc.StreamUnaryMultiCallable[_worker_pb2.PutMediaRequest, _worker_pb2.PutMediaResponse]
+    """Brings processed media, which prompts that are submitted later name by their digests. The worker
+    keeps them as long as it has room, and in any case while a request needs them.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -84,6 +88,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     ListHeldAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListHeldAdaptersRequest, _worker_pb2.ListHeldAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters of this worker, which loads and unloads them according to the registry in
     its adapter root.
+    """
+    PutMedia: _aio.StreamUnaryMultiCallable[_worker_pb2.PutMediaRequest, _worker_pb2.PutMediaResponse]  # type: ignore[assignment]
+    """Brings processed media, which prompts that are submitted later name by their digests. The worker
+    keeps them as long as it has room, and in any case while a request needs them.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -152,6 +160,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.ListHeldAdaptersResponse, _abc.Awaitable[_worker_pb2.ListHeldAdaptersResponse]]:
         """Lists the adapters of this worker, which loads and unloads them according to the registry in
         its adapter root.
+        """
+
+    @_abc_1.abstractmethod
+    def PutMedia(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.PutMediaRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PutMediaResponse, _abc.Awaitable[_worker_pb2.PutMediaResponse]]:
+        """Brings processed media, which prompts that are submitted later name by their digests. The worker
+        keeps them as long as it has room, and in any case while a request needs them.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
