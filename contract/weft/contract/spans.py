@@ -44,17 +44,19 @@ class Media:
     """
 
     kind: MediaKind
+    processor: str
+    """Names the processing and its options."""
     shape: tuple[int, ...]
-    """Of `data`."""
+    """Of `data`, whose entries are bytes."""
     data: bytes
     digest: bytes
     """Of everything that its rows depend on beside the model (`media_digest`)."""
 
     @classmethod
     def of(cls, kind: MediaKind, processor: str, shape: Sequence[int], data: bytes) -> Media:
-        """Makes one and computes its digest. `processor` names the processing and its options."""
+        """Makes one and computes its digest."""
         digest = media_digest(kind, processor, shape, data)
-        return cls(kind=kind, shape=tuple(shape), data=data, digest=digest)
+        return cls(kind=kind, processor=processor, shape=tuple(shape), data=data, digest=digest)
 
 
 def media_digest(kind: MediaKind, processor: str, shape: Sequence[int], data: bytes) -> bytes:

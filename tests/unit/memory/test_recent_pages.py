@@ -44,10 +44,10 @@ def test_a_turn_hashes_its_new_pages_alone(monkeypatch: pytest.MonkeyPatch) -> N
     hashed = 0
     digest = keys._page_digest
 
-    def counted(parent: bytes, namespace: bytes, tokens: bytes) -> bytes:
+    def counted(parent: bytes, namespace: bytes, tokens: bytes, media: bytes) -> bytes:
         nonlocal hashed
         hashed += 1
-        return digest(parent, namespace, tokens)
+        return digest(parent, namespace, tokens, media)
 
     monkeypatch.setattr(keys, "_page_digest", counted)
     recent, history = RecentPages(), draw(80 * SIZE)

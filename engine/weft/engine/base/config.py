@@ -310,6 +310,25 @@ class EngineConfig(PageConfig):
         None,
         ge=0,
     )
+    media_bytes: int = setting(
+        "host memory for images of prompts, in bytes, for models that take some; those of "
+        "unfinished requests are never dropped",
+        256 << 20,
+        ge=1 << 20,
+    )
+    media_rows: int = setting(
+        "rows of images on the device at once, each as long as the model's hidden state: an image "
+        "takes as many as it has tokens; one with more is refused",
+        8192,
+        ge=64,
+        le=1 << 20,
+    )
+    max_step_patches: int = setting(
+        "patches of images that are encoded before a step that also decodes; a single image may "
+        "have more",
+        4096,
+        ge=1,
+    )
     enable_lora: bool = False
     """Whether to serve LoRA adapters, whose memory is allocated at the start."""
     max_lora_rank: int = setting("largest rank of an adapter", 64, ge=1, le=512)

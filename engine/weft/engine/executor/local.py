@@ -24,12 +24,14 @@ from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
 from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.draw_graphs import DrawGraphs
+from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.orders import (
     CopyPages,
+    EncodeMedia,
     Order,
     PackBlock,
     PackPages,
@@ -42,10 +44,11 @@ from weft.engine.executor.orders import (
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
-from weft.engine.executor.step_input import StepInput
+from weft.engine.executor.step_input import InsertedRows, StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
+from weft.engine.model.step import Step
 from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
 from weft.engine.transfer.device_pages import DevicePages
@@ -106,6 +109,7 @@ class LocalExecutor:
         blocks: Blocks of all ranks; None: the executor allocates its own.
         peers: Ranks with a GPU each, of which rank 0 draws for all; None: the model is on one
             device.
+        media: Rows of media; None: prompts have none.
     """
 
     def __init__(
@@ -132,11 +136,13 @@ class LocalExecutor:
         blocks: RankBlocks | None = None,
         num_ranks: int = 1,
         peers: DevicePeers | None = None,
+        media: MediaEmbeddings | None = None,
     ) -> None:
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
         self._model = model
         self._peers = peers
+        self._media = media
         self._on_capture = on_capture
         heads = PooledHeads(DenseLayers(), None) if heads is None else heads
         width = model.config.hidden_size
@@ -277,7 +283,7 @@ class LocalExecutor:
         if step.scores or step.pooled:
             (hidden, scores, vectors), bucket = self._with_more_rows(step, arrays), None
         else:
-            hidden, bucket = self._hidden(arrays)
+            hidden, bucket = self._hidden(arrays, step.inserted)
         self._verifying = None
         if arrays.verify_rows is not None:
             assert self._batches.step is not None
@@ -392,13 +398,26 @@ class LocalExecutor:
             return hidden if hidden.shape[0] else None
         return self._logits(hidden, arrays) if hidden.shape[0] else None
 
-    def _hidden(self, arrays: StepArrays) -> tuple[torch.Tensor, GraphBucket | None]:
-        """[L, hidden], valid until the next step, and the bucket whose graph ran."""
+    def _hidden(
+        self, arrays: StepArrays, inserted: InsertedRows | None = None
+    ) -> tuple[torch.Tensor, GraphBucket | None]:
+        """[L, hidden], valid until the next step, and the bucket whose graph ran. Steps with rows
+        of media have no graph.
+        """
         with torch.inference_mode():
-            bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
+            bucket = None
+            if self.graphs is not None and inserted is None:
+                bucket = self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
                 return self.graphs.forward(arrays, bucket), bucket
-            return self._model.forward(self._batches.batch(arrays), self._own_pool), None
+            return self._model.forward(self._batch(arrays, inserted), self._own_pool), None
+
+    def _batch(self, arrays: StepArrays, inserted: InsertedRows | None) -> Step:
+        batch = self._batches.batch(arrays)
+        if inserted is not None:
+            assert self._media is not None, "a step has media, and there is no memory for them"
+            batch.inserted = self._media.of(inserted)
+        return batch
 
     def _with_more_rows(
         self, step: StepInput, arrays: StepArrays
@@ -414,7 +433,7 @@ class LocalExecutor:
         rows = np.concatenate([int(arrays.cu_q_lens[at]) + np.array(own) for at, own in wanted])
         rows = rows.astype(np.int64)
         types, bucket = self._token_types(step, arrays), None
-        if self.graphs is not None and not (step.scores or count):
+        if self.graphs is not None and not (step.scores or count or step.inserted):
             bucket = self.graphs.bucket_of(arrays)
             if bucket is not None and not self._model.config.is_encoder:
                 bucket = bucket if len(rows) <= bucket.columns.max_logits else None
@@ -422,7 +441,7 @@ class LocalExecutor:
             if self.graphs is not None and bucket is not None:
                 hidden = self.graphs.forward_pooled(arrays, rows, bucket, types)
             else:
-                batch = self._batches.batch(arrays)
+                batch = self._batch(arrays, step.inserted)
                 (sent,) = self._batches.send((rows,))
                 batch.logits_rows = torch.cat([batch.logits_rows, sent])
                 if types is not None:
@@ -502,6 +521,9 @@ class LocalExecutor:
                 self._blocks().to_pages(block, pages, self._whole_pages)
             case UnpackBlock(block, pages):
                 self._blocks().from_pages(block, pages, self._whole_pages)
+            case EncodeMedia():
+                assert self._media is not None, "the model has no encoder"
+                self._media.encode(order)
             case _:
                 assert_never(order)
 

@@ -73,6 +73,17 @@ class UnpackPages(NamedTuple):
     is_each: bool = False
 
 
+class EncodeMedia(NamedTuple):
+    """Runs the model's encoder on a medium, and keeps the rows that it makes."""
+
+    rows: Sequence[int]
+    """The place of each row in the memory of media."""
+    shape: Sequence[int]
+    """[height, width, 3]."""
+    data: bytes
+    """uint8."""
+
+
 PageOrder: TypeAlias = (
     CopyPages
     | ZeroPages
@@ -84,7 +95,7 @@ PageOrder: TypeAlias = (
     | UnpackPages
 )
 """Orders on pages and blocks. Ranks that share their pages need one of them to do these."""
-Order: TypeAlias = PageOrder
+Order: TypeAlias = PageOrder | EncodeMedia
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 
 _KINDS: tuple[type[Order], ...] = get_args(Order)
@@ -92,6 +103,7 @@ _READERS: Mapping[object, Callable[[Int64Array], object]] = {
     int: lambda row: int(row[0]),
     bool: lambda row: bool(row[0]),
     str: lambda row: bytes(row.tolist()).decode(),
+    bytes: lambda row: bytes(row.tolist()),
     Sequence[int]: lambda row: row.tolist(),
 }
 """Makes a field of each type out of its numbers."""

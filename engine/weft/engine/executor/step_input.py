@@ -65,6 +65,15 @@ class PooledRows(NamedTuple):
         return range(end - 1 if self.is_last else end, end)
 
 
+class InsertedRows(NamedTuple):
+    """Rows of a step that take a medium's row in place of their token's embedding, [M] each."""
+
+    rows: Int64Array
+    """Numbers of the rows."""
+    sources: Int64Array
+    """The place of each one's embedding in the memory of media."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepInput:
     """The requests of a step: decodes first, then requests whose drafts are verified, then chunks
@@ -120,6 +129,8 @@ class StepInput:
     """Chunks of prompts whose vectors are wanted."""
     states: StateRows | None = None
     """Blocks of recurrent layers; None: the model has none."""
+    inserted: InsertedRows | None = None
+    """Rows that come from media; None: none do."""
 
     @property
     def num_rows(self) -> int:

@@ -13,6 +13,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.contract.adapters import AdapterOrder
 from weft.contract.clock import Clock
 from weft.contract.give_way import HostPriority
+from weft.contract.keys import TOKEN_BYTES, WIDE_TOKEN_BYTES
 from weft.contract.layout import CacheLayout
 from weft.contract.store import StoreLookup, StorePut
 from weft.engine.base.config import EngineConfig
@@ -33,9 +34,10 @@ from weft.engine.executor.drafts.build import (
     max_drafts_of_a_step,
     tree_rows,
 )
+from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.graphs import Progress
 from weft.engine.executor.kv_format import kept_layout
-from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.local import LocalExecutor, activations_dtype
 from weft.engine.executor.memory_plan import (
     time_token,
 )
@@ -62,6 +64,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.requests.media_rows import BLOCK_ROWS, EncoderFacts
 from weft.engine.requests.request import Request
 from weft.engine.sampling.device_draws import WAYS
 from weft.engine.sampling.sampler import Sampler
@@ -232,6 +235,7 @@ def _load_parts(
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
+    encoder = loaded.encoder
     intake = Intake(
         config,
         layout,
@@ -242,11 +246,14 @@ def _load_parts(
         adapted,
         loaded.pooling,
         loaded.embedding_size,
+        takes_media=encoder is not None,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:
-        prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
+        width = TOKEN_BYTES if encoder is None else WIDE_TOKEN_BYTES
+        policy = EVICTION_POLICIES[config.kv_eviction_policy]
+        prefixes = PrefixTree(config.page_size, policy, width)
     counts = pools.num_blocks, pools.window_pages
     carriers = make_carriers(config, layout, *counts, prefixes, executor, ranked or executor)
     sizes = layout.page_bytes, sum(carrier.num_pages for carrier in carriers)
@@ -280,6 +287,7 @@ def _load_parts(
             if lora is None
             else AdapterManager(lora.limits, lora, wake, host, on_order=on_order)
         ),
+        encoder=None if encoder is None else EncoderFacts(encoder.rows_of, encoder.cost_of),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
@@ -384,10 +392,21 @@ def _make_executor(
         blocks=blocks,
         num_ranks=config.tp,
         peers=_device_peers(peers),
+        media=_media_embeddings(config, models.loaded, device),
     )
     if shared is not None:
         shared.others.agree("pool")
     return executor
+
+
+def _media_embeddings(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device
+) -> MediaEmbeddings | None:
+    if loaded.encoder is None:
+        return None
+    hidden, dtype = loaded.config.hidden_size, activations_dtype(loaded.model)
+    num_rows = config.media_rows // BLOCK_ROWS * BLOCK_ROWS
+    return MediaEmbeddings(loaded.encoder, num_rows, hidden, dtype, device)
 
 
 def _device_peers(peers: SharedGroup | DevicePeers | None) -> DevicePeers | None:

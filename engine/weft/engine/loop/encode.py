@@ -12,7 +12,8 @@ from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.drafts.chains import LaterChains
-from weft.engine.executor.step_input import ON_DEVICE, PooledRows, StepInput
+from weft.engine.executor.step_input import ON_DEVICE, InsertedRows, PooledRows, StepInput
+from weft.engine.requests.media_rows import MediaRows
 from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.pages.memory.page_table import PageTable
@@ -23,9 +24,11 @@ starts, counts.
 """
 
 
-def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
+def step_input(
+    plan: Plan, table: PageTable, page_size: int, media: MediaRows | None = None
+) -> StepInput:
     """Makes the input of a started plan, whose drafts are known or being made. Enters the requests'
-    new pages into the page table.
+    new pages into the page table. `media` has the rows of its prompts' media; None: they have none.
     """
     if not (plan.verifies or plan.chunks) and plan.is_late is None:
         return _decodes(plan, table, page_size)
@@ -52,6 +55,9 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
         own, firsts, rows, draws, recomputed_rows = _pieces(plan.chunks, table, page_size, tokens)
         groups.append((own, firsts, firsts, rows))
     slots, starts, max_starts, counts = map(_joined, zip(*groups, strict=True))
+    inserted = None
+    if media is not None and plan.chunks:
+        inserted = _inserted(plan, media, int(counts[: -len(plan.chunks)].sum()))
     is_on_device = not plan.chunks and len(draft_limits) == len(groups)
     return StepInput(
         slots=slots,
@@ -70,6 +76,7 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
         drafts=drafts,
         scores=_scores(plan) if plan.chunks else (),
         pooled=_pooled(plan) if plan.chunks else (),
+        inserted=inserted,
     )
 
 
@@ -189,6 +196,18 @@ def _pieces(
         tokens += request.tokens[first : start + num_tokens]
         table.extend(request.slot, request.held.pages)
     return np.ascontiguousarray(np.array(pieces, np.int64).T)
+
+
+def _inserted(plan: Plan, media: MediaRows, at: int) -> InsertedRows | None:
+    """Rows of a step that come from media; its chunks begin at row `at`."""
+    rows, sources = [], []
+    for request, start, num_tokens, _, has_lead in plan.chunks:
+        first = start - has_lead
+        for behind, places in media.places_in(request, first, start + num_tokens):
+            rows.append(at + behind)
+            sources.append(places)
+        at += num_tokens + has_lead
+    return InsertedRows(np.concatenate(rows), np.concatenate(sources)) if rows else None
 
 
 def _adapters(plan: Plan) -> Int32Array | None:

@@ -28,6 +28,7 @@ from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.wiring import EngineWiring
+from weft.engine.requests.media_rows import check_media
 from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.plan import LaterVectors, Plan, Run
 from weft.pages.transfer.chunks import ChunkPosted, ShipResult
@@ -80,6 +81,7 @@ class Engine:
         self.tiers, self.tier_policy = wired.tiers, wired.tier_policy
         self.store = wired.store
         self.audit = wired.audit
+        self.media = wired.media
         self.adapters = parts.adapters
         self.sessions = wired.sessions
         self.scheduler = wired.scheduler
@@ -242,6 +244,9 @@ class Engine:
             self.is_draining = self.filler.is_draining = drains
             if drains:
                 self._groups.hand_back(is_running_too=False)
+        for media in inbox.media:
+            if self.media is not None:
+                self.media.store.put(media)
         for submit in inbox.submits:
             self._submit(submit)
         for cancel in inbox.cancels:
@@ -329,6 +334,7 @@ class Engine:
                 raise Draining("this worker is draining", stage="queue")
             self._check_queue()
             self.adapters.check(submit)
+            check_media(self.media, submit.spans, len(submit.prompt))
             request = self._intake.from_submit(submit, self._clock())
             can_run = submit.sampling.constraint is None or self._constraints.admit(request)
         except WeftError as error:
@@ -482,6 +488,7 @@ class Engine:
             **self.adapters.sizes(),
             **(self.drafter.sizes() if self.drafter is not None else {}),
             **self._constraints.sizes(),
+            **(self.media.sizes() if self.media is not None else {}),
             **self.parts.transport.sizes(),
         }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.contract.clock import Clock
+from weft.contract.errors import InvalidRequest, MediaMissing
 from weft.contract.handle import KvHandle
 from weft.contract.token_ids import are_below
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.intake import Intake
+from weft.engine.requests.media_rows import MediaRows, check_media
 from weft.engine.requests.request import Request
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.pages.fills.lease import FillJob
@@ -21,6 +23,7 @@ class ComputeJobs:
         config: Bounds of queued work.
         look_up: Asks the KV store about a new request.
         has_adapter: Whether pages can be computed with the adapter of this digest.
+        media: Rows of the media in prompts; None: prompts have none.
     """
 
     def __init__(
@@ -33,7 +36,9 @@ class ComputeJobs:
         look_up: Callable[[Request], None],
         has_adapter: Callable[[bytes], bool],
         clock: Clock,
+        media: MediaRows | None = None,
     ) -> None:
+        self._media = media
         self._max_queued_tokens = config.max_queued_fill_tokens
         self._max_waiting = config.max_waiting_requests
         self._intake = intake
@@ -55,6 +60,12 @@ class ComputeJobs:
             return "too_long", f"{handle.end_token} tokens, at most {most}"
         if not are_below(handle.tokens, self._intake.vocab_size):
             return "invalid", f"a token id is not below {self._intake.vocab_size}"
+        try:
+            check_media(self._media, handle.spans, handle.end_token)
+        except MediaMissing as error:
+            return "media_missing", error.message
+        except InvalidRequest as error:
+            return "invalid", error.message
         if self._scheduler.num_waiting >= self._max_waiting:
             return "busy", f"{self._scheduler.num_waiting} fills wait"
         if self._scheduler.num_tokens_before(handle.adapter) > self._max_queued_tokens:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from weft.checkpoint.pooling import PoolingConfig
 from weft.contract.errors import ContextTooLong, InvalidRequest
 from weft.contract.handle import KvHandle
-from weft.contract.keys import PageKeys, namespace_digest, token_bytes
+from weft.contract.keys import MediaNames, PageKeys, namespace_digest, token_bytes
 from weft.contract.layout import CacheLayout
 from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.spans import Span
 from weft.contract.submits import SampleProgress, Submit
 from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, PoolingParams, Task
 from weft.contract.timeline import Timeline
-from weft.contract.token_ids import are_below
+from weft.contract.token_ids import TokenIds, are_below, token_ids
 from weft.engine.base.config import EngineConfig
 from weft.engine.requests.request import (
     ChatSession,
@@ -43,6 +44,7 @@ class Intake:
         adapter_parts: Names of the projections that adapters may change here.
         pooling: The task that the model serves, and how it makes vectors; None: it generates.
         embedding_size: Entries of an embedding; 0: unknown.
+        takes_media: Whether prompts may have media.
     """
 
     def __init__(
@@ -56,7 +58,10 @@ class Intake:
         adapter_parts: Collection[str] = (),
         pooling: PoolingConfig | None = None,
         embedding_size: int = 0,
+        *,
+        takes_media: bool = False,
     ) -> None:
+        self._media_names = MediaNames() if takes_media else None
         self._page_size = config.page_size
         self._layout = layout.describe()
         # The projections decide which tensors a lenient load ignores, and so an adapter's pages.
@@ -135,7 +140,7 @@ class Intake:
             seed=derive_seed(submit.sampling.seed, sample),
             top_logprobs=submit.top_logprobs,
             prompt_logprobs=submit.prompt_logprobs if num_prompt > 1 else None,
-            keys=PageKeys(namespace, self._page_size, token_bytes(submit.prompt)),
+            keys=self._keys(namespace, submit.prompt, submit.spans),
             arrival=next(self._arrivals),
             first_token_deadline=now + submit.first_token_timeout_s,
             deadline=now + submit.total_timeout_s,
@@ -147,11 +152,16 @@ class Intake:
             tenant=submit.tenant,
             chat=ChatSession(submit.session_id, submit.ends_session),
             namespace=namespace,
+            spans=submit.spans,
             adapter=submit.adapter,
             traceparent=submit.traceparent,
             drafts=DraftState(submit.sampling.speculates),
             unforked_samples=unforked,
         )
+
+    def _keys(self, namespace: bytes, prompt: TokenIds, spans: Sequence[Span]) -> PageKeys:
+        packed = token_bytes(prompt)
+        return PageKeys(namespace, self._page_size, packed, spans, self._media_names)
 
     def _pool(self, submit: Submit) -> PoolingParams | None:
         """None: the submit wants tokens."""
@@ -230,7 +240,7 @@ class Intake:
             eos_token_ids=first.eos_token_ids,
             seed=derive_seed(first.params.seed, sample),
             top_logprobs=first.top_logprobs,
-            keys=PageKeys(first.namespace, self._page_size),
+            keys=self._keys(first.namespace, token_ids(), first.spans),
             arrival=next(self._arrivals),
             first_token_deadline=first.first_token_deadline,
             deadline=first.deadline,
@@ -240,6 +250,7 @@ class Intake:
             tenant=first.tenant,
             chat=first.chat,
             namespace=first.namespace,
+            spans=first.spans,
             adapter=first.adapter,
             traceparent=first.traceparent,
             num_cached_tokens=first.num_cached_tokens,
@@ -262,7 +273,7 @@ class Intake:
             eos_token_ids=frozenset(),
             seed=0,
             top_logprobs=None,
-            keys=PageKeys(handle.namespace, self._page_size, token_bytes(handle.tokens)),
+            keys=self._keys(handle.namespace, handle.tokens, handle.spans),
             arrival=next(self._arrivals),
             first_token_deadline=math.inf,
             deadline=math.inf,
@@ -271,6 +282,7 @@ class Intake:
             priority=handle.priority,
             tenant=handle.tenant,
             namespace=handle.namespace,
+            spans=handle.spans,
             adapter=handle.adapter,
             traceparent=traceparent,
             fill=FillTask(handle.lease_id, handle.companion_pages),

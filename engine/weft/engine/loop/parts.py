@@ -13,6 +13,7 @@ from weft.engine.loop.carriers import Carrier
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.requests.companions import Companion
+from weft.engine.requests.media_rows import EncoderFacts
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
@@ -44,6 +45,8 @@ class EngineComponents:
     sampler: Sampler | None = None
     """The sampler; None: tokens are sampled on the host."""
     adapters: Adapters = field(default_factory=Adapters)
+    encoder: EncoderFacts | None = None
+    """The model's encoder of media; None: prompts have none."""
     drafter: Drafter | None = None
     gate: DraftGate | None = None
     """Decides how many drafts pay; None without a drafter."""

@@ -27,12 +27,13 @@ from weft.contract.clock import Clock
 from weft.contract.give_way import HostPriority
 from weft.contract.pages import PageCopy
 from weft.engine.base.device_copies import Mark
-from weft.engine.executor.orders import CopyPages
+from weft.engine.executor.orders import CopyPages, EncodeMedia
 from weft.engine.executor.port import Executor, Logits
 from weft.engine.loop.draws import SampledTokens, StepSampler, wait_for_tokens
 from weft.engine.loop.encode import step_input
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
+from weft.engine.requests.media_rows import MediaRows
 from weft.engine.requests.request import Request
 from weft.engine.sampling.pending import PendingTokens
 from weft.engine.scheduler.plan import Plan
@@ -94,6 +95,7 @@ class StepPipeline:
     Args:
         is_overlapped: Whether a step begins before the one before it is committed.
         drafter: Drafter of requests with drafts; None: there are none.
+        media: Rows of the media in prompts; None: prompts have none.
         host: The lock that other threads yield; released while this thread waits for the device.
         lead_s: If turns leave steps: time before the expected end of a step of decodes at which the
             next one begins, at the latest (`StepEnds`).
@@ -109,10 +111,12 @@ class StepPipeline:
         *,
         is_overlapped: bool,
         drafter: Drafter | None = None,
+        media: MediaRows | None = None,
         host: HostPriority,
         lead_s: float = math.inf,
     ) -> None:
         self._drafter = drafter
+        self._media = media
         self._executor = executor
         self._step_sampler = step_sampler
         self._scheduler = scheduler
@@ -250,7 +254,13 @@ class StepPipeline:
                 drafting_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
                 plan.drafting_s = self._clock() - drafting_at
-            made = step_input(plan, self._executor.page_table, self._executor.facts.page_size)
+            if self._media is not None:
+                for media, places in self._media.take_due():
+                    order = EncodeMedia(places.tolist(), media.shape, media.data)
+                    self._executor.order(order)
+            made = step_input(
+                plan, self._executor.page_table, self._executor.facts.page_size, self._media
+            )
             for companion in self._scheduler.pages.companions:
                 companion.begin_step(plan.companion_rows, made)
             launched = self._executor.launch(made)

@@ -18,6 +18,8 @@ from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pipeline import StepOwner, StepPipeline
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
+from weft.engine.requests.media_rows import MediaRows
+from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import Request
 from weft.engine.sampling.sampler import Sampler
@@ -90,6 +92,7 @@ class EngineWiring:
         held = self.pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self.out.store, clock, self.packer)
         # Who runs next.
+        self.media = self._make_media()
         self._prompt_budget = PromptBudget(
             self.costs,
             config.inter_token_target_s,
@@ -115,6 +118,7 @@ class EngineWiring:
             clock,
             is_overlapped=config.is_overlapped,
             drafter=parts.drafter,
+            media=self.media,
             host=parts.host,
             lead_s=config.step_lead_s,
         )
@@ -167,6 +171,13 @@ class EngineWiring:
             on_allocated=None if self.tiers is None else self.tiers.write_back,
         )
 
+    def _make_media(self) -> MediaRows | None:
+        config, encoder = self._config, self._parts.encoder
+        if encoder is None:
+            return None
+        store = MediaStore(config.media_bytes)
+        return MediaRows(store, encoder, config.media_rows, config.max_step_patches)
+
     def _make_scheduler(self, *, drafts_on_device: bool) -> Scheduler:
         config, parts, pages = self._config, self._parts, self.pages
         fills: Fills = self.owner_fills
@@ -214,6 +225,7 @@ class EngineWiring:
             prompt_budget=self._prompt_budget.tokens,
             drafting=drafting,
             num_leaving_tokens=self._num_leaving_tokens,
+            media=self.media,
         )
 
     def _make_filler(self) -> Filler:
@@ -227,6 +239,7 @@ class EngineWiring:
             self.look_up,
             parts.adapters.holds,
             clock,
+            self.media,
         )
         is_on_host = parts.transport.memory_type == "DRAM"
         shipper = parts.transport.shipper

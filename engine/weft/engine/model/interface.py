@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -64,3 +65,19 @@ class ModelClass(Protocol):
 
     def __call__(self, config: ModelConfig, weights: Weights) -> Model:
         """Reads every parameter of the model from `weights`."""
+
+
+class MediaEncoder(Protocol):
+    """The part of a model that makes rows of media."""
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Rows of a medium of this shape. Raises InvalidRequest for one that it cannot take."""
+        ...
+
+    def cost_of(self, shape: Sequence[int]) -> int:
+        """Patches of a medium of this shape."""
+        ...
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[N, height, width, 3] uint8 on the model's device -> [N, rows, hidden]."""
+        ...

@@ -23,7 +23,7 @@ from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.contract.errors import ModelError
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
-from weft.engine.model.interface import Model, ModelClass, WithClasses
+from weft.engine.model.interface import MediaEncoder, Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.computed_format import ComputedFormat
@@ -64,6 +64,8 @@ class LoadedModel:
     """Heads that turn pooled hidden states into vectors."""
     mtp: MtpHead | None = None
     """The checkpoint's MTP head; None: `load_model` was called without `mtp_head`."""
+    encoder: MediaEncoder | None = None
+    """Makes rows of images; None: the model takes none."""
 
     @property
     def described_format(self) -> str:

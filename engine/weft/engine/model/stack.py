@@ -190,6 +190,8 @@ class Stack:
         if step.lora is not None:
             adapt_embeddings(hidden, step.token_ids, step.lora)
         hidden = hidden if self._multiplier is None else hidden.mul_(self._multiplier)
+        if step.inserted is not None:
+            hidden.index_copy_(0, *step.inserted)
         if self._positions is not None:
             hidden = hidden.add_(self._positions.index_select(0, step.positions))
         if self._per_layer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from weft.engine.model.state_step import StateStep
@@ -10,6 +11,15 @@ from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.lora import LoraAddition, LoraStep
 from weft.kernels.ops.lora.spec import Group
+
+
+class Inserted(NamedTuple):
+    """Rows of a step whose embeddings are not those of their tokens."""
+
+    rows: torch.Tensor
+    """[M] int64: numbers of the rows."""
+    embeddings: torch.Tensor
+    """[M, hidden], as an encoder of media made them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +56,9 @@ class Step:
     """[T, layers, P]: additions of each layer by token (`PerLayerEmbedding`), which the stack
     computes; None: the model has none.
     """
+
+    inserted: Inserted | None = None
+    """Rows that come from media; None: all are of tokens."""
 
     def added(self, group: Group, layer: int) -> LoraAddition | None:
         """The step's addition to a product of a layer (LoRA), or None."""

@@ -30,7 +30,7 @@ from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
-from weft.engine.scheduler.ports import Fills
+from weft.engine.scheduler.ports import Fills, PromptMedia
 from weft.engine.scheduler.prompt_budget import PromptTokens
 from weft.engine.scheduler.running import Drafting, RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
@@ -58,6 +58,7 @@ class Scheduler:
         drafting: How steps have drafts; None: they have none.
         num_leaving_tokens: Returns the tokens of fill jobs that are computed, but whose pages have
             not all left this worker.
+        media: Rows of the media in prompts; None: prompts have none.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Scheduler:
         prompt_budget: PromptTokens | None = None,
         drafting: Drafting | None = None,
         num_leaving_tokens: Callable[[], int] = lambda: 0,
+        media: PromptMedia | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages
@@ -83,6 +85,7 @@ class Scheduler:
         self._on_slot_free = on_slot_free
         self._events = SchedulerEvents() if events is None else events
         self._prompt_budget = prompt_budget
+        self._media = media
         self.waitlist = AdapterWaitlist(waiting, adapters)
         """WAITING and PREEMPTED requests whose adapter is not loaded. They enter `waiting` when it
         is.
@@ -170,6 +173,8 @@ class Scheduler:
         """Queues a new request; if `is_held`, only when `release` is called."""
         assert request.state is State.WAITING
         self.waitlist.begin(request)
+        if self._media is not None:
+            self._media.begin(request)
         self._deadlines.watch(request)
         if is_held:
             self.held.append(request)
@@ -199,6 +204,8 @@ class Scheduler:
         self._give_slot_back(request)
         self._transition(request, State.FINISHED)
         self.waitlist.end(request)
+        if self._media is not None:
+            self._media.end(request)
         self._on_finish(request)
 
     def expire(self, now: float) -> None:
@@ -217,6 +224,8 @@ class Scheduler:
         plan = self.running_plans.plan(self.running, room) if self.running else Plan()
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
+        if self._media is not None:
+            self._media.begin_plan(has_running=len(plan) > 0)
         if self.prefilling or self.waiting:
             self._plan_prompts(plan, now, chunks)
         self.running_plans.add_prompts(plan, chunks)
@@ -385,6 +394,8 @@ class Scheduler:
                 self._launch_last_chunk(request)
         number = self.pages.begin_step()
         self.waitlist.step_began(number)
+        if self._media is not None:
+            self._media.begin_step(number)
         return number
 
     def _launch_last_chunk(self, request: Request) -> None:
@@ -401,6 +412,8 @@ class Scheduler:
         """
         self.pages.end_step(number)
         self.waitlist.step_ended(number)
+        if self._media is not None:
+            self._media.end_step(number)
         # A local name: the attribute lookup would take as long as everything else done for a
         # decode.
         running = State.RUNNING
@@ -543,6 +556,8 @@ class Scheduler:
         has_lead = self._limits.needs_lead and start > 0 and request.state_end != start
         has_lead = has_lead and not self.pages.has_last_rows
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
+        if self._media is not None and request.spans:
+            num_tokens = self._media.limit(request, start, num_tokens)
         if num_tokens == pending and request.is_fill and not items:
             num_tokens -= self._last_piece(request, pending)
         if num_tokens < pending and self._limits.has_whole_prompts:

@@ -470,6 +470,7 @@ class OwnerFills:
             adapter=request.adapter,
             block_pages=shape.pages_of_many,
             state_pages=shape.state_pages,
+            spans=[span for span in request.spans if span.position < fill.end_token],
         )
 
     @property

@@ -111,6 +111,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.KvStoreService/Stats": _WATCHERS,
     "/weft.v1.WorkerService/GetInfo": _WATCHERS,
     "/weft.v1.WorkerService/WatchLoad": _WATCHERS,
+    "/weft.v1.WorkerService/PutMedia": frozenset({"gateway"}),
     "/weft.v1.WorkerService/WatchKv": _WATCHERS,
     "/weft.v1.WorkerService/ListHeldAdapters": _WATCHERS,
     # Gateways pass on what operators ask of them.

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
+from weft.common.media_stream import media_of
 from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
@@ -231,6 +232,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             response.adapters.extend(self._adapters.statuses())
             response.adapter_generation = self._adapters.generation
         return response
+
+    async def PutMedia(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.PutMediaRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.PutMediaResponse:
+        async for media in media_of(request_iterator):
+            self._engine.send(Inbox(media=[media]))
+        return worker_pb2.PutMediaResponse()
 
     async def Drain(
         self,

@@ -1,0 +1,209 @@
+"""Which media have their rows on the device. The scheduler asks it before it plans a chunk."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import InvalidRequest
+from weft.contract.spans import Media, Span, check_spans
+from weft.engine.requests.media_store import MediaStore
+from weft.engine.requests.request import Request
+
+BLOCK_ROWS = 16
+"""Rows that are given to a medium together."""
+
+
+class EncoderFacts(NamedTuple):
+    """What the loop knows of a model's encoder."""
+
+    rows_of: Callable[[Sequence[int]], int]
+    """Rows of a medium of this shape. Raises InvalidRequest for one that the encoder cannot
+    take.
+    """
+    cost_of: Callable[[Sequence[int]], int]
+    """Patches of a medium of this shape."""
+
+
+@dataclass(slots=True, eq=False)
+class _Encoded:
+    """A medium whose rows are on the device, or will be once the orders so far are done."""
+
+    blocks: Int64Array
+    num_uses: int = 0
+    """Steps, planned or under way, that may read the rows."""
+
+    def places(self, first: int, count: int) -> Int64Array:
+        rows = np.arange(first, first + count)
+        return self.blocks[rows // BLOCK_ROWS] * BLOCK_ROWS + rows % BLOCK_ROWS
+
+
+def check_media(media: MediaRows | None, spans: Sequence[Span], num_tokens: int) -> None:
+    """As `MediaRows.check`, also where prompts have no media: then InvalidRequest if one has."""
+    if media is not None:
+        if spans:
+            media.check(spans, num_tokens)
+    elif spans:
+        raise InvalidRequest("this worker takes no images", stage="validate", param="spans")
+
+
+class MediaRows:
+    """Rows of media in the executor's memory, by digest. Rows that a step reads stay until the step
+    has ended. Those of other media stay until their place is needed, the least recently used ones
+    first. A medium is encoded in the turn in which a chunk first needs it, and again if its rows
+    are gone.
+
+    Args:
+        num_rows: Rows of the executor's memory.
+        max_step_cost: Patches that a step encodes beside running requests. The first medium of a
+            step may have more.
+    """
+
+    def __init__(
+        self, store: MediaStore, facts: EncoderFacts, num_rows: int, max_step_cost: int
+    ) -> None:
+        self.store = store
+        self._facts = facts
+        self._num_blocks = num_rows // BLOCK_ROWS
+        self._free = list(range(self._num_blocks - 1, -1, -1))
+        self._held: OrderedDict[bytes, _Encoded] = OrderedDict()
+        self._max_step_cost = max_step_cost
+        self._room = 0
+        self._has_running = False
+        self._due: list[tuple[Media, _Encoded]] = []
+        self._planned: dict[bytes, _Encoded] = {}
+        self._steps: dict[int, list[_Encoded]] = {}
+        self.num_encoded = 0
+        """Media encoded since the start."""
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def check(self, spans: Sequence[Span], num_tokens: int) -> None:
+        """Raises InvalidRequest if a prompt can never run with these media, and MediaMissing if the
+        content of one is not held.
+        """
+        check_spans(spans, num_tokens)
+        self.store.check(spans)
+        for span in spans:
+            media = self.store.get(span.digest)
+            num_rows = self._facts.rows_of(media.shape)
+            if span.offset + span.length > num_rows:
+                raise InvalidRequest(
+                    f"an image has {num_rows} rows, and the prompt wants {span.length} from row "
+                    f"{span.offset}",
+                    stage="validate",
+                    param="spans",
+                )
+            if -(-num_rows // BLOCK_ROWS) > self._num_blocks:
+                raise InvalidRequest(
+                    f"an image has {num_rows} rows; this worker has room for "
+                    f"{self._num_blocks * BLOCK_ROWS} (media_rows)",
+                    stage="validate",
+                    param="spans",
+                )
+
+    def begin(self, request: Request) -> None:
+        """Keeps the content of a request's media until `end`."""
+        self.store.pin(request.spans)
+
+    def end(self, request: Request) -> None:
+        self.store.unpin(request.spans)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def begin_plan(self, *, has_running: bool) -> None:
+        self._room, self._has_running = self._max_step_cost, has_running
+
+    def limit(self, request: Request, start: int, num_tokens: int) -> int:
+        """Tokens of a chunk whose media have rows in this step, from none to all. Gives media that
+        lack rows their place and makes them due, as far as there is room.
+        """
+        # A draft may need the token before the first one again.
+        first = max(0, start - 1)
+        for span in request.spans:
+            if span.position >= start + num_tokens:
+                break
+            if span.end > first and not self._use(span.digest):
+                return max(0, span.position - start)
+        return num_tokens
+
+    def take_due(self) -> list[tuple[Media, Int64Array]]:
+        """The media that the planned step needs and that are not encoded, with the place of each of
+        their rows.
+        """
+        due, self._due = self._due, []
+        self.num_encoded += len(due)
+        return [
+            (media, encoded.places(0, self._facts.rows_of(media.shape))) for media, encoded in due
+        ]
+
+    def places_in(
+        self, request: Request, first: int, end: int
+    ) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """Yields, for each of a request's spans within the positions [first, end): the positions,
+        counted from `first`, and the places of their rows.
+        """
+        for span in request.spans:
+            begin, last = max(span.position, first), min(span.end, end)
+            if begin < last:
+                encoded = self._held[span.digest]
+                places = encoded.places(span.offset + begin - span.position, last - begin)
+                yield np.arange(begin - first, last - first), places
+
+    def begin_step(self, number: int) -> None:
+        """The planned step begins."""
+        if self._planned:
+            self._steps[number] = list(self._planned.values())
+            self._planned = {}
+
+    def end_step(self, number: int) -> None:
+        for encoded in self._steps.pop(number, ()):
+            encoded.num_uses -= 1
+
+    def sizes(self) -> dict[str, int]:
+        """Media held in host memory, media with rows on the device, and steps that read some."""
+        return {
+            "media": len(self.store),
+            "media_with_rows": len(self._held),
+            "media_steps": len(self._steps),
+        }
+
+    def _use(self, digest: bytes) -> bool:
+        if digest in self._planned:
+            return True
+        encoded = self._held.get(digest)
+        if encoded is None:
+            encoded = self._reserve(digest)
+            if encoded is None:
+                return False
+        self._held.move_to_end(digest)
+        encoded.num_uses += 1
+        self._planned[digest] = encoded
+        return True
+
+    def _reserve(self, digest: bytes) -> _Encoded | None:
+        media = self.store.get(digest)
+        cost = self._facts.cost_of(media.shape)
+        if self._has_running and cost > self._room and self._due:
+            return None
+        num_blocks = -(-self._facts.rows_of(media.shape) // BLOCK_ROWS)
+        if not self._make_room(num_blocks):
+            return None
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        encoded = self._held[digest] = _Encoded(np.array(blocks, np.int64))
+        self._due.append((media, encoded))
+        self._room -= cost
+        return encoded
+
+    def _make_room(self, num_blocks: int) -> bool:
+        if len(self._free) < num_blocks:
+            unused = [digest for digest, one in self._held.items() if not one.num_uses]
+            for digest in unused:
+                if len(self._free) >= num_blocks:
+                    break
+                self._free += self._held.pop(digest).blocks.tolist()
+        return len(self._free) >= num_blocks
