@@ -19,6 +19,7 @@ from weft.contract.errors import Draining, Internal, PeerUnavailable, WeftError
 from weft.contract.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower
+from weft.gateway.fleet.media_feed import MediaFeed
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
 from weft.gateway.fleet.worker_ids import WorkerIds
 from weft.gateway.routing import LoadEstimate, Throughput, WorkerView
@@ -81,6 +82,8 @@ class FleetWorker:
         """Progress of its start; None: it is not starting, or does not report."""
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         """The worker's own calls, on the connection that reports its load."""
+        self.media = MediaFeed(self.stub)
+        """Brings media of prompts to the worker."""
         self._failure = "not reached yet"
         self._load: worker_pb2.WatchLoadResponse | None = None
         self._load_time = 0.0

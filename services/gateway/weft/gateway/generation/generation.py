@@ -14,6 +14,7 @@ from weft.contract.errors import (
     DeadlineExceeded,
     Draining,
     Internal,
+    MediaMissing,
     Overloaded,
     PeerUnavailable,
     WeftError,
@@ -33,6 +34,8 @@ from weft.v1 import common_pb2, decode_pb2
 STOP = common_pb2.FINISH_REASON_STOP
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 _REFUSALS = (Draining, Overloaded)
+_BRING_TIMEOUT_S = 30.0
+"""Longest time in which a worker takes a prompt's media."""
 _LOGPROB_BYTES = 32
 """Approximate memory of one log-probability that waits for a slow client."""
 
@@ -292,14 +295,31 @@ class Generation:
         return {i for i, sample in enumerate(self.samples) if sample.finish_reason is None}
 
     def start(self) -> None:
-        """Submits the prompt to an owner, with the tokens that its samples already have. Raises
-        PeerUnavailable if there is no owner.
+        """Submits the prompt to an owner, with the tokens that its samples already have; one with
+        media is submitted once its workers have these. Raises PeerUnavailable if there is no owner.
         """
-        now = asyncio.get_running_loop().time()
         trace = self._trace.attempt(self.wire_id, self.attempt + 1)
         placement = self._router.place(self._routing, self._avoided)
         self.worker_id = placement.session.worker_id
         trace.routed(self.worker_id, len(placement.candidates))
+        if not self.prompt.media:
+            self._submit(placement, trace)
+            return
+        self._unsettled = self._open_samples
+        self._recovery = asyncio.create_task(self._bring_media(placement, trace))
+        self._recovery.add_done_callback(self._on_recovery_done)
+
+    async def _bring_media(self, placement: Placement, trace: AttemptTrace) -> None:
+        left_s = self._deadline - asyncio.get_running_loop().time()
+        try:
+            await placement.bring(self.prompt.media, max(0.0, min(left_s, _BRING_TIMEOUT_S)))
+            self._submit(placement, trace)
+        except WeftError as error:
+            trace.end(error)
+            self._attempt_lost(error, placement)
+
+    def _submit(self, placement: Placement, trace: AttemptTrace) -> None:
+        now = asyncio.get_running_loop().time()
         messages = submit_messages(
             self._request,
             self.prompt,
@@ -446,7 +466,7 @@ class Generation:
             if not known.ByteSize() or _began(event.timeline) < _began(known):
                 self._timeline = event.timeline
             if self._placement is not None:
-                self._router.filled(event.timeline.fills)
+                self._router.filled(event.timeline.fills, self.prompt.media)
         self._unsettled.discard(event.sample)
         if not self._has_proven:
             self._prove(asyncio.get_running_loop().time())
@@ -476,9 +496,14 @@ class Generation:
             # The client has its whole answer; only the owner's report is missing.
             self._settle()
             return
+        self._attempt_lost(error, self._detach(error))
+
+    def _attempt_lost(self, error: WeftError, placement: Placement | None) -> None:
         now = asyncio.get_running_loop().time()
-        placement = self._detach(error)
-        if placement is not None:
+        if placement is not None and isinstance(error, MediaMissing):
+            # The same worker is as good as another, once it has the media.
+            placement.worker.media.forget(self.prompt.media)
+        elif placement is not None:
             self._avoided.add(placement.incarnation)
         num_tokens = sum(len(sample.ids) for sample in self.samples)
         self._losses.add(self.attempt, error.worker_id, error, num_tokens, now)

@@ -539,6 +539,7 @@ def _routing(
                 request.prompt_logprobs is not None or _is_computed_anew(request.pooling, pooling)
             ),
             recent=recent,
+            spans=prompt.spans,
         )
         for number, prompt in enumerate(prompts)
     ]

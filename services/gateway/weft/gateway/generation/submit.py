@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.contract.codec.pairs import POOL, SAMPLING
+from weft.contract.codec.pairs import POOL, SAMPLING, SPAN
 from weft.contract.codec.walk import duration
 from weft.contract.tasks import PoolingParams
 from weft.gateway.request import GenerateRequest, PoolingOptions, PreparedPrompt
@@ -69,6 +69,7 @@ def submit_messages(
             model=model,
             session_id=request.session_id,
             end_session=request.end_session,
+            spans=map(SPAN.encode, prompt.spans),
         )
     )
     submit = submit_message.submit

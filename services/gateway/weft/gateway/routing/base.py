@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.contract.keys import RecentPages, ShortKeys, namespace_digest
+from weft.contract.spans import Span
 from weft.contract.settings import setting
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, WorkerView
@@ -102,6 +103,8 @@ class RoutingRequest:
     """
     is_computed_anew: bool = False
     """Whether the owner computes the whole prompt, no matter who holds or could fill it."""
+    spans: Sequence[Span] = ()
+    """Media of the prompt, which the keys of its pages name."""
     recent: RecentPages | None = field(default=None, repr=False, compare=False)
     """Prompts of earlier requests, which need not be hashed again; None: nothing is remembered."""
     _keys: dict[tuple[bytes, str, int], ShortKeys] = field(
@@ -120,7 +123,7 @@ class RoutingRequest:
             namespace = _namespace(
                 worker.model_digest, worker.kv_layout, self.adapter, self.cache_salt
             )
-            keys = ShortKeys(self.prompt_ids, worker.page_size, namespace, self.recent)
+            keys = ShortKeys(self.prompt_ids, worker.page_size, namespace, self.recent, self.spans)
             self._keys[worker.naming] = keys
         return keys
 

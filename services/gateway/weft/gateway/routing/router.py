@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from weft.contract.errors import PeerUnavailable, WeftError
+from weft.contract.spans import Media
 from weft.gateway.admission.slo.forecast import IndexedPool, LatencyForecaster
 from weft.gateway.fleet.discovery import Role
 from weft.gateway.fleet.fleet import ModelFleet
@@ -45,6 +46,20 @@ class Placement:
     to_compute: int
     """Tokens of the prompt that neither of the two workers holds."""
     _is_computed: bool = True
+
+    async def bring(self, media: Sequence[Media], timeout_s: float) -> None:
+        """Brings the prompt's media to the owner and to the first filler. What the filler does not
+        take is computed by the owner. Raises WeftError if the owner does not take them.
+        """
+        of_owner = self.worker.media.bring(media, self.session.worker_epoch, timeout_s)
+        filler = self.filler
+        if filler is None or filler.info is None:
+            await of_owner
+            return
+        of_filler = filler.media.bring(media, filler.info.epoch, timeout_s)
+        result, _ = await asyncio.gather(of_owner, of_filler, return_exceptions=True)
+        if isinstance(result, BaseException):
+            raise result
 
     def begin(self) -> None:
         """Adds the request to the workers' loads, once it was sent."""
@@ -211,24 +226,26 @@ class Router:
         workers = self._fleet.workers("decode")
         return any(one.holds(digest) and not one.health_problem(now) for one in workers)
 
-    def filled(self, fills: Iterable[common_pb2.FillTimeline]) -> None:
+    def filled(self, fills: Iterable[common_pb2.FillTimeline], media: Sequence[Media] = ()) -> None:
         """Reports the outcomes of fills, which their owner has sent, to prefill workers'
-        breakers.
+        breakers. A worker that has declined a prompt may lack its media.
         """
-        breakers = {
-            worker.info.worker_id: worker.breaker
+        fillers = {
+            worker.info.worker_id: worker
             for worker in self._fleet.workers("prefill")
             if worker.info is not None
         }
         now = asyncio.get_running_loop().time()
         for fill in fills:
-            breaker = breakers.get(fill.worker_id)
-            if breaker is None:
+            filler = fillers.get(fill.worker_id)
+            if filler is None:
                 continue
             if fill.filler_failed:
-                breaker.failed(now, fill.failure)
+                filler.breaker.failed(now, fill.failure)
             elif not fill.failure:
-                breaker.succeeded()
+                filler.breaker.succeeded()
+            else:
+                filler.media.forget(media)
 
     def index(self, role: Role) -> FleetPageIndex | None:
         """Prefix index of a pool's policy; None if the policy needs none."""
