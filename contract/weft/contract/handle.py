@@ -77,6 +77,8 @@ class KvHandle:
     """Asks a KV store for so many pages before those blocks (`PieceShape.state_pages`)."""
     spans: list[Span] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
     """Media among the tokens, in order."""
+    encoder_digest: bytes = b""
+    """With media: the owner's encoder of them, which keys name."""
 
     @property
     def companion_pages(self) -> int:

@@ -37,18 +37,29 @@ def _page_digest(parent: bytes, namespace: bytes, tokens: bytes, media: bytes = 
     return state.digest()
 
 
-def _media_in(spans: Sequence[Span], start: int, end: int) -> bytes:
-    """What a page's key has of media, for the page of positions [start, end): of each span that
-    touches it the digest, and as u32 the row at the first place, that place in the page, and the
-    number of rows. Empty for a page of text, whose key so stays that of its tokens.
-    """
-    parts = []
-    for span in spans:
-        first, last = max(span.position, start), min(span.end, end)
-        if first < last:
-            numbers = (span.offset + first - span.position, first - start, last - first)
-            parts += [span.digest, *(number.to_bytes(4, "little") for number in numbers)]
-    return b"".join(parts)
+class PromptMedia(NamedTuple):
+    """Media among a prompt's tokens, as the keys of its pages name them."""
+
+    spans: Sequence[Span] = ()
+    encoder: bytes = b""
+    """Digest of the encoder that makes their rows; empty: there are no media."""
+
+    def in_page(self, start: int, end: int) -> bytes:
+        """What the key of the page of positions [start, end) has of them: the encoder's digest, and
+        of each span that touches the page the digest, and as u32 the row at the first place, that
+        place in the page, and the number of rows. Empty for a page of text, whose key so stays that
+        of its tokens.
+        """
+        parts = []
+        for span in self.spans:
+            first, last = max(span.position, start), min(span.end, end)
+            if first < last:
+                numbers = (span.offset + first - span.position, first - start, last - first)
+                parts += [span.digest, *(number.to_bytes(4, "little") for number in numbers)]
+        return self.encoder + b"".join(parts) if parts else b""
+
+
+NO_MEDIA = PromptMedia()
 
 
 def namespace_digest(
@@ -80,13 +91,12 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def page_key(
-    parent: bytes, tokens: Sequence[int], namespace: bytes, spans: Sequence[Span] = ()
+    parent: bytes, tokens: Sequence[int], namespace: bytes, media: PromptMedia = NO_MEDIA
 ) -> bytes:
-    """Key of the page of `tokens` that follows the page `parent`; 32 bytes. Positions of `spans`
+    """Key of the page of `tokens` that follows the page `parent`; 32 bytes. Positions of `media`
     count from the page's first token.
     """
-    media = _media_in(spans, 0, len(tokens))
-    return _page_digest(parent, namespace, token_bytes(tokens), media)
+    return _page_digest(parent, namespace, token_bytes(tokens), media.in_page(0, len(tokens)))
 
 
 WIDE_TOKEN_BYTES = 8
@@ -252,10 +262,10 @@ class ShortKeys:
         namespace: 32 bytes.
         recent: Prompts that it may continue, to which it is added; None: it is hashed by itself, as
             every prompt with media is.
-        spans: Its media.
+        media: Its media.
     """
 
-    __slots__ = ("_data", "_group", "_keys", "_known", "_parent", "_recent", "_spans", "_tokens")
+    __slots__ = ("_data", "_group", "_keys", "_known", "_media", "_parent", "_recent", "_tokens")
 
     def __init__(
         self,
@@ -263,14 +273,14 @@ class ShortKeys:
         page_size: int,
         namespace: bytes,
         recent: RecentPages | None = None,
-        spans: Sequence[Span] = (),
+        media: PromptMedia = NO_MEDIA,
     ) -> None:
         self._tokens = tokens
         self._group = (namespace, page_size)
         self._parent = ROOT_KEY
         self._keys: list[int] = []
-        self._recent = None if spans else recent
-        self._spans = spans
+        self._recent = None if media.spans else recent
+        self._media = media
         self._known: HashedPages | None = None
         self._data = b""
 
@@ -287,7 +297,7 @@ class ShortKeys:
             width = size * TOKEN_BYTES
             for start in range(len(keys) * width, num_pages * width, width):
                 first = start // TOKEN_BYTES
-                media = _media_in(self._spans, first, first + size) if self._spans else b""
+                media = self._media.in_page(first, first + size)
                 key = _page_digest(key, namespace, data[start : start + width], media)
                 whole.append(key)
             keys += short_keys(whole)
@@ -317,26 +327,31 @@ class PageKeys:
         namespace: 32 bytes.
         page_size: Token positions per page.
         packed: `token_bytes` of its first tokens, if the caller has them.
-        spans: Media among its tokens.
+        media: Media among its tokens.
         names: Numbers of media in the prefix cache; None: the model takes none.
     """
 
-    __slots__ = ("_keys", "_names", "_packed", "_page_size", "_spans", "_wide", "namespace")
+    __slots__ = ("_keys", "_media", "_names", "_packed", "_page_size", "_wide", "namespace")
 
     def __init__(
         self,
         namespace: bytes,
         page_size: int,
         packed: bytes = b"",
-        spans: Sequence[Span] = (),
+        media: PromptMedia = NO_MEDIA,
         names: MediaNames | None = None,
     ) -> None:
         self.namespace = namespace
         self._page_size = page_size
         self._keys: list[bytes] = []
         self._packed = packed
-        self._spans, self._names = spans, names
+        self._media, self._names = media, names
         self._wide = b""
+
+    @property
+    def encoder(self) -> bytes:
+        """Digest of the encoder of its media; empty: it has none."""
+        return self._media.encoder if self._media.spans else b""
 
     def packed(self, tokens: Sequence[int], start: int, end: int) -> bytes:
         """Tokens [start, end) as the prefix cache compares them: `token_bytes`, or in a model that
@@ -348,7 +363,7 @@ class PageKeys:
         if end * WIDE_TOKEN_BYTES <= len(self._wide):
             return self._wide[start * WIDE_TOKEN_BYTES : end * WIDE_TOKEN_BYTES]
         symbols = np.array(tokens[start:end], "<i8")
-        for span in self._spans:
+        for span in self._media.spans:
             first, last = max(span.position, start), min(span.end, end)
             if first < last:
                 rows = self._names.of_rows(span)
@@ -381,7 +396,7 @@ class PageKeys:
             width = size * TOKEN_BYTES
             for start in range(0, len(data), width):
                 at = first + start // TOKEN_BYTES
-                media = _media_in(self._spans, at, at + size) if self._spans else b""
+                media = self._media.in_page(at, at + size)
                 parent = _page_digest(parent, self.namespace, data[start : start + width], media)
                 keys.append(parent)
         return keys if len(keys) == num_pages else keys[:num_pages]
@@ -394,7 +409,7 @@ class PageKeys:
         if index > len(keys):
             self.upto(tokens, index)
         if index == len(keys):
-            media = _media_in(self._spans, start, end) if self._spans else b""
+            media = self._media.in_page(start, end)
             parent = keys[-1] if keys else ROOT_KEY
             keys.append(_page_digest(parent, self.namespace, data, media))
         symbol = data if self._names is None else self.packed(tokens, start, end)

@@ -61,7 +61,7 @@ class Media:
 
 def media_digest(kind: MediaKind, processor: str, shape: Sequence[int], data: bytes) -> bytes:
     """Identity of processed media: BLAKE2b-256 over framed fields (test vectors:
-    protos/vectors/page_key.json). Content of another shape or processing has another digest.
+    protos/vectors/media_key.json). Content of another shape or processing has another digest.
     """
     sizes = b"".join(size.to_bytes(8, "little") for size in shape)
     state = hashlib.blake2b(digest_size=MEDIA_DIGEST_BYTES, person=b"weft-media")

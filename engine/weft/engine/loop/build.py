@@ -246,7 +246,7 @@ def _load_parts(
         adapted,
         loaded.pooling,
         loaded.embedding_size,
-        takes_media=encoder is not None,
+        encoder_digest=b"" if encoder is None else encoder.digest,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
     prefixes: PrefixTree | None = None

@@ -60,6 +60,8 @@ class ComputeJobs:
             return "too_long", f"{handle.end_token} tokens, at most {most}"
         if not are_below(handle.tokens, self._intake.vocab_size):
             return "invalid", f"a token id is not below {self._intake.vocab_size}"
+        if handle.encoder_digest and handle.encoder_digest != self._intake.encoder_digest:
+            return "namespace", "the encoder of images differs"
         try:
             check_media(self._media, handle.spans, handle.end_token)
         except MediaMissing as error:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from weft.checkpoint.pooling import PoolingConfig
 from weft.contract.errors import ContextTooLong, InvalidRequest
 from weft.contract.handle import KvHandle
-from weft.contract.keys import MediaNames, PageKeys, namespace_digest, token_bytes
+from weft.contract.keys import MediaNames, PageKeys, PromptMedia, namespace_digest, token_bytes
 from weft.contract.layout import CacheLayout
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Span
@@ -44,7 +44,7 @@ class Intake:
         adapter_parts: Names of the projections that adapters may change here.
         pooling: The task that the model serves, and how it makes vectors; None: it generates.
         embedding_size: Entries of an embedding; 0: unknown.
-        takes_media: Whether prompts may have media.
+        encoder_digest: 32 bytes that name the encoder of media; empty: prompts have none.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class Intake:
         pooling: PoolingConfig | None = None,
         embedding_size: int = 0,
         *,
-        takes_media: bool = False,
+        encoder_digest: bytes = b"",
     ) -> None:
-        self._media_names = MediaNames() if takes_media else None
+        self.encoder_digest = encoder_digest
+        self._media_names = MediaNames() if encoder_digest else None
         self._page_size = config.page_size
         self._layout = layout.describe()
         # The projections decide which tensors a lenient load ignores, and so an adapter's pages.
@@ -161,7 +162,10 @@ class Intake:
 
     def _keys(self, namespace: bytes, prompt: TokenIds, spans: Sequence[Span]) -> PageKeys:
         packed = token_bytes(prompt)
-        return PageKeys(namespace, self._page_size, packed, spans, self._media_names)
+        if self._media_names is None:
+            return PageKeys(namespace, self._page_size, packed)
+        media = PromptMedia(spans, self.encoder_digest)
+        return PageKeys(namespace, self._page_size, packed, media, self._media_names)
 
     def _pool(self, submit: Submit) -> PoolingParams | None:
         """None: the submit wants tokens."""

@@ -70,6 +70,9 @@ class ModelClass(Protocol):
 class MediaEncoder(Protocol):
     """The part of a model that makes rows of media."""
 
+    digest: bytes
+    """32 bytes that name the encoder and its weights."""
+
     def rows_of(self, shape: Sequence[int]) -> int:
         """Rows of a medium of this shape. Raises InvalidRequest for one that it cannot take."""
         ...

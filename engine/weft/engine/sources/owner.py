@@ -471,6 +471,7 @@ class OwnerFills:
             block_pages=shape.pages_of_many,
             state_pages=shape.state_pages,
             spans=[span for span in request.spans if span.position < fill.end_token],
+            encoder_digest=request.keys.encoder,
         )
 
     @property

@@ -276,6 +276,7 @@ class KvHandle(_message.Message):
     TOKEN_WORDS_FIELD_NUMBER: _builtins.int
     STATE_PAGES_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Stable id of the owning worker, and its incarnation."""
     owner_epoch: _builtins.int
@@ -307,6 +308,8 @@ class KvHandle(_message.Message):
     """Asks a KV store for so many pages before those blocks, which lie beside the last page: a block
     of recurrent layers, if block_pages are of a window page.
     """
+    encoder_digest: _builtins.bytes
+    """With media: GetInfoResponse.encoder_digest of the owner. A filler with another one declines."""
     @_builtins.property
     def lease_duration(self) -> _duration_pb2.Duration:
         """The lease runs out this long after it was received or last renewed."""
@@ -365,10 +368,11 @@ class KvHandle(_message.Message):
         token_words: _builtins.bytes = ...,
         state_pages: _builtins.int = ...,
         spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
+        encoder_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "spans", b"spans", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "encoder_digest", b"encoder_digest", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "spans", b"spans", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

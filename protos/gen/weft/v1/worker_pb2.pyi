@@ -142,6 +142,7 @@ class GetInfoResponse(_message.Message):
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
     MEDIA_KINDS_FIELD_NUMBER: _builtins.int
+    ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
     ADMIN_PORT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
@@ -170,6 +171,8 @@ class GetInfoResponse(_message.Message):
     """Entries of an embedding; 0: it makes none."""
     num_labels: _builtins.int
     """Classes of its classification head; 0: it has none."""
+    encoder_digest: _builtins.bytes
+    """BLAKE2b-256 of their encoder and its weights, which the keys of pages with media name."""
     admin_port: _builtins.int
     """Its operators' port, on the host of its address; 0: it has none."""
     @_builtins.property
@@ -226,11 +229,12 @@ class GetInfoResponse(_message.Message):
         embedding_size: _builtins.int = ...,
         num_labels: _builtins.int = ...,
         media_kinds: _abc.Iterable[_builtins.str] | None = ...,
+        encoder_digest: _builtins.bytes = ...,
         admin_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "media_kinds", b"media_kinds", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "media_kinds", b"media_kinds", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

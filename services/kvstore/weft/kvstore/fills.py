@@ -9,7 +9,7 @@ from weft.contract import faults
 from weft.contract.clock import Clock
 from weft.contract.fills import FillReply, FillStart
 from weft.contract.handle import KvHandle
-from weft.contract.keys import PageKeys, blocks_keys
+from weft.contract.keys import PageKeys, PromptMedia, blocks_keys
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
@@ -109,4 +109,5 @@ class StoreFills:
 def _keys_of(handle: KvHandle, num_pages: int) -> list[bytes]:
     if num_pages < 1 or handle.page_size < 1:
         return []  # The fill will be declined.
-    return PageKeys(handle.namespace, handle.page_size).upto(handle.tokens, num_pages)
+    media = PromptMedia(handle.spans, handle.encoder_digest)
+    return PageKeys(handle.namespace, handle.page_size, media=media).upto(handle.tokens, num_pages)

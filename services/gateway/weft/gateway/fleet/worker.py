@@ -413,6 +413,7 @@ def _member(endpoint: Endpoint, info: worker_pb2.GetInfoResponse) -> WorkerView:
         page_size=info.page_size,
         model_digest=info.model_digest,
         kv_layout=_layout(info),
+        encoder_digest=info.encoder_digest,
     )
 
 

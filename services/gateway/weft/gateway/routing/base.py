@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from weft.contract.keys import RecentPages, ShortKeys, namespace_digest
-from weft.contract.spans import Span
+from weft.contract.keys import PromptMedia, RecentPages, ShortKeys, namespace_digest
 from weft.contract.settings import setting
+from weft.contract.spans import Span
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, WorkerView
 
@@ -107,7 +107,7 @@ class RoutingRequest:
     """Media of the prompt, which the keys of its pages name."""
     recent: RecentPages | None = field(default=None, repr=False, compare=False)
     """Prompts of earlier requests, which need not be hashed again; None: nothing is remembered."""
-    _keys: dict[tuple[bytes, str, int], ShortKeys] = field(
+    _keys: dict[tuple[bytes, str, int, bytes], ShortKeys] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -118,13 +118,17 @@ class RoutingRequest:
 
     def page_keys(self, worker: WorkerView) -> ShortKeys:
         """Keys of the prompt's full pages on a worker, whose page size must be known."""
-        keys = self._keys.get(worker.naming)
+        encoder = worker.encoder_digest if self.spans else b""
+        naming = (*worker.naming, encoder)
+        keys = self._keys.get(naming)
         if keys is None:
             namespace = _namespace(
                 worker.model_digest, worker.kv_layout, self.adapter, self.cache_salt
             )
-            keys = ShortKeys(self.prompt_ids, worker.page_size, namespace, self.recent, self.spans)
-            self._keys[worker.naming] = keys
+            media = PromptMedia(self.spans, encoder)
+            size = worker.page_size
+            keys = ShortKeys(self.prompt_ids, size, namespace, self.recent, media)
+            self._keys[naming] = keys
         return keys
 
     def beside(self, host: str) -> RoutingRequest:

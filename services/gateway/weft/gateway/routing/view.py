@@ -35,6 +35,8 @@ class WorkerView:
     model_digest: bytes = b""
     kv_layout: str = ""
     """Layout of its pages, which with the digest determines their names."""
+    encoder_digest: bytes = b""
+    """Digest of its encoder of media, which names pages that media touch; empty: it has none."""
 
     @property
     def naming(self) -> tuple[bytes, str, int]:
