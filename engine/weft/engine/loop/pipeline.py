@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weft.contract import faults
+from weft.contract.arrays import Int64Array
 from weft.contract.clock import Clock
 from weft.contract.give_way import HostPriority
 from weft.contract.pages import PageCopy
+from weft.contract.spans import Media
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.orders import CopyPages, EncodeMedia
 from weft.engine.executor.port import Executor, Logits
@@ -255,9 +257,7 @@ class StepPipeline:
                 plan.drafts = self._drafter.draft(plan.verifies)
                 plan.drafting_s = self._clock() - drafting_at
             if self._media is not None:
-                for media, places in self._media.take_due():
-                    order = EncodeMedia(places.tolist(), media.shape, media.data)
-                    self._executor.order(order)
+                self._media.encode(self._encode)
             made = step_input(
                 plan, self._executor.page_table, self._executor.facts.page_size, self._media
             )
@@ -270,6 +270,9 @@ class StepPipeline:
         if self.leaves:
             self._ends.learn_start(self._clock() - started_at)
         return step
+
+    def _encode(self, media: Media, places: Int64Array) -> None:
+        self._executor.order(EncodeMedia(places.tolist(), media.shape, media.data))
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         self._executor.order(CopyPages(*zip(*copies, strict=True)))

@@ -36,6 +36,8 @@ class _Encoded:
     blocks: Int64Array
     num_uses: int = 0
     """Steps, planned or under way, that may read the rows."""
+    is_lost: bool = False
+    """Whether it could not be encoded."""
 
     def places(self, first: int, count: int) -> Int64Array:
         rows = np.arange(first, first + count)
@@ -131,15 +133,21 @@ class MediaRows:
                 return max(0, span.position - start)
         return num_tokens
 
-    def take_due(self) -> list[tuple[Media, Int64Array]]:
-        """The media that the planned step needs and that are not encoded, with the place of each of
-        their rows.
+    def encode(self, run: Callable[[Media, Int64Array], None]) -> None:
+        """Encodes the media that the planned step needs and that have no rows yet: calls `run` with
+        each one and the place of each of its rows. If that raises, it and those after it have none.
         """
-        due, self._due = self._due, []
-        self.num_encoded += len(due)
-        return [
-            (media, encoded.places(0, self._facts.rows_of(media.shape))) for media, encoded in due
-        ]
+        try:
+            while self._due:
+                media, encoded = self._due[0]
+                run(media, encoded.places(0, self._facts.rows_of(media.shape)))
+                del self._due[0]
+                self.num_encoded += 1
+        finally:
+            for media, encoded in self._due:
+                encoded.is_lost = True
+                del self._held[media.digest]
+            self._due.clear()
 
     def places_in(
         self, request: Request, first: int, end: int
@@ -163,6 +171,8 @@ class MediaRows:
     def end_step(self, number: int) -> None:
         for encoded in self._steps.pop(number, ()):
             encoded.num_uses -= 1
+            if encoded.is_lost and not encoded.num_uses:
+                self._free += encoded.blocks.tolist()
 
     def sizes(self) -> dict[str, int]:
         """Media held in host memory, media with rows on the device, and steps that read some."""

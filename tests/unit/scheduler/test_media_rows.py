@@ -1,0 +1,171 @@
+"""Rows of media: who has them, and when they may be overwritten."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import InvalidRequest, MediaMissing
+from weft.contract.spans import Media, Span
+from weft.engine.requests.media_rows import BLOCK_ROWS, EncoderFacts, MediaRows, check_media
+from weft.engine.requests.media_store import MediaStore
+from weft.engine.requests.request import Request
+
+FACTS = EncoderFacts(rows_of=lambda shape: shape[0], cost_of=lambda shape: shape[0])
+
+
+@dataclass
+class Asked:
+    """What `MediaRows` knows of a request."""
+
+    spans: list[Span]
+    num_done: int = 0
+    num_tokens: int = 0
+
+
+def medium(name: int, num_rows: int) -> Media:
+    return Media.of("image", "test", (num_rows, 1, 1), bytes([name % 256]) * num_rows)
+
+
+def span_of(one: Media, position: int) -> Span:
+    return Span(position=position, length=one.shape[0], digest=one.digest)
+
+
+@dataclass
+class Device:
+    """Memory of rows: which medium's which row lies at each place."""
+
+    rows: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+
+    def encode(self, one: Media, places: Int64Array) -> None:
+        for row, place in enumerate(places.tolist()):
+            self.rows[place] = (one.digest, row)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_read_the_rows_of_their_media(seed: int) -> None:
+    """Random requests in steps that overlap: each chunk's rows are those of its media when the step
+    begins, and still when it ends. All requests end.
+    """
+    draw = random.Random(seed)
+    store = MediaStore(1 << 20)
+    media = MediaRows(store, FACTS, 8 * BLOCK_ROWS, max_step_cost=40)
+    device, known = Device(), [medium(n, draw.randint(1, 3 * BLOCK_ROWS)) for n in range(12)]
+    requests = []
+    for _ in range(20):
+        spans, position = [], draw.randrange(5)
+        for one in draw.choices(known, k=draw.randint(0, 6)):
+            store.put(one)
+            spans.append(span_of(one, position))
+            position += one.shape[0] + draw.randrange(3)
+        requests.append(Asked(spans, 0, position + draw.randint(1, 9)))
+        media.check(spans, requests[-1].num_tokens)
+        media.begin(cast(Request, requests[-1]))
+    flying: list[tuple[int, list[tuple[Asked, int, int]]]] = []
+
+    def check(chunks: list[tuple[Asked, int, int]]) -> None:
+        for request, first, end in chunks:
+            wanted = {
+                span.position + row: (span.digest, row)
+                for span in request.spans
+                for row in range(span.length)
+                if first <= span.position + row < end
+            }
+            found = {}
+            for behind, places in media.places_in(cast(Request, request), first, end):
+                for at, place in zip(behind.tolist(), places.tolist(), strict=True):
+                    found[first + at] = device.rows[place]
+            assert found == wanted
+
+    number = 0
+    while requests or flying:
+        if requests:
+            media.begin_plan(has_running=draw.random() < 0.5)
+            chunks = []
+            for request in draw.sample(requests, min(3, len(requests))):
+                left = request.num_tokens - request.num_done
+                wanted = min(left, draw.randint(1, 40))
+                count = media.limit(cast(Request, request), request.num_done, wanted)
+                if count:
+                    chunks.append((request, request.num_done, request.num_done + count))
+            number += 1
+            media.begin_step(number)
+            media.encode(device.encode)
+            check(chunks)
+            flying.append((number, chunks))
+            for request, _, end in chunks:
+                request.num_done = end
+        if len(flying) == 2 or not requests:
+            ended, chunks = flying.pop(0)
+            check(chunks)
+            media.end_step(ended)
+        for request in [one for one in requests if one.num_done == one.num_tokens]:
+            requests.remove(request)
+            media.end(cast(Request, request))
+        assert number < 10_000
+    assert media.sizes()["media_steps"] == 0
+
+
+def test_what_a_request_needs_is_not_dropped() -> None:
+    store = MediaStore(100)
+    needed, other, third = medium(1, 40), medium(2, 40), medium(3, 40)
+    store.put(needed)
+    store.pin([span_of(needed, 0)])
+    store.put(other)
+    store.put(third)  # There is room for two: the one that nobody needs goes.
+    store.check([span_of(needed, 0), span_of(third, 40)])
+    with pytest.raises(MediaMissing):
+        store.check([span_of(other, 0)])
+    store.unpin([span_of(needed, 0)])
+    store.put(medium(4, 90))
+    assert len(store) == 1
+    assert store.num_bytes == 90
+
+
+def test_a_medium_that_can_never_have_rows_is_refused() -> None:
+    store = MediaStore(1 << 20)
+    media = MediaRows(store, FACTS, 2 * BLOCK_ROWS, max_step_cost=10)
+    large = medium(1, 3 * BLOCK_ROWS)
+    store.put(large)
+    with pytest.raises(InvalidRequest, match=f"{3 * BLOCK_ROWS} rows.*room for {2 * BLOCK_ROWS}"):
+        media.check([span_of(large, 0)], 100)
+    small = medium(2, 5)
+    store.put(small)
+    with pytest.raises(InvalidRequest, match="5 rows"):
+        media.check([Span(position=0, length=5, digest=small.digest, offset=1)], 100)
+
+
+def test_without_an_encoder_media_are_refused() -> None:
+    check_media(None, [], 10)
+    with pytest.raises(InvalidRequest, match="no images"):
+        check_media(None, [span_of(medium(1, 2), 0)], 10)
+
+
+def test_a_medium_that_could_not_be_encoded_is_encoded_again() -> None:
+    store = MediaStore(1 << 20)
+    media, device = MediaRows(store, FACTS, 4 * BLOCK_ROWS, max_step_cost=10), Device()
+    one = medium(1, 3 * BLOCK_ROWS)
+    store.put(one)
+    request = cast(Request, Asked([span_of(one, 0)], 0, 60))
+    media.begin(request)
+
+    def fail(media: Media, places: Int64Array) -> None:
+        raise RuntimeError("no memory")
+
+    media.begin_plan(has_running=False)
+    assert media.limit(request, 0, 60) == 60
+    media.begin_step(1)
+    with pytest.raises(RuntimeError):
+        media.encode(fail)
+    media.end_step(1)
+    media.begin_plan(has_running=False)
+    assert media.limit(request, 0, 60) == 60
+    media.begin_step(2)
+    media.encode(device.encode)
+    ((_, places),) = media.places_in(request, 0, 60)
+    assert [device.rows[place] for place in places.tolist()] == [
+        (one.digest, row) for row in range(3 * BLOCK_ROWS)
+    ]
