@@ -28,6 +28,7 @@ from weft.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.checkpoint.quantization import Quantization, read_quantization
 from weft.checkpoint.quantization_files import with_quantization
 from weft.checkpoint.rope import RopeConfig, for_context, rope_config, rope_values
+from weft.checkpoint.vision_config import VisionConfig, with_pixels
 from weft.contract.errors import ModelError
 
 MAX_POSITIONS = 1 << 24
@@ -36,9 +37,11 @@ _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = (
     *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names"),
-    *("frees_windows", "head", "num_labels", "is_encoder", "mtp"),
+    *("frees_windows", "head", "num_labels", "is_encoder", "mtp", "vision"),
 )
-"""Fields that are not in the fingerprint; the quantisation has a fingerprint of its own."""
+"""Fields that are not in the fingerprint; quantisation and image tower have fingerprints of their
+own.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,8 @@ class ModelConfig:
     """Names of the checkpoint's parts."""
     mtp: MtpConfig | None = None
     """The MTP head that checkpoints of this kind may have; None: they have none."""
+    vision: VisionConfig | None = None
+    """The image tower; None: the checkpoint has none, or one that is not supported."""
     num_added_tokens: int = 0
     """Rows after the checkpoint's, for tokens that adapters add; they are zeros without an
     adapter.
@@ -158,7 +163,8 @@ class ModelConfig:
 
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None = None) -> ModelConfig:
-        """Reads `config.json` and, if present, `generation_config.json` of a directory.
+        """Reads `config.json` and, if present, `generation_config.json` of a directory, and of a
+        model with an image tower also what its processor says of pixels.
         `max_context_tokens` is the longest context that is served, which decides between LongRoPE's
         factors; None: the model's.
         """
@@ -173,6 +179,8 @@ class ModelConfig:
                 raise
             problem = f"{error.message} (read from {source.name})"
             raise ModelError(problem, param=error.param) from error
+        if config.vision is not None:
+            config = replace(config, vision=with_pixels(config.vision, model_dir))
         if config.eos_token_ids:
             return config
         return replace(config, eos_token_ids=tokenizer_end_token(model_dir))

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.vision_config import VisionConfig
 from weft.contract.cache_folder import cache_folder
 from weft.contract.cores import num_cores
 
 _VERSION = b"weft-model-1"
 _MTP_VERSION = b"weft-mtp-1"
+_TOWER_VERSION = b"weft-tower-1"
 _PARTS_VERSION = b"weft-file-1"
 _CHUNK_BYTES, _READ_BYTES, _PART_BYTES = 1 << 22, 1 << 20, 1 << 26
 _MAX_THREADS = 8
@@ -41,6 +43,11 @@ def combine_digests(
 def mtp_digest(model: bytes) -> bytes:
     """32 bytes that name the MTP head in a model's own files, from the model's digest."""
     return combine(_MTP_VERSION, model)
+
+
+def tower_digest(model: bytes, tower: VisionConfig) -> bytes:
+    """32 bytes that name the image tower in a model's own files, from the model's digest."""
+    return combine(_TOWER_VERSION, model, tower.fingerprint())
 
 
 def combine(*parts: bytes) -> bytes:

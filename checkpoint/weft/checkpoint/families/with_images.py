@@ -1,5 +1,6 @@
 """Models that name their text model in `text_config`, among others LLaVA, InternVL, SmolVLM and
-LFM2-VL. They are read as the text model, and served without their towers.
+LFM2-VL. They are read as the text model, and served without their towers where `_TOWERS` has no
+reader for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weft.checkpoint.families.family import VISION
 from weft.checkpoint.families.lfm2 import read_lfm2, read_lfm2_moe
 from weft.checkpoint.families.llamas import read_llama, read_qwen2, read_qwen3
 from weft.checkpoint.fields import Fields
+from weft.checkpoint.vision_config import VisionConfig, read_idefics3_vision
 
 Reader = Callable[[Mapping[str, Any], Mapping[str, Any], str], ModelConfig]
 _READERS: Mapping[str, Reader] = {
@@ -24,6 +26,11 @@ _READERS: Mapping[str, Reader] = {
     "qwen3": read_qwen3,
 }
 """Readers by the text model's `model_type`."""
+_TOWERS: Mapping[str, Callable[[Fields, Fields], VisionConfig]] = {
+    "Idefics3ForConditionalGeneration": read_idefics3_vision,
+    "SmolVLMForConditionalGeneration": read_idefics3_vision,
+}
+"""Readers of image towers, by the architecture."""
 _SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _LLAMA = {
     **_SIZES,
@@ -72,7 +79,9 @@ def read_with_images(
         heads=("lm_head", "language_model.lm_head"),
         left_out=(*VISION, *_OTHERS),
     )
-    return replace(config, names=names)
+    read_tower = _TOWERS.get(config.architecture)
+    vision = None if read_tower is None else read_tower(whole, Fields(own, where))
+    return replace(config, names=names, vision=vision)
 
 
 def _is_tied(whole: Fields, text: Fields) -> bool:

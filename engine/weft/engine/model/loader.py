@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 from weft.checkpoint.architectures import load_class
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.digest import FileDigests, combine_digests, mtp_digest
+from weft.checkpoint.digest import FileDigests, combine_digests, mtp_digest, tower_digest
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.checkpoint.files import GGUF_FILE, Progress, weight_files
@@ -25,6 +25,7 @@ from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import MediaEncoder, Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
+from weft.engine.model.vision.tower import VisionTower
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.gguf_file import GgufFile
@@ -32,7 +33,7 @@ from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transposed
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.specs import Shard
-from weft.engine.model.weights.weights import Weights
+from weft.engine.model.weights.weights import Scheme, Weights
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.shared.memory import WeightArena
 
@@ -65,7 +66,7 @@ class LoadedModel:
     mtp: MtpHead | None = None
     """The checkpoint's MTP head; None: `load_model` was called without `mtp_head`."""
     encoder: MediaEncoder | None = None
-    """Makes rows of images; None: the model takes none."""
+    """Makes rows of images; None: `load_model` was called without `images`."""
 
     @property
     def described_format(self) -> str:
@@ -93,6 +94,7 @@ def load_model(
     peers: Peers | None = None,
     ep: int = 1,
     mtp_head: bool = False,
+    images: bool = False,
     max_context_tokens: int | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
@@ -116,11 +118,14 @@ def load_model(
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
             products.
         mtp_head: Whether to read the checkpoint's MTP head too.
+        images: Whether to read the checkpoint's image tower too, whole on every rank. A number
+            format that is made at load leaves it in floats.
         max_context_tokens: Longest context that is served, which decides between LongRoPE's
             factors; None: the model's.
 
     Raises:
-        ModelError: The directory is incomplete, malformed or of an unsupported kind.
+        ModelError: The directory is incomplete, malformed or of an unsupported kind, or has no
+            supported tower although `images` is set.
         ConfigError: The dtype or the quantisation is unknown, or not supported on this device.
     """
     config = ModelConfig.load(model_dir, max_context_tokens)
@@ -132,6 +137,12 @@ def load_model(
     of_ranks += "-ep" if of_ranks and ep > 1 else ""
     # Native operations of a CPU always take one order. Encoders also use other operations.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
+    if images and config.vision is None:
+        raise ModelError(
+            f"{model_dir}: images are not supported for {config.architecture}; serve it without "
+            "them",
+            param="architectures",
+        )
     build = class_of(config)
     chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)
@@ -145,35 +156,38 @@ def load_model(
     of_experts = shard if ep > 1 else Shard()
     formats = ComputedFormat()
 
-    def weights_of(reader: CheckpointReader) -> Weights:
+    def weights_of(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
         return Weights(
             reader,
-            scheme,
+            _tower_scheme(chosen) if of_tower else scheme,
             torch_dtype,
             target,
             shard=shard,
             expert_shard=of_experts,
             arena=arena,
             peers=peers,
-            computed=formats,
+            computed=None if of_tower else formats,
         )
 
+    wanted = _Wanted(mtp_head=mtp_head, tower=images)
     if dummy:
-        weights = weights_of(RandomWeights(target))
+        reader = RandomWeights(target)
+        weights = weights_of(reader)
         model = build(config, weights)
         mtp = read_mtp(model, weights, (), str(model_dir)) if mtp_head else None
+        tower = _read_tower(reader, config, weights_of) if images else None
         digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
     else:
         with FileDigests(weight_files(model_dir)) as digests:
-            model, mtp = _read_model(
-                model_dir, config, progress, build, weights_of, mtp_head=mtp_head
-            )
+            model, mtp, tower = _read_model(model_dir, config, progress, build, weights_of, wanted)
             try:
                 digest = combine_digests(config, computed, digests.wait(), fingerprint)
             except OSError as error:
                 raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     if mtp is not None:
         mtp.digest = mtp_digest(digest)
+    if tower is not None:
+        tower.digest = tower_digest(digest, tower.config)
     return LoadedModel(
         model=model,
         config=config,
@@ -185,26 +199,57 @@ def load_model(
         pooling=pooling,
         heads=_heads(model, pooling, target, dummy=dummy),
         mtp=mtp,
+        encoder=tower,
     )
 
 
 def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto") -> None:
     """Compares names and shapes of a directory's tensors with its configuration as `load_model`
-    does, with a model on the meta device. It reads little beyond the files' headers. Raises what
-    `load_model` raises.
+    does, with a model and, where it is supported, an image tower on the meta device. It reads
+    little beyond the files' headers. Raises what `load_model` raises.
     """
     config, pooling = ModelConfig.load(model_dir), load_pooling(model_dir, task)
     config = with_head_for(pooling.task, config, model_dir)
     chosen = resolve_quantization(quantization, config.quantization)
     dtype: torch.dtype = getattr(torch, resolve_dtype("auto", quantization=chosen))
 
-    def weights_of(reader: CheckpointReader) -> Weights:
-        return Weights(reader, scheme_of(chosen), dtype, torch.device("meta"))
+    def weights_of(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
+        scheme = _tower_scheme(chosen) if of_tower else scheme_of(chosen)
+        return Weights(reader, scheme, dtype, torch.device("meta"))
 
-    build = class_of(config)
+    wanted = _Wanted(mtp_head=False, tower=config.vision is not None)
     with _SkipMetaChecks():
-        model, _ = _read_model(model_dir, config, None, build, weights_of, mtp_head=False)
+        model = _read_model(model_dir, config, None, class_of(config), weights_of, wanted).model
     _heads(model, pooling, torch.device("cpu"))
+
+
+class _Wanted(NamedTuple):
+    """Parts to read beside the language model."""
+
+    mtp_head: bool
+    tower: bool
+
+
+class _Parts(NamedTuple):
+    model: Model
+    mtp: MtpHead | None
+    tower: VisionTower | None
+
+
+class _WeightsOf(Protocol):
+    def __call__(self, reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
+        """The parameters of the language model, or of the image tower."""
+
+
+def _tower_scheme(chosen: Quantization | None) -> Scheme:
+    return scheme_of(None if chosen is not None and chosen.source == "load" else chosen)
+
+
+def _read_tower(
+    reader: CheckpointReader, config: ModelConfig, weights_of: _WeightsOf
+) -> VisionTower:
+    assert config.vision is not None
+    return VisionTower.read(weights_of(reader, of_tower=True), config.vision)
 
 
 class _SkipMetaChecks(TorchFunctionMode):
@@ -249,12 +294,11 @@ def _read_model(
     config: ModelConfig,
     progress: Progress | None,
     build: ModelClass,
-    weights_of: Callable[[CheckpointReader], Weights],
-    *,
-    mtp_head: bool,
-) -> tuple[Model, MtpHead | None]:
+    weights_of: _WeightsOf,
+    wanted: _Wanted,
+) -> _Parts:
     with open_checkpoint(
-        model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
+        model_dir, progress, unused=lambda name: _is_unused(name, config, wanted)
     ) as checkpoint:
         if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             bodies = [f"{body}." for body in config.names.bodies]
@@ -262,18 +306,21 @@ def _read_model(
                 checkpoint.check_alike(f"{body}{config.names.embedding}.weight", f"{head}.weight")
         weights = weights_of(_renamed(checkpoint, config))
         model, mtp = build(config, weights), None
-        if mtp_head:
+        if wanted.mtp_head:
             mtp = read_mtp(model, weights, _own_copies(checkpoint, config), str(model_dir))
+        tower = _read_tower(checkpoint, config, weights_of) if wanted.tower else None
         checkpoint.finish()
         left_out = [
             prefix
             for prefix in config.names.left_out
             if isinstance(checkpoint, Checkpoint) and checkpoint.has_below(prefix)
-            if not (mtp_head and config.mtp is not None and config.mtp.has_below(prefix))
+            if not (wanted.mtp_head and config.mtp is not None and config.mtp.has_below(prefix))
+            if not (wanted.tower and _belongs_to_tower(f"{prefix.removesuffix('.')}.", config))
         ]
     if left_out:
-        logger.info("%s serves text alone: %s left out", model_dir, ", ".join(left_out))
-    return model, mtp
+        served = "images and text" if wanted.tower else "text"
+        logger.info("%s serves %s alone: %s left out", model_dir, served, ", ".join(left_out))
+    return _Parts(model, mtp, tower)
 
 
 def _renamed(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> CheckpointReader:
@@ -329,14 +376,20 @@ _FIXED = "fixed-3"
 """Version of deterministic mode on a GPU. Raise it when its operations give other bits."""
 
 
-def _is_unused(name: str, config: ModelConfig, *, mtp_head: bool) -> bool:
+def _is_unused(name: str, config: ModelConfig, wanted: _Wanted) -> bool:
     if isinstance(config, EncoderConfig):
         return is_unused_of_encoder(name, config)
     needs_head = config.head == "tokens" and not config.tie_word_embeddings
     unused_head = not needs_head and name in [f"{head}.weight" for head in config.names.heads]
     if unused_head or is_rotary_buffer(name):
         return True
-    return config.names.is_left_out(name) and not (mtp_head and _belongs_to_head(name, config))
+    is_read = wanted.mtp_head and _belongs_to_head(name, config)
+    is_read |= wanted.tower and _belongs_to_tower(name, config)
+    return config.names.is_left_out(name) and not is_read
+
+
+def _belongs_to_tower(name: str, config: ModelConfig) -> bool:
+    return config.vision is not None and name.startswith(config.vision.names.prefixes)
 
 
 def _belongs_to_head(name: str, config: ModelConfig) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.encoder_config import EncoderConfig
 from weft.checkpoint.rope import RopeConfig
 from weft.engine.model.encoder import Encoder
-from weft.engine.model.layers.encoder import EncoderAttention, GluMLP, LayerNorm, Ragged
+from weft.engine.model.layers.encoder import (
+    EncoderAttention,
+    GluMLP,
+    LayerNorm,
+    PreNormLayer,
+    Ragged,
+)
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.step import Step
@@ -18,19 +23,6 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 
 _WORDS = "embeddings.tok_embeddings"
-
-
-class _Layer(NamedTuple):
-    attention_norm: LayerNorm | None
-    """None: the input of the first layer is normalised already."""
-    attention: EncoderAttention
-    mlp_norm: LayerNorm
-    mlp: GluMLP
-
-    def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
-        normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = self.attention(normed, batch).added_to(x)
-        return self.mlp(self.mlp_norm(x), batch).added_to(x)
 
 
 class ModernBertModel(Encoder):
@@ -62,10 +54,10 @@ class ModernBertModel(Encoder):
 
 def _layer(
     config: EncoderConfig, number: int, weights: Weights, tables: dict[float, torch.Tensor]
-) -> _Layer:
+) -> PreNormLayer:
     size, inner, attention = config.hidden_size, config.intermediate_size, weights.at("attn")
     mlp, sees_all = weights.at("mlp"), config.sees_all(number)
-    return _Layer(
+    return PreNormLayer(
         None if number == 0 else _norm(config, weights, "attn_norm"),
         EncoderAttention(
             layer=number,

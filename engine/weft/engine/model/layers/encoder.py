@@ -1,9 +1,10 @@
-"""Layers of bidirectional encoders, over a ragged batch of whole prompts."""
+"""Layers of bidirectional encoders, over a ragged batch of whole prompts or images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from weft.kernels.ops.encoder_attention import encoder_attention
 from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import Group
 from weft.kernels.ops.norm import add_layer_norm
 from weft.kernels.ops.rope import rotate_heads
 from weft.kernels.ops.stream import Sum
@@ -59,11 +62,16 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """A batch of whole prompts."""
+    """A batch of whole prompts or images."""
 
     bounds: Bounds
-    """Where prompts begin."""
-    step: Step
+    """Where they begin."""
+    step: Step | None = None
+    """Positions and adapters of prompts' tokens; None: images, which have neither."""
+
+    def added(self, group: Group, layer: int) -> LoraAddition | None:
+        """The addition to a product of a layer (LoRA), or None."""
+        return None if self.step is None else self.step.added(group, layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +91,15 @@ class EncoderAttention:
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> the addition to the stream."""
-        qkv = linear(x, self.qkv, lora=batch.step.added("qkv", self.layer))
+        qkv = linear(x, self.qkv, lora=batch.added("qkv", self.layer))
         qkv = qkv.view(len(x), 3, self.num_heads, -1)
         if self.cos_sin is not None:
+            assert batch.step is not None, "only tokens are rotated"
             both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
             rotate_heads(both, batch.step.positions, self.cos_sin)
         q, k, v = qkv.unbind(1)
         mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
-        return Sum(mixed.view(len(x), -1), self.out, batch.step.added("o", self.layer))
+        return Sum(mixed.view(len(x), -1), self.out, batch.added("o", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +115,9 @@ class PlainMLP:
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> the addition to the stream."""
-        inner = linear(x, self.up, lora=batch.step.added("gate_up", self.layer))
+        inner = linear(x, self.up, lora=batch.added("gate_up", self.layer))
         activated = _activated(self.activation, inner, is_fixed=self.is_fixed)
-        return Sum(activated, self.down, batch.step.added("down", self.layer))
+        return Sum(activated, self.down, batch.added("down", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +133,30 @@ class GluMLP:
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> the addition to the stream."""
-        both = linear(x, self.up, lora=batch.step.added("gate_up", self.layer))
-        to_down = batch.step.added("down", self.layer)
+        both = linear(x, self.up, lora=batch.added("gate_up", self.layer))
+        to_down = batch.added("down", self.layer)
         if both.is_cuda and self.activation in _GATES:
             activated = activate(both, _GATES[self.activation], is_gated=True)
             return Sum(activated, self.down, to_down)
         half, gate = both.chunk(2, dim=-1)
         activated = _activated(self.activation, half, is_fixed=self.is_fixed)
         return Sum(activated * gate, self.down, to_down)
+
+
+class PreNormLayer(NamedTuple):
+    """A layer with a norm before attention and one before the MLP."""
+
+    attention_norm: LayerNorm | None
+    """None: the input is normalised already."""
+    attention: EncoderAttention
+    mlp_norm: LayerNorm
+    mlp: PlainMLP | GluMLP
+
+    def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        x = self.attention(normed, batch).added_to(x)
+        return self.mlp(self.mlp_norm(x), batch).added_to(x)
 
 
 def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torch.Tensor:

@@ -133,6 +133,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**SIZES, "model_type": "llama"},
             "vision_config": {**_PIXTRAL, "model_type": "smolvlm_vision"},
+            "image_token_id": 258,
         },
     ),
     "llava_next": (
@@ -154,6 +155,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**SIZES, "model_type": "llama"},
             "vision_config": {**_PIXTRAL, "model_type": "idefics3_vision"},
+            "image_token_id": 258,
         },
     ),
     "lfm2_vl": (

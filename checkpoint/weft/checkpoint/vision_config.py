@@ -1,0 +1,242 @@
+"""The parts of image towers, as configurations describe them. Pure Python.
+
+A tower is a vision transformer over patches and a connector, which makes rows of the language
+model's width. Its rows take the places of embeddings of placeholder tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.parts import NormConfig
+
+VisionActivation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+
+NUM_CHANNELS = 3
+_ACTIVATIONS: Mapping[str, VisionActivation] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "silu": "silu",
+    "relu": "relu",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionNamesConfig:
+    """Names of a tower's parts in a checkpoint."""
+
+    towers: tuple[str, ...] = ("model.vision_model", "vision_model")
+    """Prefixes of the vision transformer; the first one that exists counts."""
+    connectors: tuple[str, ...] = ("model.connector", "connector")
+    """Prefixes of the connector; the first one that exists counts."""
+    patches: str = "embeddings.patch_embedding"
+    positions: str = "embeddings.position_embedding"
+    layers: str = "encoder.layers"
+    attention_norm: str = "layer_norm1"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o: str = "self_attn.out_proj"
+    mlp_norm: str = "layer_norm2"
+    up: str = "mlp.fc1"
+    down: str = "mlp.fc2"
+    last_norm: str = "post_layernorm"
+    projection: str = "modality_projection.proj"
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Beginnings of the names of all tensors that belong to the tower."""
+        return tuple(f"{prefix}." for prefix in (*self.towers, *self.connectors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitConfig:
+    """A vision transformer, whose layers have a norm before attention and one before the MLP."""
+
+    image_size: int
+    """Side in pixels of the square images that it takes."""
+    patch_size: int
+    """Side of a patch in pixels. Pixels that fill no patch, at the right and below, are left
+    out.
+    """
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    activation: VisionActivation
+    norm: NormConfig
+    has_bias: bool = True
+    """Whether products have biases, that of patches included."""
+    positions: Literal["bucketed"] = "bucketed"
+    """bucketed: a patch takes the row of the table whose part of the image its upper left corner
+    is in (Idefics2's form of SigLIP).
+    """
+
+    @property
+    def grid(self) -> int:
+        """Patches along a side of an image."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return self.grid**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelShuffleConfig:
+    """A connector that makes one row of each square of patches by one product without bias."""
+
+    factor: int
+    """Side of a square in patches; divides the grid."""
+    out_features: int
+    """Width of the language model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelsConfig:
+    """A pixel's number x, 0 to 255, becomes (x * scale - mean) / std, by channel."""
+
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.5,) * NUM_CHANNELS
+    std: tuple[float, ...] = (0.5,) * NUM_CHANNELS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """An image tower."""
+
+    vit: VitConfig
+    connector: PixelShuffleConfig
+    image_token_id: int
+    """The placeholder token."""
+    pixels: PixelsConfig = PixelsConfig()
+    names: VisionNamesConfig = VisionNamesConfig()
+
+    @property
+    def tile_size(self) -> int:
+        """Side in pixels of the square pictures (tiles) that the tower takes."""
+        return self.vit.image_size
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Rows that the tower makes of a tile."""
+        return self.vit.num_patches // self.connector.factor**2
+
+    def fingerprint(self) -> bytes:
+        """Canonical bytes of every field that changes rows."""
+        values = asdict(self)
+        del values["names"], values["image_token_id"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def read_idefics3_vision(whole: Fields, text: Fields) -> VisionConfig:
+    """The tower of Idefics3 and SmolVLM.
+
+    Args:
+        whole: Fields of config.json.
+        text: Fields of its text model, defaults included.
+
+    Raises:
+        ModelError: A field is malformed, or its value is not supported.
+    """
+    vision = whole.section("vision_config")
+    if text.flag("use_resampler", False):
+        raise text.error("use_resampler", "only connectors with a pixel shuffle are supported")
+    channels = vision.positive("num_channels", NUM_CHANNELS)
+    if channels != NUM_CHANNELS:
+        raise vision.error("num_channels", f"only {NUM_CHANNELS} are supported, not {channels}")
+    vit = VitConfig(
+        image_size=vision.positive("image_size", 224),
+        patch_size=vision.positive("patch_size", 32),
+        hidden_size=vision.positive("hidden_size", 1152),
+        num_layers=vision.positive("num_hidden_layers", 12),
+        num_heads=vision.positive("num_attention_heads", 16),
+        intermediate_size=vision.positive("intermediate_size", 3072),
+        activation=_activation(vision, "gelu_pytorch_tanh"),
+        norm=NormConfig(eps=vision.number("layer_norm_eps", 1e-6), kind="layer", has_bias=True),
+    )
+    if vit.hidden_size % vit.num_heads:
+        raise vision.error(
+            "num_attention_heads", f"{vit.num_heads} does not divide {vit.hidden_size}"
+        )
+    if not vit.grid:
+        raise vision.error(
+            "patch_size", f"{vit.patch_size} pixels are more than an image's {vit.image_size}"
+        )
+    factor = whole.positive("scale_factor", 2)
+    if vit.grid % factor:
+        raise whole.error("scale_factor", f"{factor} does not divide a row of {vit.grid} patches")
+    token, vocab_size = whole.count("image_token_id", 128_257), text.positive("vocab_size")
+    if token >= vocab_size:
+        raise whole.error("image_token_id", f"{token} is none of {vocab_size} tokens")
+    return VisionConfig(
+        vit=vit,
+        connector=PixelShuffleConfig(factor=factor, out_features=text.positive("hidden_size")),
+        image_token_id=token,
+    )
+
+
+def _activation(vision: Fields, default: str) -> VisionActivation:
+    name = vision.text("hidden_act", default)
+    if name not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        raise vision.error("hidden_act", f"{name!r} is not supported ({known} are)")
+    return _ACTIVATIONS[name]
+
+
+def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
+    """Adds what a directory's processor says of pixels, where there is one.
+
+    Raises:
+        ModelError: A file or a field is malformed, or tiles have another size than the tower's.
+    """
+    fields = image_processor(model_dir)
+    tile = fields.section("max_image_size").positive("longest_edge", config.tile_size)
+    if tile != config.tile_size:
+        raise fields.error(
+            "max_image_size", f"tiles of {tile} pixels, but the tower's have {config.tile_size}"
+        )
+    usual = PixelsConfig()
+    is_scaled, is_normal = fields.flag("do_rescale", True), fields.flag("do_normalize", True)
+    return replace(
+        config,
+        pixels=PixelsConfig(
+            scale=fields.number("rescale_factor", usual.scale) if is_scaled else 1.0,
+            mean=_by_channel(fields, "image_mean", usual.mean) if is_normal else (0.0,) * 3,
+            std=_by_channel(fields, "image_std", usual.std) if is_normal else (1.0,) * 3,
+        ),
+    )
+
+
+def image_processor(model_dir: Path) -> Fields:
+    """What a directory says of its image processor: `image_processor` in processor_config.json,
+    else preprocessor_config.json; empty if there is neither. Raises ModelError if a file is not
+    JSON.
+    """
+    nested, own = model_dir / "processor_config.json", model_dir / "preprocessor_config.json"
+    if nested.exists():
+        fields = Fields(read_json_file(nested), str(nested))
+        if "image_processor" in fields:
+            return fields.section("image_processor")
+    return Fields(read_json_file(own) if own.exists() else {}, str(own))
+
+
+def _by_channel(fields: Fields, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    values = fields.get(name)
+    if values is None:
+        return default
+    numbers = values if isinstance(values, list) else [values] * NUM_CHANNELS
+    if len(numbers) != NUM_CHANNELS or not all(_is_share(one, name) for one in numbers):
+        raise fields.error(name, f"expected {NUM_CHANNELS} numbers, got {values!r:.80}")
+    return tuple(map(float, numbers))
+
+
+def _is_share(value: object, name: str) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= 1e4 and (value > 1e-4 or name == "image_mean")

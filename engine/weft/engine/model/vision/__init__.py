@@ -1,0 +1,3 @@
+"""Image towers: vision transformers over packed patches, and what makes rows of the language model
+of them.
+"""
