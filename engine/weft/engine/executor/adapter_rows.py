@@ -40,9 +40,9 @@ from weft.engine.model.loader import LoadedModel, open_checkpoint
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraStep, LoraWeights, packed_sizes
-from weft.kernels.ops.lora.spec import ROW_RANK, LoraSegments
-from weft.kernels.ops.replaced import OWN, ReplacedMatrices
+from weft.kernels.ops.lora.layout import ROW_RANK, packed_sizes
+from weft.kernels.ops.lora.spec import LoraSegments, LoraStep, LoraWeights
+from weft.kernels.ops.replaced.spec import OWN, ReplacedMatrices
 from weft.kernels.shared.memory import huge_zeros
 
 logger = logging.getLogger(__name__)

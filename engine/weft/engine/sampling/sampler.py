@@ -23,14 +23,8 @@ from weft.engine.sampling.logprobs import token_logprobs
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.slot_table import SlotTable, Words
 from weft.kernels.ops.greedy import greedy_rows
-from weft.kernels.ops.sampling.cpu import (
-    GREEDY_TEMPERATURE,
-    Scratch,
-    SlotParams,
-    sample_rows,
-    top_rows,
-)
-from weft.kernels.ops.sampling.device import SlotTensors
+from weft.kernels.ops.sampling.cpu import Scratch, sample_rows, top_rows
+from weft.kernels.ops.sampling.spec import GREEDY_TEMPERATURE, SlotParams, SlotTensors
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that all multiples below 2^64 are distinct."""

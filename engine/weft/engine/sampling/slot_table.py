@@ -10,12 +10,12 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies, Mark, Marks
 from weft.engine.sampling.edits import LogitEdits
-from weft.kernels.ops.sampling.device import SlotTensors
-from weft.kernels.ops.sampling.reference import (
+from weft.kernels.ops.sampling.spec import (
     ALWAYS_MASKED,
     NUM_FIELDS,
     Field,
     SlotParams,
+    SlotTensors,
     pack_slot,
 )
 

@@ -19,7 +19,7 @@ from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
 from weft.engine.model.heads.eagle3 import Eagle3Head, adapt_eagle3, adaptable_shapes
 from weft.engine.model.loader import LoadedModel
 from weft.engine.model.step import Step
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.slot_rows import put_rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from weft.kernels.ops.sampling.reference import ERROR_NOT_FINITE
+from weft.kernels.ops.sampling.spec import ERROR_NOT_FINITE
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from weft.kernels.ops.draft_head import DraftEntries
 from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition, LoraStep, addition_to, experts_addition
+from weft.kernels.ops.lora.spec import LoraAddition, LoraStep, addition_to, experts_addition
 from weft.kernels.ops.moe import by_pair, moe, route
 from weft.kernels.ops.moe.spec import SparseMlpWeight
 from weft.kernels.ops.norm import AnyNorm

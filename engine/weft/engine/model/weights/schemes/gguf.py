@@ -11,7 +11,7 @@ from weft.engine.model.weights.gguf_file import GROUP, GgufFile, GgufGroups
 from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, listing
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import pack_linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.shared.formats.int_groups import IntGroups, pack_int_groups
 
