@@ -17,6 +17,7 @@ from weft.contract.layout import CacheLayout
 from weft.contract.store import StoreLookup, StorePut
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.machine_lock import machine_lock
+from weft.engine.base.placement import unbound
 from weft.engine.executor.adapter_rows import LoraPool, make_lora_pool
 from weft.engine.executor.device import (
     find_device,
@@ -41,7 +42,7 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.ranks.ranked import RankedExecutor
 from weft.engine.executor.ranks.share import SharedMemory, blocks_of, peers_of, pool_of
-from weft.engine.executor.ranks.start import Ranks, device_of_rank
+from weft.engine.executor.ranks.start import Ranks
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
@@ -124,7 +125,7 @@ def load_parts(
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     ranks, model = None, check_combination(config)
     if config.tp > 1:
-        own = replace(config, device=device_of_rank(config, 0))
+        own = replace(config, device=config.device_of_rank(0))
         ranks = Ranks(config, wake)
         config = own
     device = find_device(config)
@@ -260,6 +261,8 @@ def _load_parts(
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
+        *([] if not config.bindings else unbound(config.bindings[0], "the engine")),
+        *([] if ranks is None else ranks.notices),
     ]
     host = HostPriority()
     return EngineComponents(

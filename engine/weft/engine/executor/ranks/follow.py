@@ -23,6 +23,7 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.base.placement import unbound
 from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device
@@ -55,7 +56,7 @@ from weft.engine.executor.ranks.share import (
     peers_of,
     pool_of,
 )
-from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
+from weft.engine.executor.ranks.start import START_LIMIT_S
 from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
@@ -73,12 +74,19 @@ class FollowerGroup:
         self.group = group
         self.store_path = store_path
         self._link = link
+        self._notices: list[str] = []
+
+    def note(self, notices: list[str]) -> None:
+        """Tells rank 0, with the next phase, what its users should know of this rank."""
+        self._notices += notices
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
         """Waits until rank 0 has heard of this phase from all ranks, and returns the least number
         of all. Raises LinkClosed if rank 0 has ended.
         """
-        self._link.send({"phase": phase, "number": number, "text": text})
+        message = {"phase": phase, "number": number, "text": text, "notices": self._notices}
+        self._link.send(message)
+        self._notices = []
         answer, _ = self._link.receive()
         return int(answer["number"])
 
@@ -229,7 +237,9 @@ def main(argv: list[str]) -> int:
         checks = config.check_ranks
         group = SharedGroup(segment, rank, config.tp, START_LIMIT_S, is_checked=checks)
         others = FollowerGroup(link, rank, group, hello["store_path"])
-        executor, drafting = load(replace(config, device=device_of_rank(config, rank)), others)
+        if config.bindings:
+            others.note(unbound(config.bindings[rank], f"rank {rank}"))
+        executor, drafting = load(replace(config, device=config.device_of_rank(rank)), others)
         gc.collect()
         gc.freeze()
         others.agree("ready")
