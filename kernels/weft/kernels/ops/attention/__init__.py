@@ -87,6 +87,13 @@ def paged_attention(
     return _gpu.paged_attention(q, pool, layer, spec, step, own, earlier_rows=earlier_rows)
 
 
+def can_settle(step: AttentionMetadata, pool: torch.Tensor) -> bool:
+    """Whether `settled` is still to check a step, once for consecutive layers: on a GPU alone.
+    Native operations check each call themselves.
+    """
+    return pool.is_cuda and not step.is_settled
+
+
 def settled(
     step: AttentionMetadata, spec: AttentionSpec, rows: int, dtype: torch.dtype, pool: torch.Tensor
 ) -> AttentionMetadata:

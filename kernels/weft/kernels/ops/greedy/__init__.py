@@ -14,6 +14,13 @@ else:
     _triton_rows = deferred(__name__, "weft.kernels.ops.greedy.triton_rows")
 
 
+def is_faster(logits: torch.Tensor) -> bool:
+    """Whether `greedy_rows` is faster than `weft.kernels.ops.sampling` for rows that take the
+    largest logit: on a GPU it is one launch, and no host waits for the logits.
+    """
+    return logits.is_cuda
+
+
 def greedy_rows(logits: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row, on the device of the logits, [L, vocab_size] float32, rows
     contiguous, which are not changed. Returns [L] int64: the lowest id among equally likely ones;

@@ -73,6 +73,13 @@ def packing_copies(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in cpu.DTYPES and cpu.native_cpu() is not None
 
 
+def multiplies_gguf(device: torch.device) -> bool:
+    """Whether a device multiplies the groups of GGUF files, with 4 or 8 bits and offsets, as they
+    are. If not, they become floats at load.
+    """
+    return device.type == "cpu"
+
+
 def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a layer's original weight, whatever form it is kept in; it must not be a gated pair.
 

@@ -91,6 +91,13 @@ def pack_experts(
     )
 
 
+def can_widen(device: torch.device) -> bool:
+    """Whether experts with 4 bits may become floats where a rank's share cuts a group: not on a
+    GPU, whose memory would have to hold four times as much.
+    """
+    return device.type != "cuda"
+
+
 _Stackable: TypeAlias = torch.Tensor | Fp8Channels | Fp8Blocks | PackedGroups
 
 
