@@ -18,6 +18,7 @@ from weft.contract.store import StoreLookup, StorePut
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.base.placement import unbound
+from weft.engine.base.triton_compiler import ensure_triton_compiles
 from weft.engine.executor.adapter_rows import LoraPool, make_lora_pool
 from weft.engine.executor.device import (
     find_device,
@@ -124,6 +125,8 @@ def load_parts(
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     ranks, model = None, check_combination(config)
+    if config.is_on_gpu:
+        ensure_triton_compiles()
     if config.tp > 1:
         own = replace(config, device=config.device_of_rank(0))
         ranks = Ranks(config, wake)

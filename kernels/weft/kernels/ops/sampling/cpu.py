@@ -16,7 +16,7 @@ from weft.kernels.ops.sampling.reference import sample_rows_reference, top_rows_
 from weft.kernels.ops.sampling.spec import (
     NUM_FIELDS,
 )
-from weft.kernels.shared.build import NativeLibrary, load_native, loaded_openmp_library
+from weft.kernels.shared.build import NativeLibrary, load_packaged, loaded_openmp_library
 
 SOURCE = Path(__file__).parents[2] / "csrc" / "sampling.c"
 MIN_PARALLEL_LOGITS = 1 << 16
@@ -27,7 +27,7 @@ MIN_PARALLEL_LOGITS = 1 << 16
 def native_sampling() -> NativeLibrary:
     # The noise is defined without fused multiply-add, as `BASE_FLAGS` have it.
     flags = ("-fopenmp-simd",)
-    native = load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=flags)
+    native = load_packaged(SOURCE, openmp_library=loaded_openmp_library(), flags=flags)
     if native.library is not None:
         _declare(native.library)
     return native
