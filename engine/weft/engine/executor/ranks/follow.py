@@ -1,5 +1,4 @@
-"""The process of a rank other than the first: `python -m weft.engine.executor.ranks.follow FD
-PARENT_PID`.
+"""What the process of a rank other than the first does.
 
 The process loads its share of the model as rank 0 does, and all ranks agree after each phase. Then
 it runs the frames that rank 0 sends. It ends when rank 0 dies (the kernel kills it), when the group
@@ -11,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
-import sys
 import traceback
 from dataclasses import replace
 from typing import NamedTuple
@@ -221,7 +218,7 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; returns the exit status."""
+    """Entry point of `rank_process`; returns the exit status."""
     die_with_parent(int(argv[1]))
     # Ctrl-C reaches the whole process group; rank 0 decides when all ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -262,10 +259,3 @@ def main(argv: list[str]) -> int:
 def _tell(link: RankLink, reason: str, message: str) -> None:
     with contextlib.suppress(LinkClosed):
         link.send({"error": message, "reason": reason})
-
-
-if __name__ == "__main__":
-    # Not sys.exit: native threads must not hold up the end.
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)

@@ -26,7 +26,7 @@ from weft.engine.parallel.shared import SharedGroup, segment_bytes
 
 logger = logging.getLogger(__name__)
 
-MODULE = "weft.engine.executor.ranks.follow"
+MODULE = "weft.engine.executor.ranks.rank_process"
 START_LIMIT_S = 3600.0
 """Longest wait for another rank during the start, in which ranks read weights at different speeds.
 """
