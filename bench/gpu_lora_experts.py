@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from clocks import event_s, graph_of, timeline_of
 from harness import Harness, Run, Spread, in_turns, spread
-from weft.kernels.ops.lora import ExpertAddition, LoraWeights
+from weft.kernels.ops.lora.spec import ExpertAddition, LoraWeights
 from weft.kernels.ops.moe import gpu as moe
 from weft.kernels.ops.moe import triton_lora_pairs as moe_lora_pairs
 from weft.kernels.ops.moe.triton_combine import NormAfter

@@ -22,9 +22,9 @@ from weft.engine.model.stack import Run as Stack
 from weft.engine.model.stack import run_all
 from weft.engine.model.step import Step
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
-from weft.kernels.ops.linear import pack_gate_up, pack_linear
-from weft.kernels.ops.lora import LoraStep, LoraWeights, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
+from weft.kernels.ops.lora import sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments, LoraStep, LoraWeights
 from weft.kernels.ops.norm import Norm
 from weft.testing.kernels import layer_cases
 

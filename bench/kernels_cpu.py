@@ -22,15 +22,19 @@ import torch.nn.functional as F
 from harness import Harness, Run, in_turns, ratio_of, spread, timed
 from roofline import Roofline
 from weft.kernels.ops.activation import silu_and_mul, silu_and_mul_reference
-from weft.kernels.ops.attention import paged_attention, paged_attention_reference
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.dense_run import DenseLayer, DenseRun
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraStep, LoraWeights, addition_to, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
-from weft.kernels.ops.norm import Norm, rms_norm, rms_norm_reference
-from weft.kernels.ops.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.ops.lora import sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments, LoraStep, LoraWeights, addition_to
+from weft.kernels.ops.norm import Norm, rms_norm
+from weft.kernels.ops.norm.reference import rms_norm_reference
+from weft.kernels.ops.rope import rope_and_cache
+from weft.kernels.ops.rope.reference import rope_and_cache_reference
 from weft.kernels.shared import cpu
 from weft.kernels.shared.memory import WeightArena, huge_zeros
 from weft.pages.transfer.digest import digest_pages, digest_pages_numpy

@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 from harness import Harness, Run, ratio_of, spread, timed
-from weft.kernels.ops.moe import moe, pack_experts
+from weft.kernels.ops.moe import moe
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.shared.formats.int_groups import MXFP4_GROUP, IntGroups, mxfp4_groups
 

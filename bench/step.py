@@ -45,7 +45,7 @@ from weft.engine.loop.parts import EngineComponents
 from weft.engine.model.step import Step
 from weft.engine.transfer.exchange import DirectExchange
 from weft.engine.transfer.transport import Transport
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import PrefixTree
 

@@ -18,10 +18,11 @@ import torch
 from clocks import graph_us
 from harness import Harness, Run
 from weft.engine.model.step import Step
-from weft.kernels.ops.lora import LoraAddition, LoraStep, add_lora_reference
 from weft.kernels.ops.lora import triton_shrink as lora_shrink
 from weft.kernels.ops.lora import triton_tiles as lora_tiles
 from weft.kernels.ops.lora.gpu import Ranks
+from weft.kernels.ops.lora.reference import add_lora_reference
+from weft.kernels.ops.lora.spec import LoraAddition, LoraStep
 from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.ops.lora.triton_shrink import shrink_tiles
 from weft.kernels.ops.lora.triton_tiles import expand_tiles, expand_tiles_silu

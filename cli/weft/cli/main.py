@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from weft.cli.output import CANNOT_WRITE, finish_output, open_closed_output
 from weft.contract.errors import ConfigError
+from weft.contract.startup import no_collections
 
 
 class Command(NamedTuple):
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"weft: no command {name!r}\n\n{_help()}")
         return 2
     try:
-        run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+        with no_collections():
+            run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
         status = run(arguments[1:])
         sys.stdout.flush()
         return status

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from weft.cli.rest_binary import find_rest_binary
+from weft.contract.startup import no_collections
 
 MODULES = {
     "gateway": "weft.gateway.main",
@@ -28,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     if service not in MODULES:
         sys.stderr.write(f"weft serve: no service {service!r}; there are {names}\n")
         return 2
-    run: Callable[[Sequence[str]], int] = importlib.import_module(MODULES[service]).main
+    with no_collections():
+        run: Callable[[Sequence[str]], int] = importlib.import_module(MODULES[service]).main
     return run(flags)
 
 

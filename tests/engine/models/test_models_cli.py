@@ -118,7 +118,7 @@ def test_failures_are_one_line_and_a_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(demo, "_PACKAGE", "weft_no_such_package")
+    monkeypatch.setattr(demo, "_PACKAGES", ("weft_no_such_package",))
     assert command.main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

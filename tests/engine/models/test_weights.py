@@ -20,7 +20,8 @@ from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader, T
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import linear, pack_gate_up, pack_linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight, OneDnnForm
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.testing.models.threads import one_thread

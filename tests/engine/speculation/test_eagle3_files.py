@@ -57,16 +57,16 @@ def test_a_head_is_the_same_by_any_name(
 
 
 @pytest.mark.parametrize("has_ranks", [False, True])
-@pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize("are_on_gpus", [False, True])
 @pytest.mark.parametrize("width", [64, 96])
 def test_ranks_on_gpus_take_heads_of_the_models_width_alone(
-    width: int, is_cuda: bool, has_ranks: bool
+    width: int, are_on_gpus: bool, has_ranks: bool
 ) -> None:
-    embedding = SimpleNamespace(is_cuda=is_cuda)
-    stack = SimpleNamespace(peers=object() if has_ranks else None, embed_tokens=embedding)
+    peers = SimpleNamespace(width=64 if are_on_gpus else None) if has_ranks else None
+    stack = SimpleNamespace(peers=peers)
     model = SimpleNamespace(model=stack, config=SimpleNamespace(hidden_size=64))
     given = cast("Any", SimpleNamespace(hidden_size=width)), cast("Any", model), Path("head")
-    if not (width != 64 and is_cuda and has_ranks):
+    if not (width != 64 and are_on_gpus and has_ranks):
         check_width(*given)
         return
     with pytest.raises(ModelError, match="hidden_size is 96, the model's 64") as why:

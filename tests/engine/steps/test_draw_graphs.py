@@ -27,7 +27,7 @@ from weft.engine.sampling.device_draws import WAYS, Way
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.sampler import Sampler, SamplerRow
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
-from weft.kernels.ops.sampling.reference import Field
+from weft.kernels.ops.sampling.spec import Field
 from weft.kernels.ops.step_rows import keep_tokens
 from weft.kernels.ops.step_rows.spec import SlotTokens
 from weft.pages.memory.page_table import PageTable

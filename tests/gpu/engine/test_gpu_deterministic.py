@@ -19,8 +19,8 @@ from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear import triton_fixed as fixed
 from weft.kernels.ops.linear.gpu import linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import ExpertAddition, LoraAddition, add_embedding_lora, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.lora import add_embedding_lora, sort_tokens
+from weft.kernels.ops.lora.spec import ExpertAddition, LoraAddition, LoraSegments
 from weft.kernels.ops.moe import gpu as gpu_moe
 from weft.kernels.ops.moe import route
 from weft.kernels.ops.moe.spec import Routing, StackedWeight

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.shared.formats.packed_groups import PackedGroups
 from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.models.float32_reference import reference_model, ties_with

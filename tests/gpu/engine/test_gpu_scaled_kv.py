@@ -10,7 +10,8 @@ import pytest
 import torch
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
-from weft.kernels.ops.attention import paged_attention, paged_attention_reference
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES, dequantised, parts_of
 from weft.kernels.ops.rope import rope_and_cache

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.ops.moe import moe, pack_experts
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
+from weft.kernels.ops.moe import moe
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.shared.formats.packed_groups import PackedGroups
 from weft.kernels.shared.memory import WeightArena

@@ -15,16 +15,12 @@ from weft.kernels.ops.attention.library_cudnn import is_faster
 from weft.kernels.ops.attention.library_flash import prompt_rows, supports
 from weft.kernels.ops.attention.triton_extend import OwnKv
 from weft.kernels.ops.greedy import greedy_rows, greedy_rows_reference
-from weft.kernels.ops.linear import (
-    gate_up_silu,
-    linear,
-    normed_linear,
-    pack_gate_up,
-    pack_linear,
-)
+from weft.kernels.ops.linear import gate_up_silu, linear, normed_linear
 from weft.kernels.ops.linear import gpu as gpu_linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.norm import add_rms_norm, rms_norm
-from weft.kernels.ops.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.ops.rope import rope_and_cache
+from weft.kernels.ops.rope.reference import rope_and_cache_reference
 from weft.testing.kernels.attention_cases import (
     LAYER,
     Case,

@@ -13,9 +13,9 @@ from weft.kernels.ops.latent_attention import (
     attention_before,
     is_faster_uncompressed,
     latent_attention,
-    latent_attention_reference,
     planned,
 )
+from weft.kernels.ops.latent_attention.reference import latent_attention_reference
 from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.norm import Norm

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.model.loader import load_model
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.ops.lora import ExpertAddition, LoraAddition, LoraStep, add_lora, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
+from weft.kernels.ops.lora import add_lora, sort_tokens
+from weft.kernels.ops.lora.spec import ExpertAddition, LoraAddition, LoraSegments, LoraStep
 from weft.kernels.ops.moe.gpu import moe as gpu_moe
 from weft.kernels.ops.moe.triton_route import route as gpu_moe_route
 from weft.kernels.shared.dependent_launch import launch_options

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.moe import gpu as gpu_moe
-from weft.kernels.ops.moe import moe, pack_experts
+from weft.kernels.ops.moe import moe
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.moe.triton_direct import joins_shared

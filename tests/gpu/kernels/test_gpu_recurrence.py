@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.ops.gated_delta import delta_gates, gated_delta, gated_delta_reference
+from weft.kernels.ops.gated_delta import delta_gates, gated_delta
+from weft.kernels.ops.gated_delta.reference import gated_delta_reference
 from weft.kernels.ops.mamba2 import mamba2, mamba2_reference
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.slot_states import plan_slots, step_delta, step_heads

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from weft.kernels.ops.attention import paged_attention, paged_attention_reference
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.shared import cpu
 from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.kernel_checks import (

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.ops import attention
+from weft.kernels.ops.attention import cpu as attention_cpu
 from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention import reference as attention_reference
 from weft.kernels.shared import cpu
 from weft.testing.kernels import tree_cases
 from weft.testing.kernels.attention_cases import LAYER, Geometry, hide_first, in_parts
@@ -28,7 +29,8 @@ from weft.testing.kernels.tree_cases import (
 
 @pytest.fixture(params=["native", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "torch", PoisonedTorch())
+    for module in (attention_cpu, attention_reference):
+        monkeypatch.setattr(module, "torch", PoisonedTorch())
     if request.param == "torch":
         monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
     elif cpu.native_cpu() is None:

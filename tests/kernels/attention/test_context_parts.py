@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton.language as tl
-from weft.kernels.ops.attention import paged_attention_reference
 from weft.kernels.ops.attention import triton_parts as context_parts
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.ops.attention.triton_parts import MAX_PARTS, make_parts
 from weft.testing.kernels.attention_cases import (
     LAYER,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from weft.kernels.ops.attention.spec import AttentionMetadata
-from weft.kernels.ops.latent_attention import latent_attention_reference
 from weft.kernels.ops.latent_attention import library_flash_mla as flash_mla
+from weft.kernels.ops.latent_attention.reference import latent_attention_reference
 from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.testing.kernels.kernel_checks import fresh_seed
 

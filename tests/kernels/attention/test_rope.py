@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.ops.rope import rope_and_cache, rope_and_cache_reference, rotated
+from weft.kernels.ops.rope import rope_and_cache
+from weft.kernels.ops.rope.reference import rope_and_cache_reference, rotated
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 

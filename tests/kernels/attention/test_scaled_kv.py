@@ -12,13 +12,13 @@ import torch
 import triton.language as tl
 from weft.kernels.ops import tree_rows
 from weft.kernels.ops.attention import paged_attention as native_attention
-from weft.kernels.ops.attention import paged_attention_reference
 from weft.kernels.ops.attention import triton_parts as context_parts
 from weft.kernels.ops.attention.gpu import paged_attention
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES, dequantised, parts_of, quantised
 from weft.kernels.ops.rope import rope_and_cache as rope_on_cpu
-from weft.kernels.ops.rope import rope_and_cache_reference
+from weft.kernels.ops.rope.reference import rope_and_cache_reference
 from weft.kernels.ops.rope.triton_rope import rope_and_cache
 from weft.kernels.ops.tree_rows import triton_rows as gpu_tree_rows
 from weft.kernels.shared.formats.fp8 import FP8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.ops.rope import rotated
+from weft.kernels.ops.rope.reference import rotated
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import fresh_seed
 

@@ -11,14 +11,19 @@ import torch
 import torch.nn.functional as F
 from weft.engine.model.stack import run_all
 from weft.kernels.ops.activation import silu_and_mul, silu_and_mul_reference
-from weft.kernels.ops.attention import paged_attention, paged_attention_reference
-from weft.kernels.ops.gated_delta import gated_delta, gated_delta_reference
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.reference import paged_attention_reference
+from weft.kernels.ops.gated_delta import gated_delta
+from weft.kernels.ops.gated_delta.reference import gated_delta_reference
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.mamba2 import mamba2, mamba2_reference
-from weft.kernels.ops.norm import rms_norm, rms_norm_reference
+from weft.kernels.ops.norm import rms_norm
+from weft.kernels.ops.norm.reference import rms_norm_reference
 from weft.kernels.ops.recurrence.sequences import Sequences
-from weft.kernels.ops.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.ops.rope import rope_and_cache
+from weft.kernels.ops.rope.reference import rope_and_cache_reference
 from weft.kernels.ops.selective_scan import selective_scan, selective_scan_reference
 from weft.kernels.ops.short_conv import short_conv, short_conv_reference
 from weft.kernels.shared import cpu

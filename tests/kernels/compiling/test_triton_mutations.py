@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.kernels.ops.moe import route_reference
-from weft.kernels.ops.rope import rope_and_cache_reference
+from weft.kernels.ops.moe.reference import route_reference
+from weft.kernels.ops.rope.reference import rope_and_cache_reference
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.near_ties import clear_logits

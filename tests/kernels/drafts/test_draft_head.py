@@ -16,7 +16,7 @@ from weft.kernels.ops.draft_head import (
     pack_draft_head,
 )
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
-from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed, mutated_native_cpu
 from weft.testing.kernels.near_ties import draw_clear

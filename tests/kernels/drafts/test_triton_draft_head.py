@@ -23,7 +23,7 @@ from weft.kernels.ops.draft_head import (
 from weft.kernels.ops.draft_head import triton_rows as draft_rows
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.greedy import triton_rows as greedy
-from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import triton_rms as norm
 from weft.kernels.ops.rope import triton_rope as rope

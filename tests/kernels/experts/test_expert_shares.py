@@ -11,16 +11,10 @@ from unittest import mock
 import pytest
 import torch
 from weft.kernels.ops.activation.spec import SILU
-from weft.kernels.ops.moe import (
-    gpu,
-    moe,
-    moe_reference,
-    pack_experts,
-    route,
-    route_reference,
-    triton_listed,
-)
+from weft.kernels.ops.moe import gpu, moe, route, triton_listed
 from weft.kernels.ops.moe import triton_direct as moe_direct
+from weft.kernels.ops.moe.pack import pack_experts
+from weft.kernels.ops.moe.reference import moe_reference, route_reference
 from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.ops.moe.triton_parts import ExpertParts
 from weft.testing.kernels.gpu_kernels import kernel_module

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from weft.kernels.ops import moe as moe_module
-from weft.kernels.ops.moe import moe, moe_reference, pack_experts, route
+from weft.kernels.ops.moe import moe, route
+from weft.kernels.ops.moe.pack import pack_experts
+from weft.kernels.ops.moe.reference import moe_reference
 from weft.kernels.ops.moe.spec import ExpertWeights, Routing
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from weft.kernels.ops.activation.spec import GELU_TANH, SILU, Gating
-from weft.kernels.ops.linear import gate_up_silu, pack_gate_up, pack_linear
-from weft.kernels.ops.moe import moe, pack_experts, route
+from weft.kernels.ops.linear import gate_up_silu
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
+from weft.kernels.ops.moe import moe, route
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, Routing, SparseMlpWeight
 from weft.kernels.ops.stream import Combine, Normed
 from weft.kernels.shared.formats.int_groups import mxfp4_groups

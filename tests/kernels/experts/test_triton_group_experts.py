@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weft.kernels.ops.moe import gpu, pack_experts
+from weft.kernels.ops.moe import gpu
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.group_cases import Kind, draw_groups

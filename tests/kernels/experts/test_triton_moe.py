@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.moe import route_reference
 from weft.kernels.ops.moe import triton_lora as moe_lora
+from weft.kernels.ops.moe.reference import route_reference
 from weft.kernels.ops.moe.triton_direct import joins_shared
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.stream.gpu import GpuStream

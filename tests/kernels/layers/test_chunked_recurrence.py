@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.ops.gated_delta import delta_gates, gated_delta_reference
+from weft.kernels.ops.gated_delta import delta_gates
+from weft.kernels.ops.gated_delta.reference import gated_delta_reference
 from weft.kernels.ops.gated_norm import GateForm, gated_norm
 from weft.kernels.ops.mamba2 import mamba2_reference
 from weft.kernels.ops.recurrence import triton_rows as rows_gpu

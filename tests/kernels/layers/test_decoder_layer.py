@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from weft.engine.model.stack import Run, run_all, runs_of
-from weft.kernels.ops.lora import LoraStep, LoraWeights
+from weft.kernels.ops.lora.spec import LoraStep, LoraWeights
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.step_rows import group_places
 from weft.kernels.shared import cpu

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.gated_delta import gated_delta, unit_length
+from weft.kernels.ops.gated_delta import gated_delta
+from weft.kernels.ops.gated_delta.reference import unit_length
 from weft.kernels.ops.gated_norm import gated_norm
 from weft.kernels.ops.mamba2 import mamba2
 from weft.kernels.ops.recurrence.sequences import Sequences

@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from weft.kernels.ops.gated_delta import delta_gates, gated_delta_reference
+from weft.kernels.ops.gated_delta import delta_gates
+from weft.kernels.ops.gated_delta.reference import gated_delta_reference
 from weft.kernels.ops.mamba2 import mamba2_reference
 from weft.kernels.ops.short_conv import short_conv_reference
 from weft.kernels.ops.slot_states import plan_slots

@@ -16,7 +16,10 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all
-from weft.kernels.ops.latent_attention import earlier_attention_reference, own_attention_reference
+from weft.kernels.ops.latent_attention.reference import (
+    earlier_attention_reference,
+    own_attention_reference,
+)
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, SparseMlpWeight
 from weft.kernels.ops.norm import Norm

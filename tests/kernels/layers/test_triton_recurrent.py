@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.ops.gated_delta import gated_delta_reference
+from weft.kernels.ops.gated_delta.reference import gated_delta_reference
 from weft.kernels.ops.mamba2 import mamba2_reference
 from weft.kernels.ops.recurrence import triton_steps as gpu
 from weft.kernels.ops.recurrence.head_rows import HeadRows

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear, weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition
-from weft.kernels.ops.moe import moe, pack_experts, route
+from weft.kernels.ops.lora.spec import LoraAddition
+from weft.kernels.ops.moe import moe, route
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.shared import cpu
 from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
 from weft.testing.kernels.kernel_checks import (

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import (
-    gate_up_silu,
-    linear,
-    pack_gate_up,
-    pack_linear,
-    packing_copies,
-    weight_rows,
-)
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear, packing_copies, weight_rows
 from weft.kernels.ops.linear.spec import PlainForm
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
@@ -195,7 +189,8 @@ assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
 import torch
 from weft.engine.executor.device import missing_native
 from weft.kernels.shared import cpu
-from weft.kernels.ops.linear import linear, pack_linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import pack_linear
 native = cpu.native_cpu()
 assert native.is_amx_refused and not native.has_amx
 (notice,) = missing_native(torch.device("cpu"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.draft_head import pack_draft_head
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
-from weft.kernels.ops.lora import LoraAddition
-from weft.kernels.ops.moe import pack_experts
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear, weight_rows
+from weft.kernels.ops.lora.spec import LoraAddition
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.shared import cpu
 from weft.kernels.shared.formats.rotated import (
     BLOCK,

@@ -12,8 +12,11 @@ from weft.kernels.shared import cpu
 SCRIPT = """
 import torch
 from weft.kernels.shared import cpu
-from weft.kernels.ops.linear import linear, pack_linear
-from weft.kernels.ops.moe import moe, moe_reference, pack_experts, route
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import pack_linear
+from weft.kernels.ops.moe import moe, route
+from weft.kernels.ops.moe.pack import pack_experts
+from weft.kernels.ops.moe.reference import moe_reference
 
 torch.set_num_threads(4)
 assert cpu.native_cpu() is not None

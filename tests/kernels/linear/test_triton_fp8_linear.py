@@ -13,7 +13,7 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows, can_take_norm, spread_launch_config
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
 from weft.kernels.ops.linear.triton_fp8_tiles import TileLaunchConfig
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.formats.fp8 import FP8
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Matrix

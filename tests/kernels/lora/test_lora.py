@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.linear import gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.ops.lora import (
-    LoraAddition,
-    LoraWeights,
-    add_embedding_lora,
-    add_lora,
-    pack_b,
-    sort_tokens,
-)
-from weft.kernels.ops.lora.spec import EMPTY_SLOT, ROW_RANK, LoraSegments
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
+from weft.kernels.ops.lora import add_embedding_lora, add_lora, sort_tokens
+from weft.kernels.ops.lora.layout import ROW_RANK, pack_b
+from weft.kernels.ops.lora.spec import EMPTY_SLOT, LoraAddition, LoraSegments, LoraWeights
 from weft.kernels.shared import cpu
 from weft.testing.kernels.kernel_checks import (
     DTYPES,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from weft.kernels.ops.linear.gpu import linear
-from weft.kernels.ops.lora import ExpertAddition, LoraAddition
 from weft.kernels.ops.lora.gpu import add_fixed_lora
+from weft.kernels.ops.lora.spec import ExpertAddition, LoraAddition
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import (

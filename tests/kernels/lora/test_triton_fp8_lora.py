@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from weft.kernels.ops.linear import gpu_groups as groups_linear
 from weft.kernels.ops.linear import triton_int8 as int8_linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.shared.formats.packed_groups import pack_groups
 from weft.kernels.shared.formats.quantised import quantise_channels
 from weft.testing.kernels.as_on_gpu import as_on_gpu

@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from weft.kernels.ops.lora import LoraAddition
 from weft.kernels.ops.lora import triton_shrink as lora_shrink
 from weft.kernels.ops.lora import triton_tiles as lora_tiles
 from weft.kernels.ops.lora.gpu import add_lora as gpu_add_lora
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.ops.lora import LoraAddition
 from weft.kernels.ops.lora import triton_fold as lora_fold
 from weft.kernels.ops.lora.gpu import Ranks
-from weft.kernels.ops.norm import add_rms_norm_reference
+from weft.kernels.ops.lora.spec import LoraAddition
+from weft.kernels.ops.norm.reference import add_rms_norm_reference
 from weft.kernels.ops.norm.triton_rms import add_rms_norm
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import gpu
 from weft.kernels.ops.linear import triton_small as small_linear
-from weft.kernels.ops.lora import LoraAddition, LoraStep
 from weft.kernels.ops.lora import triton_product as lora_product
-from weft.kernels.ops.norm import rms_norm_reference
+from weft.kernels.ops.lora.spec import LoraAddition, LoraStep
+from weft.kernels.ops.norm.reference import rms_norm_reference
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.kernels.ops.sampling import noise
-from weft.kernels.ops.sampling.cpu import (
+from weft.kernels.ops.sampling.cpu import Scratch, native_sampling, sample_rows, top_rows
+from weft.kernels.ops.sampling.spec import (
+    ALWAYS_MASKED,
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     MASKED_LOGIT,
-    Scratch,
-    native_sampling,
-    sample_rows,
-    top_rows,
+    Field,
+    SlotParams,
+    pack_slot,
 )
-from weft.kernels.ops.sampling.reference import ALWAYS_MASKED, Field, SlotParams, pack_slot
 from weft.testing.kernels import naive_sampling
 from weft.testing.kernels.device_sampling_cases import slot_params
 from weft.testing.kernels.naive_sampling import NaiveParams

@@ -13,20 +13,17 @@ import pytest
 import torch
 from weft.kernels.ops.sampling import noise
 from weft.kernels.ops.sampling import triton_draw as gpu_sampling
-from weft.kernels.ops.sampling.device import (
-    DraftedRows,
-    SlotTensors,
-    draw_rows,
-    top_logits,
-)
-from weft.kernels.ops.sampling.reference import (
+from weft.kernels.ops.sampling.device import draw_rows, top_logits
+from weft.kernels.ops.sampling.reference import top_rows_reference
+from weft.kernels.ops.sampling.spec import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     MASKED_LOGIT,
+    DraftedRows,
     Field,
     SlotParams,
+    SlotTensors,
     pack_slot,
-    top_rows_reference,
 )
 from weft.testing.kernels import naive_sampling
 from weft.testing.kernels.device_sampling_cases import (

@@ -13,7 +13,7 @@ from weft.kernels.ops.activation import activate
 from weft.kernels.ops.activation.spec import Activation
 from weft.kernels.ops.greedy import greedy_rows
 from weft.kernels.ops.linear import triton_small as small_linear
-from weft.kernels.ops.rope import rope_and_cache_reference
+from weft.kernels.ops.rope.reference import rope_and_cache_reference
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 

@@ -145,6 +145,12 @@ def test_flags_that_contradict_one_another_are_refused_with_their_worker(
     assert "--tls-cert, --tls-key and --tls-ca: give all three" in capsys.readouterr().err
 
 
+def test_places_that_there_are_not_are_refused(folders: Path) -> None:
+    for flags in ("--numa-bind-nodes 1000", "--numa-bind-cpus 100000", "--nics mlx5_1000"):
+        with pytest.raises(WeftError, match=r"^decode-0: (numa_bind_nodes|numa_bind_cpus|nics): "):
+            check_workers(plan(folders, "llama", ["--decode-args", flags]).services)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_what_can_work_is_not(model: str, folders: Path) -> None:
     check_workers(plan(folders, model, []).services)
@@ -210,6 +216,7 @@ def test_models_that_cannot_have_8_bits(
 LATE = {
     "base/gpus.py": "GPUs of this machine",
     "base/machine_lock.py": "another process",
+    "base/triton_compiler.py": "compilers of this machine",
     "executor/adapter_rows.py": "sizes of memory",
     "executor/device.py": "GPUs and native operations of this machine",
     "executor/device_pool.py": "memory of GPUs",
@@ -236,15 +243,16 @@ LATE = {
 """Modules of engine and pages that refuse settings because of the machine as well."""
 EARLY = {
     "base/config.py",
+    "base/placement.py",
     "executor/adapter_projections.py",
     "loop/combinations.py",
     "parallel/shards.py",
 }
-"""Modules that `check_combination` asks, beside those of `weft.checkpoint`."""
+"""Modules that `check_workers` asks, beside those of `weft.checkpoint`."""
 
 
 def test_every_refusal_is_early_or_of_the_machine() -> None:
-    """A new one belongs to `check_combination` if settings and configurations tell it."""
+    """A new one belongs to `check_workers` if settings and configurations tell it."""
     found = {
         str(path.relative_to(folder))
         for folder in FOLDERS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from weft.engine.sampling import slot_table
 from weft.engine.sampling.slot_table import SlotTable
-from weft.kernels.ops.sampling.reference import ALWAYS_MASKED, Field, SlotParams, pack_slot
+from weft.kernels.ops.sampling.spec import ALWAYS_MASKED, Field, SlotParams, pack_slot
 
 VOCAB, WORDS = 150, 5
 

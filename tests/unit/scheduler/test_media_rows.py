@@ -10,7 +10,7 @@ import pytest
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest, MediaMissing
 from weft.contract.spans import Media, Span
-from weft.engine.requests.media_rows import BLOCK_ROWS, EncoderFacts, MediaRows, check_media
+from weft.engine.requests.media_rows import GROUP_ROWS, EncoderFacts, MediaRows, check_media
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
@@ -52,8 +52,8 @@ def test_steps_read_the_rows_of_their_media(seed: int) -> None:
     """
     draw = random.Random(seed)
     store = MediaStore(1 << 20)
-    media = MediaRows(store, FACTS, 8 * BLOCK_ROWS, max_step_cost=40)
-    device, known = Device(), [medium(n, draw.randint(1, 3 * BLOCK_ROWS)) for n in range(12)]
+    media = MediaRows(store, FACTS, 8 * GROUP_ROWS, max_step_cost=40)
+    device, known = Device(), [medium(n, draw.randint(1, 3 * GROUP_ROWS)) for n in range(12)]
     requests = []
     for _ in range(20):
         spans, position = [], draw.randrange(5)
@@ -127,10 +127,10 @@ def test_what_a_request_needs_is_not_dropped() -> None:
 
 def test_a_medium_that_can_never_have_rows_is_refused() -> None:
     store = MediaStore(1 << 20)
-    media = MediaRows(store, FACTS, 2 * BLOCK_ROWS, max_step_cost=10)
-    large = medium(1, 3 * BLOCK_ROWS)
+    media = MediaRows(store, FACTS, 2 * GROUP_ROWS, max_step_cost=10)
+    large = medium(1, 3 * GROUP_ROWS)
     store.put(large)
-    with pytest.raises(InvalidRequest, match=f"{3 * BLOCK_ROWS} rows.*room for {2 * BLOCK_ROWS}"):
+    with pytest.raises(InvalidRequest, match=f"{3 * GROUP_ROWS} rows.*room for {2 * GROUP_ROWS}"):
         media.check([span_of(large, 0)], 100)
     small = medium(2, 5)
     store.put(small)
@@ -146,8 +146,8 @@ def test_without_an_encoder_media_are_refused() -> None:
 
 def test_a_medium_that_could_not_be_encoded_is_encoded_again() -> None:
     store = MediaStore(1 << 20)
-    media, device = MediaRows(store, FACTS, 4 * BLOCK_ROWS, max_step_cost=10), Device()
-    one = medium(1, 3 * BLOCK_ROWS)
+    media, device = MediaRows(store, FACTS, 4 * GROUP_ROWS, max_step_cost=10), Device()
+    one = medium(1, 3 * GROUP_ROWS)
     store.put(one)
     request = cast(Request, Asked([span_of(one, 0)], 0, 60))
     media.begin(request)
@@ -167,5 +167,5 @@ def test_a_medium_that_could_not_be_encoded_is_encoded_again() -> None:
     media.encode(device.encode)
     ((_, places),) = media.places_in(request, 0, 60)
     assert [device.rows[place] for place in places.tolist()] == [
-        (one.digest, row) for row in range(3 * BLOCK_ROWS)
+        (one.digest, row) for row in range(3 * GROUP_ROWS)
     ]

@@ -17,9 +17,9 @@ from weft.checkpoint.recurrent_config import (
 from weft.contract.errors import ConfigError
 
 ROW_RANK = 8
-"""Ranks per row (`weft.kernels.ops.lora.spec.ROW_RANK`)."""
+"""Ranks per row (`weft.kernels.ops.lora.layout.ROW_RANK`)."""
 B_COLUMNS = 16
-"""Columns in a block of packed B (`weft.kernels.ops.lora.spec.B_COLUMNS`)."""
+"""Columns in a block of packed B (`weft.kernels.ops.lora.layout.B_COLUMNS`)."""
 EXPERTS = "experts"
 SHARED_EXPERTS = "shared_experts"
 """Experts that share one A for gate and up, and one B for down."""
@@ -38,7 +38,7 @@ class Projection:
     `weft.checkpoint.adapters.names.DENSE_KINDS` or `RECURRENT_KINDS`.
     """
     group: str
-    """The field of `weft.kernels.ops.lora.LoraStep` that the projection belongs to."""
+    """The field of `weft.kernels.ops.lora.spec.LoraStep` that the projection belongs to."""
     in_features: int
     """Width of the input on one rank."""
     out_features: int

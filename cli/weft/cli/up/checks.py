@@ -30,6 +30,8 @@ def _check(name: str, role: Role, flags: Sequence[str]) -> None:
     # Imported here, so that `weft up --help` is quick.
     from weft.common.worker.adapter_needs import with_adapter_needs
     from weft.decode.main import DecodeSettings
+    from weft.engine.base.placement import ProcessLimits, place_ranks
+    from weft.engine.base.topology import Host
     from weft.engine.loop.combinations import check_combination
     from weft.prefill.main import PrefillSettings
 
@@ -38,6 +40,7 @@ def _check(name: str, role: Role, flags: Sequence[str]) -> None:
         settings = load_settings(kind, flags)
         config = settings.engine_config(role, name)
         check_combination(with_adapter_needs(settings, config, is_strict=True))
+        place_ranks(config, Host(), ProcessLimits.of_this_process())
     except WeftError as error:
         raise ConfigError(f"{name}: {error.message}", param=error.param) from error
     except SystemExit as end:

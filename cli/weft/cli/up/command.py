@@ -36,6 +36,7 @@ from weft.common.admin import read_token
 from weft.common.settings import load_settings, require_paths
 from weft.contract.errors import AdapterError, ConfigError, WeftError
 from weft.engine.base.gpus import num_usable_gpus
+from weft.engine.base.triton_compiler import ensure_triton_compiles
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _TAIL_LINES = 25
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
 def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
     reporter = ConsoleReporter(console, is_plain=settings.plain)
     settings = with_devices(settings, num_usable_gpus(), reporter.notice)
+    if any(device.startswith("cuda") for device in settings.device):
+        ensure_triton_compiles()
     rest_binary = _rest_binary(settings, reporter)
     models = _models(settings, console)
     _tell_kv_dtype(settings, models, reporter)
@@ -170,7 +173,9 @@ def _rest_binary(settings: UpSettings, reporter: ConsoleReporter) -> Path | None
         return None
     binary = find_rest_binary()
     if binary is None:
-        reporter.notice("REST is off: weft-rest is not built; `make rest` builds it (needs Go)")
+        reporter.notice(
+            "REST is off: there is no weft-rest; in a checkout `make rest` builds it (needs Go)"
+        )
     else:
         for index in range(settings.gateways):
             check_free(settings.host, settings.rest_port + index, "--rest-port")

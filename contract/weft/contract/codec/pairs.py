@@ -264,6 +264,6 @@ INFO = Codec(
         *("page_bytes", "planes", "max_loras", "max_lora_rank", "adapters"),
         # Only the server has these.
         *("worker_id", "role", "model", "server_pid", "kvstores", "advertised_address"),
-        "admin_port",
+        *("admin_port", "host", "ranks"),
     ),
 )

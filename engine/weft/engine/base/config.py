@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
+from weft.contract.binding import Binding
 from weft.contract.errors import ConfigError
 from weft.contract.settings import MAX_CONTEXT_TOKENS, TransportName, setting, settings_of
 from weft.pages.config import PageConfig
@@ -87,6 +88,29 @@ class EngineConfig(PageConfig):
         ge=1,
         le=64,
     )
+    numa_bind: bool | None = setting(
+        "bind each rank, before it begins, to the cores and the memory of its GPU's NUMA node; "
+        "none = on GPUs of hosts that have several nodes",
+        None,
+    )
+    numa_bind_nodes: str = setting(
+        "NUMA nodes to bind to instead: one, or one a rank, separated by commas; on a CPU these or "
+        "numa_bind_cpus are needed",
+        "",
+    )
+    numa_bind_cpus: str = setting(
+        "cores to bind to instead of all of the node's, as 0-55,112-167: one list, or one a rank, "
+        "separated by |",
+        "",
+    )
+    nics: str = setting(
+        "network devices that NIXL uses, as mlx5_0 or eth0, separated by commas: one list, or one "
+        "a rank, separated by |; auto = the active RDMA port that is nearest to the rank's GPU, "
+        "and all interfaces; all = UCX chooses; UCX_NET_DEVICES, if set, has precedence",
+        "auto",
+    )
+    bindings: tuple[Binding, ...] = ()
+    """What each rank's process is bound to; empty: nothing."""
     rank_timeout_s: float = setting(
         "time that a rank waits for another one in a step before the worker ends, in seconds",
         10.0,
@@ -463,6 +487,7 @@ class EngineConfig(PageConfig):
         chains = self.draft_width == 1
         return [
             *self._relations_of_ranks(),
+            *self._relations_of_bindings(),
             (
                 "prefill_chunk_tokens",
                 self.prefill_chunk_tokens % self.page_size == 0,
@@ -540,6 +565,39 @@ class EngineConfig(PageConfig):
             ("tp", self.drafter != "model", "1 with drafter = model, which is not divided"),
             ("tp", self.draft_width == 1, "1 with draft_width > 1: ranks draft chains alone"),
         ]
+
+    def _relations_of_bindings(self) -> list[tuple[str, bool, str]]:
+        nodes, cores, nics = self.numa_bind_nodes, self.numa_bind_cpus, self.nics
+        is_named = bool(nodes or cores)
+        lists = {
+            "numa_bind_nodes": nodes.split(","),
+            "numa_bind_cpus": cores.split("|"),
+            "nics": nics.split("|"),
+        }
+        return [
+            ("numa_bind", self.numa_bind is not False or not is_named, "on, to bind to what"),
+            (
+                "numa_bind",
+                not self.numa_bind or self.is_on_gpu or is_named,
+                "with numa_bind_nodes or numa_bind_cpus on a CPU",
+            ),
+            *(
+                (name, len(parts) in (1, self.tp), f"for all ranks, or for each of tp = {self.tp}")
+                for name, parts in lists.items()
+            ),
+        ]
+
+    def device_of_rank(self, rank: int) -> str:
+        """A rank's entry in the list of devices; of a single GPU, the one that is `rank` places
+        after it.
+        """
+        devices = self.device.split(",")
+        if len(devices) > 1:
+            return devices[rank].strip()
+        kind, _, index = self.device.partition(":")
+        if kind == "cpu" or self.tp == 1:
+            return self.device
+        return f"{kind}:{int(index or 0) + rank}"
 
     @property
     def reads_mtp(self) -> bool:

@@ -29,6 +29,24 @@ _TORCH_DTYPES = {
 }
 
 
+def host_zeros(
+    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | None
+) -> torch.Tensor:
+    """Zeros on the host, pinned if `device` is a GPU, to which copies then do not block."""
+    is_pinned = device is not None and device.type == "cuda"
+    return torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A new stream for copies to a GPU; None: the device is a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    """The tensor on the host: itself on a CPU, else a copy, for which the caller waits."""
+    return values if values.device.type == "cpu" else Fetched(values).wait()
+
+
 class PinnedBuffer(NamedTuple):
     tensor: torch.Tensor
     """[bytes] uint8."""
@@ -180,10 +198,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device, size: int, number: int) -> None:
-        is_cuda = device.type == "cuda"
-        self._hosts = [
-            torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda) for _ in range(number)
-        ]
+        self._hosts = [host_zeros(size, torch.int64, device) for _ in range(number)]
         self._marks = Marks(device, number)
         self._next = 0
 

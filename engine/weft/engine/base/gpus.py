@@ -1,4 +1,4 @@
-"""NVIDIA GPUs of this host, counted without torch, so that settings can be resolved early."""
+"""NVIDIA GPUs of this host, found without torch, so that settings can be resolved early."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from weft.contract.errors import ConfigError
 
 _DRIVER = "libcuda.so.1"
+_ADDRESS_BYTES = 32
 _CUDA_BUILD = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]", re.MULTILINE)
 """Line of torch/version.py that names the CUDA version. In other builds the value is None."""
 
@@ -22,12 +23,37 @@ def num_usable_gpus() -> int:
     """
     if not torch_has_cuda():
         return 0
+    return _count(_driver())
+
+
+def driver_gpus() -> list[str]:
+    """PCI addresses, as 0000:1b:00.0, of the GPUs that the driver shows this process, in CUDA's
+    order; empty without a driver.
+    """
+    driver, found = _driver(), list[str]()
+    for index in range(_count(driver)):
+        assert driver is not None
+        device, text = ctypes.c_int(0), ctypes.create_string_buffer(_ADDRESS_BYTES)
+        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetPCIBusId(
+            text, _ADDRESS_BYTES, device
+        ):
+            return []
+        found.append(text.value.decode().lower())
+    return found
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
-        return 0
+        return None
+    return None if driver.cuInit(0) else driver
+
+
+def _count(driver: ctypes.CDLL | None) -> int:
     count = ctypes.c_int(0)
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
 

@@ -32,6 +32,7 @@ from weft.checkpoint.vocabularies import num_tokens
 from weft.contract.errors import AdapterError, ConfigError, ModelError
 from weft.contract.give_way import give_way
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.device_copies import copy_stream
 from weft.engine.executor.adapter_projections import adapted_projections
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
@@ -40,9 +41,9 @@ from weft.engine.model.loader import LoadedModel, open_checkpoint
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraStep, LoraWeights, packed_sizes
-from weft.kernels.ops.lora.spec import ROW_RANK, LoraSegments
-from weft.kernels.ops.replaced import OWN, ReplacedMatrices
+from weft.kernels.ops.lora.layout import ROW_RANK, packed_sizes
+from weft.kernels.ops.lora.spec import LoraSegments, LoraStep, LoraWeights
+from weft.kernels.ops.replaced.spec import OWN, ReplacedMatrices
 from weft.kernels.shared.memory import huge_zeros
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ class LoraPool:
         self._drafts = drafts
         self.has_drafts = np.zeros(self.max_slots, np.bool_)
         """[max_slots]: whether the adapter in each slot brings a draft adapter."""
-        self._stream = _new_stream(device) if self._is_cuda else None
+        self._stream = copy_stream(device)
 
     def _make(self, device: torch.device, ranks: RankMemory | None) -> list[_Tables]:
         def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -418,10 +419,6 @@ def _write_whole(
             assert replaced.on_device is not None, "of a GPU"
             replaced.on_device[number].copy_(given, non_blocking=True)
     replaced.places[place.slot] = number
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def make_lora_pool(

@@ -31,8 +31,8 @@ from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
 from weft.engine.sampling.device_draws import RowsOnDevice
 from weft.kernels.ops.attention.spec import AttentionMetadata
-from weft.kernels.ops.lora import LoraStep, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.lora import sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments, LoraStep
 from weft.kernels.ops.step_requests import expand_decodes, expand_requests
 from weft.kernels.ops.step_requests.spec import DecodeColumns, StepColumns
 from weft.kernels.ops.step_rows import group_places, resolve_rows

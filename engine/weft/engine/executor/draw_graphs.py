@@ -21,7 +21,8 @@ from weft.engine.model.interface import LogitsInParts, Model
 from weft.engine.sampling.device_draws import Way
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.kernels.ops.greedy import greedy_rows
-from weft.kernels.ops.sampling.device import SlotTensors, draw_rows
+from weft.kernels.ops.sampling.device import draw_rows
+from weft.kernels.ops.sampling.spec import SlotTensors
 from weft.kernels.ops.step_rows import keep_tokens
 
 if TYPE_CHECKING:

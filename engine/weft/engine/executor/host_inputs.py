@@ -13,8 +13,8 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
 from weft.engine.model.step import Step
 from weft.kernels.ops.attention.spec import AttentionMetadata
-from weft.kernels.ops.lora import LoraStep, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.lora import sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments, LoraStep
 from weft.kernels.ops.step_rows import resolve_rows
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows
 from weft.pages.memory.page_table import PageTable

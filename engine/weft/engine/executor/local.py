@@ -54,7 +54,7 @@ from weft.engine.sampling.prompt_scores import PromptScores
 from weft.engine.transfer.device_pages import DevicePages
 from weft.kernels.ops.pages import copy_pages, page_index, repack_pages
 from weft.kernels.ops.pages.scaled_kv import ALL_BITS, is_scaled
-from weft.kernels.ops.sampling.device import SlotTensors
+from weft.kernels.ops.sampling.spec import SlotTensors
 from weft.kernels.ops.step_rows import keep_tokens
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.shared.memory import huge_zeros

@@ -18,6 +18,8 @@ from weft.contract.layout import CacheLayout
 from weft.contract.store import StoreLookup, StorePut
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.machine_lock import machine_lock
+from weft.engine.base.placement import unbound
+from weft.engine.base.triton_compiler import ensure_triton_compiles
 from weft.engine.executor.adapter_rows import LoraPool, make_lora_pool
 from weft.engine.executor.device import (
     find_device,
@@ -43,7 +45,7 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.ranks.ranked import RankedExecutor
 from weft.engine.executor.ranks.share import SharedMemory, blocks_of, peers_of, pool_of
-from weft.engine.executor.ranks.start import Ranks, device_of_rank
+from weft.engine.executor.ranks.start import Ranks
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
@@ -64,7 +66,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
-from weft.engine.requests.media_rows import BLOCK_ROWS, EncoderFacts
+from weft.engine.requests.media_rows import GROUP_ROWS, EncoderFacts
 from weft.engine.requests.request import Request
 from weft.engine.sampling.device_draws import WAYS
 from weft.engine.sampling.sampler import Sampler
@@ -126,8 +128,10 @@ def load_parts(
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     ranks, model = None, check_combination(config)
+    if config.is_on_gpu:
+        ensure_triton_compiles()
     if config.tp > 1:
-        own = replace(config, device=device_of_rank(config, 0))
+        own = replace(config, device=config.device_of_rank(0))
         ranks = Ranks(config, wake)
         config = own
     device = find_device(config)
@@ -267,6 +271,8 @@ def _load_parts(
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
+        *([] if not config.bindings else unbound(config.bindings[0], "the engine")),
+        *([] if ranks is None else ranks.notices),
     ]
     host = HostPriority()
     return EngineComponents(
@@ -405,7 +411,7 @@ def _media_embeddings(
     if loaded.encoder is None:
         return None
     hidden, dtype = loaded.config.hidden_size, activations_dtype(loaded.model)
-    num_rows = config.media_rows // BLOCK_ROWS * BLOCK_ROWS
+    num_rows = config.media_rows // GROUP_ROWS * GROUP_ROWS
     return MediaEmbeddings(loaded.encoder, num_rows, hidden, dtype, device)
 
 

@@ -17,9 +17,10 @@ from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import linear, weight_rows
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.replaced import hide_unknown_tokens, replaced_linear

@@ -11,7 +11,7 @@ from weft.engine.model.layers.encoder import Ragged
 from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step
 from weft.kernels.ops.encoder_attention.spec import Bounds
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 
 
 class Encoder(ABC):

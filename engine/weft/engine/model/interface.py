@@ -11,7 +11,7 @@ from weft.contract.layout import CacheLayout
 from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 
 
 class Model(Protocol):

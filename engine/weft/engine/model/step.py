@@ -9,8 +9,7 @@ import torch
 from weft.engine.model.state_step import StateStep
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.encoder_attention.spec import Bounds
-from weft.kernels.ops.lora import LoraAddition, LoraStep
-from weft.kernels.ops.lora.spec import Group
+from weft.kernels.ops.lora.spec import Group, LoraAddition, LoraStep
 
 
 class Inserted(NamedTuple):

@@ -59,6 +59,7 @@ class DevicePeers:
         agree: Callable[[str], object],
     ) -> None:
         self.rank, self.size = group.rank, group.size
+        self.width: int | None = width
         self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
         """How partial sums are added up, in words."""
         self._agree = agree

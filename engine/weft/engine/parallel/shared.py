@@ -67,6 +67,7 @@ class SharedGroup:
     """
 
     device_type: Literal["cpu"] = "cpu"
+    width: int | None = None
     sums = "in shared memory"
     """How partial sums are added up, in words."""
 

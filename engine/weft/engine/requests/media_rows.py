@@ -14,7 +14,7 @@ from weft.contract.spans import Media, Span, check_spans
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
-BLOCK_ROWS = 16
+GROUP_ROWS = 16
 """Rows that are given to a medium together."""
 
 
@@ -33,7 +33,7 @@ class EncoderFacts(NamedTuple):
 class _Encoded:
     """A medium whose rows are on the device, or will be once the orders so far are done."""
 
-    blocks: Int64Array
+    groups: Int64Array
     num_uses: int = 0
     """Steps, planned or under way, that may read the rows."""
     is_lost: bool = False
@@ -41,7 +41,7 @@ class _Encoded:
 
     def places(self, first: int, count: int) -> Int64Array:
         rows = np.arange(first, first + count)
-        return self.blocks[rows // BLOCK_ROWS] * BLOCK_ROWS + rows % BLOCK_ROWS
+        return self.groups[rows // GROUP_ROWS] * GROUP_ROWS + rows % GROUP_ROWS
 
 
 def check_media(media: MediaRows | None, spans: Sequence[Span], num_tokens: int) -> None:
@@ -70,8 +70,8 @@ class MediaRows:
     ) -> None:
         self.store = store
         self._facts = facts
-        self._num_blocks = num_rows // BLOCK_ROWS
-        self._free = list(range(self._num_blocks - 1, -1, -1))
+        self._num_groups = num_rows // GROUP_ROWS
+        self._free = list(range(self._num_groups - 1, -1, -1))
         self._held: OrderedDict[bytes, _Encoded] = OrderedDict()
         self._max_step_cost = max_step_cost
         self._room = 0
@@ -100,10 +100,10 @@ class MediaRows:
                     stage="validate",
                     param="spans",
                 )
-            if -(-num_rows // BLOCK_ROWS) > self._num_blocks:
+            if -(-num_rows // GROUP_ROWS) > self._num_groups:
                 raise InvalidRequest(
                     f"an image has {num_rows} rows; this worker has room for "
-                    f"{self._num_blocks * BLOCK_ROWS} (media_rows)",
+                    f"{self._num_groups * GROUP_ROWS} (media_rows)",
                     stage="validate",
                     param="spans",
                 )
@@ -124,7 +124,7 @@ class MediaRows:
         """Tokens of a chunk whose media have rows in this step, from none to all. Gives media that
         lack rows their place and makes them due, as far as there is room.
         """
-        # A draft may need the token before the first one again.
+        # A head may need the hidden state of the token before the first one again.
         first = max(0, start - 1)
         for span in request.spans:
             if span.position >= start + num_tokens:
@@ -172,7 +172,7 @@ class MediaRows:
         for encoded in self._steps.pop(number, ()):
             encoded.num_uses -= 1
             if encoded.is_lost and not encoded.num_uses:
-                self._free += encoded.blocks.tolist()
+                self._free += encoded.groups.tolist()
 
     def sizes(self) -> dict[str, int]:
         """Media held in host memory, media with rows on the device, and steps that read some."""
@@ -200,20 +200,20 @@ class MediaRows:
         cost = self._facts.cost_of(media.shape)
         if self._has_running and cost > self._room and self._due:
             return None
-        num_blocks = -(-self._facts.rows_of(media.shape) // BLOCK_ROWS)
-        if not self._make_room(num_blocks):
+        num_groups = -(-self._facts.rows_of(media.shape) // GROUP_ROWS)
+        if not self._make_room(num_groups):
             return None
-        blocks = [self._free.pop() for _ in range(num_blocks)]
-        encoded = self._held[digest] = _Encoded(np.array(blocks, np.int64))
+        groups = [self._free.pop() for _ in range(num_groups)]
+        encoded = self._held[digest] = _Encoded(np.array(groups, np.int64))
         self._due.append((media, encoded))
         self._room -= cost
         return encoded
 
-    def _make_room(self, num_blocks: int) -> bool:
-        if len(self._free) < num_blocks:
+    def _make_room(self, num_groups: int) -> bool:
+        if len(self._free) < num_groups:
             unused = [digest for digest, one in self._held.items() if not one.num_uses]
             for digest in unused:
-                if len(self._free) >= num_blocks:
+                if len(self._free) >= num_groups:
                     break
-                self._free += self._held.pop(digest).blocks.tolist()
-        return len(self._free) >= num_blocks
+                self._free += self._held.pop(digest).groups.tolist()
+        return len(self._free) >= num_groups

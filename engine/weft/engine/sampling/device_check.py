@@ -9,13 +9,8 @@ import logging
 import numpy as np
 import torch
 from weft.kernels.ops.sampling.cpu import Scratch, sample_rows
-from weft.kernels.ops.sampling.device import (
-    DraftedRows,
-    SlotTensors,
-    draw_rows,
-    top_logits,
-)
-from weft.kernels.ops.sampling.reference import SlotParams, pack_slot
+from weft.kernels.ops.sampling.device import draw_rows, top_logits
+from weft.kernels.ops.sampling.spec import DraftedRows, SlotParams, SlotTensors, pack_slot
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from weft.engine.base.device_copies import Fetched
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.slot_table import SlotTable
-from weft.kernels.ops.sampling.device import DraftedRows, TopLogits, draw_rows, top_logits
+from weft.kernels.ops.sampling.device import draw_rows, top_logits
+from weft.kernels.ops.sampling.spec import DraftedRows, TopLogits
 
 Way = Literal["greedy", "any"]
 """How the tokens of a step are drawn: all as the most likely ones, or each by its slot's

@@ -49,7 +49,7 @@ class TokenCounts:
     @property
     def words(self) -> Int64Array:
         """The packed count of each of `ids`, as in
-        `weft.kernels.ops.sampling.device.SlotTensors.counts`.
+        `weft.kernels.ops.sampling.spec.SlotTensors.counts`.
         """
         in_prompt = np.isin(self.ids, np.asarray(self._prompt_ids, np.int64))
         return 2 * self.output_counts.astype(np.int64) + in_prompt

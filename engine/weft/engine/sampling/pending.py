@@ -11,7 +11,7 @@ from weft.contract.arrays import Int64Array
 from weft.contract.errors import Internal, InvalidRequest, WeftError
 from weft.contract.request import TokenLogprob
 from weft.engine.base.device_copies import Fetched
-from weft.kernels.ops.sampling.cpu import ERROR_NOT_FINITE
+from weft.kernels.ops.sampling.spec import ERROR_NOT_FINITE
 
 
 @dataclass(slots=True)

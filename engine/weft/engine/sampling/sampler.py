@@ -10,7 +10,7 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
-from weft.engine.base.device_copies import Fetched
+from weft.engine.base.device_copies import on_host
 from weft.engine.sampling.device_draws import (
     CapturedDraw,
     RowsBehindDrafts,
@@ -22,15 +22,9 @@ from weft.engine.sampling.edits import LogitEdits
 from weft.engine.sampling.logprobs import token_logprobs
 from weft.engine.sampling.pending import PendingTokens, SampledRows
 from weft.engine.sampling.slot_table import SlotTable, Words
-from weft.kernels.ops.greedy import greedy_rows
-from weft.kernels.ops.sampling.cpu import (
-    GREEDY_TEMPERATURE,
-    Scratch,
-    SlotParams,
-    sample_rows,
-    top_rows,
-)
-from weft.kernels.ops.sampling.device import SlotTensors
+from weft.kernels.ops.greedy import greedy_rows, is_faster
+from weft.kernels.ops.sampling.cpu import Scratch, sample_rows, top_rows
+from weft.kernels.ops.sampling.spec import GREEDY_TEMPERATURE, SlotParams, SlotTensors
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that all multiples below 2^64 are distinct."""
@@ -281,7 +275,7 @@ class Sampler:
         Raises:
             ValueError: Shapes or dtype are wrong.
         """
-        if logits.is_cuda and slot_override is None and self._is_greedy[slots].all():
+        if slot_override is None and is_faster(logits) and self._is_greedy[slots].all():
             pending = PendingTokens.of_tokens(greedy_rows(logits), positions)
         elif self._table.is_on_device:
             self._allow_stops(slots)
@@ -290,8 +284,7 @@ class Sampler:
             num_tops = self._num_tops(slots)
             pending = draw_on_device(self._table, logits, *columns, num_tops, found, drafted)
         else:
-            on_host = Fetched(logits).wait() if logits.is_cuda else logits
-            drawn = self._draw(on_host, slots, positions)
+            drawn = self._draw(on_host(logits), slots, positions)
             pending = PendingTokens(torch.from_numpy(drawn.token_ids), positions, lambda: drawn)
         self._num_generated[slots] += 1
         return pending

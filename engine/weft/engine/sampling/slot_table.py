@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.contract.arrays import Int64Array
-from weft.engine.base.device_copies import DeviceCopies, Mark, Marks
+from weft.engine.base.device_copies import DeviceCopies, Mark, Marks, host_zeros
 from weft.engine.sampling.edits import LogitEdits
-from weft.kernels.ops.sampling.device import SlotTensors
-from weft.kernels.ops.sampling.reference import (
+from weft.kernels.ops.sampling.spec import (
     ALWAYS_MASKED,
     NUM_FIELDS,
     Field,
     SlotParams,
+    SlotTensors,
     pack_slot,
 )
 
@@ -47,11 +47,10 @@ class SlotTable:
     ) -> None:
         self._first_beside = num_slots
         num_all = num_slots + max_masked_rows
-        is_cuda = device is not None and device.type == "cuda"
         words = (num_all, -(-vocab_size // 32))
         self.params = torch.from_numpy(np.tile(pack_slot(SlotParams()), (num_all, 1)))
         """[num_slots, NUM_FIELDS] int64 on the host, rows of `pack_slot`."""
-        self.masks = torch.zeros(words, dtype=torch.int32, pin_memory=is_cuda)
+        self.masks = host_zeros(words, torch.int32, device)
         """[num_slots, ceil(vocab_size / 32)] int32 on the host."""
         self._params: Int64Array = self.params.numpy()
         self._words: Words = self.masks.numpy().view(np.uint32)

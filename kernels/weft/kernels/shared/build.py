@@ -1,4 +1,4 @@
-"""Compiles one C file on first use and loads it with ctypes.
+"""Loads the native form of one C file with ctypes: a wheel's, else it is compiled on first use.
 
 It imports no torch, so that code without torch can use native code too. A cache folder keeps each
 library under a hash of everything that its machine code depends on. Several processes may build at
@@ -20,14 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.contract.cache_folder import cache_folder
+from weft.kernels.shared.packaged import find_packaged
 
 logger = logging.getLogger(__name__)
 
-BASE_FLAGS = (
-    *("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-fPIC"),
+COMMON_FLAGS = (
+    *("-O3", "-std=c11", "-fno-math-errno", "-fPIC"),
     # Without this flag a compiler may fuse a*b+c in some copies of a loop and not in others.
     "-ffp-contract=off",
 )
+"""Of each compilation, for a wheel too."""
+BASE_FLAGS = (*COMMON_FLAGS, "-march=native")
 
 COMPILE_TIMEOUT_S = 300.0
 _WORK_PREFIX = ".build-"
@@ -67,6 +70,20 @@ def loaded_openmp_library() -> Path | None:
     return next(iter(beside_torch + found), None)
 
 
+def load_packaged(
+    source: Path, *, openmp_library: Path | None = None, flags: Sequence[str] = ()
+) -> NativeLibrary:
+    """Loads the form that a wheel has of `source` for this CPU; without one, as `load_native`."""
+    packaged = find_packaged(source)
+    if packaged is not None:
+        try:
+            _load_openmp(openmp_library)
+            return NativeLibrary(ctypes.CDLL(str(packaged)), packaged, None)
+        except OSError as error:
+            logger.warning("cannot load %s: %s; it is compiled instead", packaged, error)
+    return load_native(source, openmp_library=openmp_library, flags=flags)
+
+
 def load_native(
     source: Path,
     *,
@@ -101,9 +118,7 @@ def load_native(
         all_flags = [*BASE_FLAGS, *flags]
         key = _build_key(code, all_flags, compiler_path, openmp_library)
         target = folder / f"{key}.so"
-        if openmp_library is not None:
-            # Loaded first and by its own path, so that the name in our library resolves to it.
-            ctypes.CDLL(str(openmp_library), mode=ctypes.RTLD_GLOBAL)
+        _load_openmp(openmp_library)
         library = _load_existing(target)
         if library is None:
             _compile(source, target, all_flags, compiler_path, openmp_library)
@@ -111,6 +126,12 @@ def load_native(
         return NativeLibrary(library, target, None)
     except (_BuildError, OSError, RuntimeError) as error:
         return NativeLibrary(None, None, f"{source.name}: {error}")
+
+
+def _load_openmp(library: Path | None) -> None:
+    """First and by its own path, so that the names in our library resolve to it."""
+    if library is not None:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _load_existing(target: Path) -> ctypes.CDLL | None:

@@ -1,4 +1,4 @@
-"""The native CPU operations: builds csrc/cpu.c on first use and declares its functions."""
+"""The native CPU operations: loads csrc/cpu.c and declares its functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 import torch
 from weft.kernels.ops.pages.pool import has_dense_pages
 from weft.kernels.ops.pages.scaled_kv import head_dim
-from weft.kernels.shared.build import NativeLibrary, load_native, loaded_openmp_library
+from weft.kernels.shared.build import (
+    load_native,
+    load_packaged,
+    loaded_openmp_library,
+)
 
 SOURCE = Path(__file__).parent.parent / "csrc" / "cpu.c"
 
@@ -404,24 +408,25 @@ def load_without_amx() -> NativeCpu | None:
 
     It multiplies weights that were packed for AMX.
     """
-    built = _build(NO_AMX).library
+    built = load_native(
+        SOURCE, openmp_library=loaded_openmp_library(), flags=(_headers_flag(), NO_AMX)
+    ).library
     return None if built is None else NativeCpu(built)
 
 
 @functools.cache
 def _load() -> tuple[NativeCpu | None, str | None]:
-    built = _build()
+    built = load_packaged(SOURCE, openmp_library=loaded_openmp_library(), flags=(_headers_flag(),))
     if built.library is None:
         return None, built.reason
     return NativeCpu(built.library), None
 
 
-def _build(*flags: str) -> NativeLibrary:
+def _headers_flag() -> str:
+    """A definition that makes the cached build depend on the headers too."""
     headers = sorted(SOURCE.parent.glob("*.h"))
     content = hashlib.blake2b(b"\0".join(h.read_bytes() for h in headers), digest_size=8)
-    # The definition makes the cached build depend on the headers too.
-    own = f"-DWEFT_HEADERS=0x{content.hexdigest()}"
-    return load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=(own, *flags))
+    return f"-DWEFT_HEADERS=0x{content.hexdigest()}"
 
 
 def native_cpu() -> NativeCpu | None:

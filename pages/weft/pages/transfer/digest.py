@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.kernels.shared.build import NativeLibrary, load_native
+from weft.kernels.shared.build import NativeLibrary, load_packaged
 
 WORD_BYTES = 8
 
@@ -36,10 +36,10 @@ _NUMPY_CHUNK_WORDS = 1 << 16
 
 @functools.cache
 def native_digest() -> NativeLibrary:
-    """The C form, compiled on first use. The numpy form that replaces it is some 5 times slower."""
+    """The C form. First use may compile it; the numpy form is some 5 times slower."""
     if sys.byteorder != "little":
         return NativeLibrary(None, None, "digest.c: this host is not little-endian")
-    native = load_native(Path(__file__).with_name("digest.c"))
+    native = load_packaged(Path(__file__).with_name("digest.c"))
     if native.library is not None:
         function = native.library.weft_digest_pages
         function.restype = None

@@ -144,6 +144,8 @@ class GetInfoResponse(_message.Message):
     MEDIA_KINDS_FIELD_NUMBER: _builtins.int
     ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
     ADMIN_PORT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___WorkerRole.ValueType
@@ -175,6 +177,8 @@ class GetInfoResponse(_message.Message):
     """BLAKE2b-256 of their encoder and its weights, which the keys of pages with media name."""
     admin_port: _builtins.int
     """Its operators' port, on the host of its address; 0: it has none."""
+    host: _builtins.str
+    """Name of its host, and where each of its ranks runs there."""
     @_builtins.property
     def planes(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Plane]: ...
     @_builtins.property
@@ -201,6 +205,8 @@ class GetInfoResponse(_message.Message):
     def media_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Kinds of media that its prompts may have, such as image; empty: none."""
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlacement]: ...
     def __init__(
         self,
         *,
@@ -231,14 +237,109 @@ class GetInfoResponse(_message.Message):
         media_kinds: _abc.Iterable[_builtins.str] | None = ...,
         encoder_digest: _builtins.bytes = ...,
         admin_port: _builtins.int = ...,
+        host: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___RankPlacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "media_kinds", b"media_kinds", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "media_kinds", b"media_kinds", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
+
+@_typing.final
+class RankPlacement(_message.Message):
+    """Where the process of one rank of a worker runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    PCI_ADDRESS_FIELD_NUMBER: _builtins.int
+    NUMA_NODE_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    MEMORY_NODE_FIELD_NUMBER: _builtins.int
+    NET_DEVICES_FIELD_NUMBER: _builtins.int
+    PORTS_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """As torch names it: cuda:0, or cpu."""
+    pci_address: _builtins.str
+    """PCI address of its GPU, as 0000:1b:00.0; empty: it has none, or the host does not show it."""
+    numa_node: _builtins.int
+    """NUMA node next to its GPU; absent: the host does not say."""
+    cores: _builtins.str
+    """Cores that it is bound to, in the kernel's form, as 0-55,112-167; empty: none."""
+    memory_node: _builtins.int
+    """NUMA node whose memory it takes while there is some; absent: it is bound to none."""
+    net_devices: _builtins.str
+    """Network devices that NIXL may use, as UCX_NET_DEVICES has them; empty: all."""
+    @_builtins.property
+    def ports(self) -> _containers.RepeatedCompositeFieldContainer[Global___NetPort]:
+        """The host's network ports, the nearest to the GPU first."""
+
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        pci_address: _builtins.str = ...,
+        numa_node: _builtins.int | None = ...,
+        cores: _builtins.str = ...,
+        memory_node: _builtins.int | None = ...,
+        net_devices: _builtins.str = ...,
+        ports: _abc.Iterable[Global___NetPort] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_node", b"_memory_node", "_numa_node", b"_numa_node", "memory_node", b"memory_node", "numa_node", b"numa_node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_node", b"_memory_node", "_numa_node", b"_numa_node", "cores", b"cores", "device", b"device", "memory_node", b"memory_node", "net_devices", b"net_devices", "numa_node", b"numa_node", "pci_address", b"pci_address", "ports", b"ports"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__memory_node: _TypeAlias = _typing.Literal["memory_node"]  # noqa: Y015
+    _WhichOneofArgType__memory_node: _TypeAlias = _typing.Literal["_memory_node", b"_memory_node"]  # noqa: Y015
+    _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
+    _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_node) -> _WhichOneofReturnType__memory_node | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
+
+Global___RankPlacement: _TypeAlias = RankPlacement  # noqa: Y015
+
+@_typing.final
+class NetPort(_message.Message):
+    """A port of an RDMA device, or a network interface."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DISTANCE_FIELD_NUMBER: _builtins.int
+    NUMA_NODE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As UCX names it: mlx5_0:1, or eth0."""
+    state: _builtins.str
+    """In the kernel's words: ACTIVE, DOWN; up, down, unknown."""
+    distance: _builtins.str
+    """How near it is to the rank's GPU, in nvidia-smi's words: PIX, PXB, PHB, NODE, SYS; empty: there
+    is no GPU, or the port is virtual.
+    """
+    numa_node: _builtins.int
+    """NUMA node next to it; absent: the host does not say, or the port is virtual."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        state: _builtins.str = ...,
+        distance: _builtins.str = ...,
+        numa_node: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "numa_node", b"numa_node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "distance", b"distance", "name", b"name", "numa_node", b"numa_node", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
+    _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
+
+Global___NetPort: _TypeAlias = NetPort  # noqa: Y015
 
 @_typing.final
 class AdapterLimits(_message.Message):
@@ -784,7 +885,7 @@ class PutMediaRequest(_message.Message):
         PROCESSOR_FIELD_NUMBER: _builtins.int
         SHAPE_FIELD_NUMBER: _builtins.int
         digest: _builtins.bytes
-        """BLAKE2b-256 of the content with its form (protos/vectors/page_key.json); checked on arrival."""
+        """BLAKE2b-256 of the content with its form (protos/vectors/media_key.json); checked on arrival."""
         kind: _builtins.str
         """image."""
         processor: _builtins.str

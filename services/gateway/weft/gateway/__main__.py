@@ -2,6 +2,9 @@
 
 import sys
 
-from weft.gateway.main import main
+from weft.contract.startup import no_collections
+
+with no_collections():
+    from weft.gateway.main import main
 
 sys.exit(main(sys.argv[1:]))

@@ -22,7 +22,7 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.lora_columns import LoraColumns
 from weft.engine.model.adapters.adapter import LoraPair
 from weft.engine.model.heads.draft_adapter import MODULES, read_draft_pairs
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,4 @@
-"""The process of a rank other than the first: `python -m weft.engine.executor.ranks.follow FD
-PARENT_PID`.
+"""What the process of a rank other than the first does.
 
 The process loads its share of the model as rank 0 does, and all ranks agree after each phase. Then
 it runs the frames that rank 0 sends. It ends when rank 0 dies (the kernel kills it), when the group
@@ -11,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
-import sys
 import traceback
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,6 +20,7 @@ import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.base.placement import unbound
 from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device
@@ -55,7 +53,7 @@ from weft.engine.executor.ranks.share import (
     peers_of,
     pool_of,
 )
-from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
+from weft.engine.executor.ranks.start import START_LIMIT_S
 from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
@@ -73,12 +71,19 @@ class FollowerGroup:
         self.group = group
         self.store_path = store_path
         self._link = link
+        self._notices: list[str] = []
+
+    def note(self, notices: list[str]) -> None:
+        """Tells rank 0, with the next phase, what its users should know of this rank."""
+        self._notices += notices
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
         """Waits until rank 0 has heard of this phase from all ranks, and returns the least number
         of all. Raises LinkClosed if rank 0 has ended.
         """
-        self._link.send({"phase": phase, "number": number, "text": text})
+        message = {"phase": phase, "number": number, "text": text, "notices": self._notices}
+        self._link.send(message)
+        self._notices = []
         answer, _ = self._link.receive()
         return int(answer["number"])
 
@@ -213,7 +218,7 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; returns the exit status."""
+    """Entry point of `rank_process`; returns the exit status."""
     die_with_parent(int(argv[1]))
     # Ctrl-C reaches the whole process group; rank 0 decides when all ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -229,7 +234,9 @@ def main(argv: list[str]) -> int:
         checks = config.check_ranks
         group = SharedGroup(segment, rank, config.tp, START_LIMIT_S, is_checked=checks)
         others = FollowerGroup(link, rank, group, hello["store_path"])
-        executor, drafting = load(replace(config, device=device_of_rank(config, rank)), others)
+        if config.bindings:
+            others.note(unbound(config.bindings[rank], f"rank {rank}"))
+        executor, drafting = load(replace(config, device=config.device_of_rank(rank)), others)
         gc.collect()
         gc.freeze()
         others.agree("ready")
@@ -252,10 +259,3 @@ def main(argv: list[str]) -> int:
 def _tell(link: RankLink, reason: str, message: str) -> None:
     with contextlib.suppress(LinkClosed):
         link.send({"error": message, "reason": reason})
-
-
-if __name__ == "__main__":
-    # Not sys.exit: native threads must not hold up the end.
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from weft.contract.binding import Binding
 from weft.engine.base.config import EngineConfig
 
 _HEADER = struct.Struct("<I")
@@ -69,6 +70,8 @@ def config_of_json(values: Mapping[str, Any]) -> EngineConfig:
         value, kind = found[field.name], str(field.type)
         if kind.startswith("Path") and value is not None:
             found[field.name] = Path(value)
+        elif field.name == "bindings":
+            found[field.name] = tuple(Binding(**one) for one in value)
         elif kind.startswith("tuple"):
             found[field.name] = tuple(value)
     return EngineConfig(**found)

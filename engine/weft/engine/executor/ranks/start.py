@@ -16,15 +16,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from weft.contract.binding import Binding
 from weft.contract.errors import ConfigError, RanksLost, error_class
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.placement import NET_VARIABLE, bound_command
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_to_json
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 
 logger = logging.getLogger(__name__)
 
-MODULE = "weft.engine.executor.ranks.follow"
+MODULE = "weft.engine.executor.ranks.rank_process"
 START_LIMIT_S = 3600.0
 """Longest wait for another rank during the start, in which ranks read weights at different speeds.
 """
@@ -53,7 +55,7 @@ class Ranks:
         in it.
         """
         self.size = config.tp
-        threads = max(1, (config.num_threads or torch.get_num_threads()) // config.tp)
+        threads = max(1, (config.num_threads or torch.get_num_threads()) // _sharing_ranks(config))
         torch.set_num_threads(threads)
         config = replace(config, num_threads=threads)
         self._limit_s = config.rank_timeout_s
@@ -67,6 +69,8 @@ class Ranks:
         self._why = "the ranks are ending"
         self._is_lost = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        self.notices: list[str] = []
+        """What users should know of the other ranks."""
         self.store_path = f"{self._folder.name}/store"
         """File at which the GPUs' ranks find one another."""
         self._followers: list[_Follower] = []
@@ -85,9 +89,13 @@ class Ranks:
         ours, theirs = socket.socketpair()
         ours.settimeout(START_LIMIT_S)
         environment = {**os.environ, "OMP_NUM_THREADS": str(config.num_threads)}
+        binding = config.bindings[rank] if config.bindings else Binding()
+        if binding.net_devices:
+            environment[NET_VARIABLE] = binding.net_devices
+        command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                bound_command(command, binding),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=environment,
@@ -131,6 +139,7 @@ class Ranks:
                     param="tp",
                 )
             number = min(number, int(message["number"]))
+            self.notices += message["notices"]
         for follower in self._followers:
             self._send(follower, {"number": number})
         return number
@@ -227,12 +236,8 @@ class Ranks:
         return f"rank {follower.rank} (process {follower.process.pid}) ended by {how}"
 
 
-def device_of_rank(config: EngineConfig, rank: int) -> str:
-    """A rank's entry in the list of devices; of a single GPU, the one that is `rank` places after
-    it.
-    """
-    devices = config.device.split(",")
-    if len(devices) > 1:
-        return devices[rank].strip()
-    kind, _, index = config.device.partition(":")
-    return config.device if kind == "cpu" or config.tp == 1 else f"{kind}:{int(index or 0) + rank}"
+def _sharing_ranks(config: EngineConfig) -> int:
+    """Number of ranks among which the threads are divided: those on the cores of rank 0."""
+    if config.num_threads or not config.bindings:
+        return config.tp
+    return sum(one.cores == config.bindings[0].cores for one in config.bindings)

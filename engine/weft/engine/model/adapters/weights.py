@@ -25,10 +25,9 @@ from weft.contract.errors import AdapterError
 from weft.contract.give_way import give_way
 from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
 from weft.engine.model.adapters.words import words_of
-from weft.kernels.ops.linear import pack_linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import pack_b
-from weft.kernels.ops.lora.spec import ROW_RANK
+from weft.kernels.ops.lora.layout import ROW_RANK, pack_b
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,9 @@ class LoraMatrix:
     """All A matrices of one kind of projection, or all B matrices."""
 
     rows: torch.Tensor
-    """[n, ROW_RANK, features]. Rows of B are packed for a CPU (`weft.kernels.ops.lora.pack_b`)."""
+    """[n, ROW_RANK, features]. Rows of B are packed for a CPU
+    (`weft.kernels.ops.lora.layout.pack_b`).
+    """
     index: Int32Array
     """[layers, places, max_rows]: row numbers of each layer and place (`Projection.num_places`), in
     order of rank; 0 after the last one.

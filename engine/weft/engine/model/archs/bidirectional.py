@@ -18,7 +18,7 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.encoder_attention import encoder_attention
 from weft.kernels.ops.pages.pool import PlaneInPage
-from weft.kernels.ops.rope import rotated
+from weft.kernels.ops.rope.reference import rotated
 from weft.kernels.ops.stream import Normed, Sum
 
 _NO_POOL = torch.empty(0)

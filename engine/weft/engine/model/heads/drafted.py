@@ -19,8 +19,8 @@ from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
 from weft.engine.model.heads.eagle3 import Eagle3Head, adapt_eagle3, adaptable_shapes
 from weft.engine.model.loader import LoadedModel
 from weft.engine.model.step import Step
-from weft.kernels.ops.lora import LoraStep
-from weft.kernels.ops.slot_rows import put_rows
+from weft.kernels.ops.lora.spec import LoraStep
+from weft.kernels.ops.slot_rows import hold_rows, put_rows
 
 
 def load_drafted(
@@ -40,11 +40,11 @@ def load_drafted(
 
 
 def check_width(head: DraftHead, target: DecoderOnlyLM, draft_dir: Path) -> None:
-    """Raises ModelError if the head is of another width than the model and ranks on GPUs add up
-    hidden states, since they add up only rows of the model's width.
+    """Raises ModelError if the head is of another width than the model and the ranks, which are on
+    GPUs then, add up rows of the model's width alone.
     """
-    stack, width = target.model, target.config.hidden_size
-    if stack.peers is None or not stack.embed_tokens.is_cuda or head.hidden_size == width:
+    peers, width = target.model.peers, target.config.hidden_size
+    if peers is None or peers.width in (None, head.hidden_size):
         return
     raise ModelError(
         f"draft_dir = {draft_dir}: the head's hidden_size is {head.hidden_size}, the model's "
@@ -85,7 +85,7 @@ class DraftedModel:
         self.kept = embedding.new_zeros((max_requests + 1, width))
         """[max_requests + 1, hidden]: state of each slot's last row; the last entry is a dummy."""
         self._last = embedding.new_zeros((max_step_tokens, width))
-        """The rows of the last step; on a GPU in fixed memory, as captured graphs need it."""
+        """The rows of the last step."""
 
     def adapted(self, folder: Path) -> DraftedModel:
         """This model with an adapted head. Both share states and pages. Raises WeftError if the
@@ -120,11 +120,7 @@ class DraftedModel:
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """`step.slots` must not be None."""
         hidden, states = self.head.extend(self._target, step, self.kept, pool)
-        if states.is_cuda:
-            rows = min(states.shape[0], self._last.shape[0])
-            self._last[:rows].copy_(states[:rows])
-        else:
-            self._last = states
+        self._last = hold_rows(self._last, states)
         return hidden
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:

@@ -14,7 +14,8 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import linear, pack_linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.stream import Normed, Stream, stream_of

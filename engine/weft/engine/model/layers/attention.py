@@ -14,7 +14,7 @@ from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
-from weft.kernels.ops.attention import own_kv, paged_attention, settled
+from weft.kernels.ops.attention import can_settle, own_kv, paged_attention, settled
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
@@ -188,7 +188,7 @@ class Attention:
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         group = step.groups[self.group]
         pool = plane_of(group, pool, self._plane)
-        if not pool.is_cuda or group.is_settled:
+        if not can_settle(group, pool):
             return step
         spec, dtype = self.spec, self.qkv_proj.dtype
         heads = (spec.heads, spec.kv_heads)

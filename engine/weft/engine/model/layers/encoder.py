@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,22 +12,14 @@ from weft.engine.model.pooled_heads import ACTIVATIONS
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.activation import activate
-from weft.kernels.ops.activation.spec import Activation
+from weft.kernels.ops.activation import activate_alike, glu
 from weft.kernels.ops.encoder_attention import encoder_attention
 from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition
-from weft.kernels.ops.lora.spec import Group
-from weft.kernels.ops.norm import add_layer_norm
+from weft.kernels.ops.lora.spec import Group, LoraAddition
 from weft.kernels.ops.rope import rotate_heads
-from weft.kernels.ops.stream import Sum
-
-_GATES: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-"""Activations that a GPU computes together with the multiplication by their factor."""
-_GRAIN = 32_768
-"""Least number of elements that torch gives to each thread."""
+from weft.kernels.ops.stream import Sum, norm_of_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +42,8 @@ class LayerNorm:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def of_sum(self, added: Sum, residual: torch.Tensor) -> torch.Tensor:
-        """[T, hidden]: the norm of `residual` plus the addition. A GPU adds within the norm, a CPU
-        within the product.
-        """
-        if not residual.is_cuda:
-            return self(added.added_to(residual))
-        x = added.value()
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+        """[T, hidden]: the norm of `residual` plus the addition."""
+        return norm_of_sum(added, residual, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +102,8 @@ class PlainMLP:
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> the addition to the stream."""
         inner = linear(x, self.up, lora=batch.added("gate_up", self.layer))
-        activated = _activated(self.activation, inner, is_fixed=self.is_fixed)
+        function = ACTIVATIONS[self.activation]
+        activated = activate_alike(inner, function, is_fixed=self.is_fixed)
         return Sum(activated, self.down, batch.added("down", self.layer))
 
 
@@ -134,13 +121,9 @@ class GluMLP:
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> the addition to the stream."""
         both = linear(x, self.up, lora=batch.added("gate_up", self.layer))
-        to_down = batch.added("down", self.layer)
-        if both.is_cuda and self.activation in _GATES:
-            activated = activate(both, _GATES[self.activation], is_gated=True)
-            return Sum(activated, self.down, to_down)
-        half, gate = both.chunk(2, dim=-1)
-        activated = _activated(self.activation, half, is_fixed=self.is_fixed)
-        return Sum(activated * gate, self.down, to_down)
+        function = ACTIVATIONS[self.activation]
+        activated = glu(both, self.activation, function, is_fixed=self.is_fixed)
+        return Sum(activated, self.down, batch.added("down", self.layer))
 
 
 class PreNormLayer(NamedTuple):
@@ -157,14 +140,3 @@ class PreNormLayer(NamedTuple):
         normed = x if self.attention_norm is None else self.attention_norm(x)
         x = self.attention(normed, batch).added_to(x)
         return self.mlp(self.mlp_norm(x), batch).added_to(x)
-
-
-def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torch.Tensor:
-    """[T, N]: an activation of each number. torch computes the end of each thread's part with
-    another form of the function, so with `is_fixed` each part is whole rows.
-    """
-    activate = ACTIVATIONS[name]
-    if not is_fixed or x.is_cuda:
-        return activate(x)
-    blocks = torch.split(x.contiguous(), max(1, _GRAIN // x.shape[1]))
-    return torch.cat([activate(block) for block in blocks])

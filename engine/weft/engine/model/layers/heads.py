@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from weft.engine.model.layers.rotary import Rotary
 from weft.kernels.ops.norm import Norm
-from weft.kernels.ops.rope import rotated
+from weft.kernels.ops.rope.reference import rotated
 
 
 class HeadChange(Protocol):

@@ -17,7 +17,7 @@ from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe import route
 from weft.kernels.ops.moe.spec import RouterForm
-from weft.kernels.ops.plain_experts import PlainExperts, plain_experts, stack_experts
+from weft.kernels.ops.plain_experts import PlainExperts, are_stacked, plain_experts, stack_experts
 from weft.kernels.ops.stream import Computed, Normed, Sum
 
 _LATENT = ("fc1_latent_proj", "fc2_latent_proj")
@@ -77,7 +77,7 @@ class PlainSparseMLP:
             )
         router = LinearSpec(names=(names.router,), in_features=hidden, rows=(config.num_experts,))
         numbers, stacked, place = spec.numbers, None, weights.placement(spec)
-        if weights.device.type == "cuda":
+        if are_stacked(weights.device):
             each = (weights.at(names.experts).at(number) for number in numbers)
             both = ((expert.matrix(up), expert.matrix(down)) for expert in each)
             stacked, numbers = stack_experts(both, spec.count), range(0)

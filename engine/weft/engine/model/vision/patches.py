@@ -12,7 +12,8 @@ import torch
 from weft.checkpoint.vision_config import NUM_CHANNELS, VisionConfig
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import linear, pack_linear
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 
 _BELOW_ONE = 1.0 - 1e-6

@@ -76,7 +76,8 @@ class VisionTower:
         """
         self._check(pixels.shape[1:])
         tokens = self.config.tokens_per_tile
-        x, batch = self._embedding(pixels), Ragged(self._bounds(pixels))
+        bounds = Bounds.even(len(pixels), self.config.vit.num_patches, pixels.device)
+        x, batch = self._embedding(pixels), Ragged(bounds)
         for layer in self._layers:
             x = layer(x, batch)
         joined = self._last_norm(x).view(len(pixels) * tokens, -1)
@@ -90,14 +91,6 @@ class VisionTower:
                 stage="validate",
                 param="spans",
             )
-
-    def _bounds(self, pixels: torch.Tensor) -> Bounds:
-        length = self.config.vit.num_patches
-        bounds = range(0, (len(pixels) + 1) * length, length)
-        if not pixels.is_cuda:
-            return Bounds(torch.tensor(bounds, dtype=torch.int32), bounds)
-        ends = torch.arange(len(bounds), dtype=torch.int32, device=pixels.device)
-        return Bounds(ends * length)
 
 
 def _below(weights: Weights, prefixes: tuple[str, ...], name: str) -> Weights:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from weft.contract.cores import num_cores
+from weft.engine.base.device_copies import copy_stream
 from weft.kernels.shared.formats.fp8 import FP8
 
 _MAX_THREADS = 8
@@ -87,8 +88,8 @@ class _Rows(NamedTuple):
 class _Buffer:
     """Host memory that a thread reads into, pinned if its content goes to a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
+    def __init__(self, *, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.cuda.Event | None = None
 
@@ -193,10 +194,11 @@ class TensorReads:
     def _way_to(self, device: torch.device) -> _Way:
         if device not in self._ways:
             buffers: SimpleQueue[_Buffer] = SimpleQueue()
-            is_cuda = device.type == "cuda"
-            for _ in range(self._num_threads * (_BUFFERS_A_THREAD if is_cuda else 1)):
-                buffers.put(_Buffer(device))
-            self._ways[device] = _Way(buffers, _new_stream(device) if is_cuda else None)
+            stream = copy_stream(device)
+            has_copies = stream is not None
+            for _ in range(self._num_threads * (_BUFFERS_A_THREAD if has_copies else 1)):
+                buffers.put(_Buffer(is_pinned=has_copies))
+            self._ways[device] = _Way(buffers, stream)
         return self._ways[device]
 
 
@@ -211,10 +213,6 @@ def are_finite(values: torch.Tensor) -> torch.Tensor:
     # is NaN.
     lowest, highest = values.aminmax()
     return lowest.isfinite() & highest.isfinite()
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _read_piece(

@@ -11,7 +11,7 @@ import torch
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
-from weft.kernels.ops.linear import packing_copies, weight_rows
+from weft.kernels.ops.linear.pack import packing_copies, weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.ops.peers.spec import Peers

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.activation.spec import _ACTIVATIONS, Activation, Gating
+from weft.kernels.ops.activation.spec import ACTIVATIONS, Activation, Gating
 from weft.kernels.shared import cpu
 from weft.kernels.shared.deferred import deferred
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 else:
     _triton_gated = deferred(__name__, "weft.kernels.ops.activation.triton_gated")
     _triton_plain = deferred(__name__, "weft.kernels.ops.activation.triton_plain")
+
+
+_GLU: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+"""Activations that a GPU computes together with the multiplication by their factor."""
+_GRAIN = 32_768
+"""Least number of elements that torch gives to each thread."""
 
 
 def limited_silu(limit: float) -> Gating:
@@ -72,5 +79,42 @@ def activate(x: torch.Tensor, activation: Activation, *, is_gated: bool) -> torc
     if x.is_cuda:
         return _triton_plain.activate(x, activation, is_gated=is_gated)
     gate, up = x.float().chunk(2, dim=-1) if is_gated else (x.float(), None)
-    made = _ACTIVATIONS[activation](gate)
+    made = ACTIVATIONS[activation](gate)
     return (made if up is None else made * up).to(x.dtype)
+
+
+def activate_alike(
+    x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], *, is_fixed: bool
+) -> torch.Tensor:
+    """One of torch's activations of each number of x, [T, N].
+
+    On a CPU torch computes the end of each thread's part with another form of the function. With
+    `is_fixed` each part is whole rows, so that a row's bits do not depend on the others.
+    """
+    if not is_fixed or x.is_cuda:
+        return function(x)
+    blocks = torch.split(x.contiguous(), max(1, _GRAIN // x.shape[1]))
+    return torch.cat([function(block) for block in blocks])
+
+
+def glu(
+    x: torch.Tensor,
+    activation: str,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    is_fixed: bool,
+) -> torch.Tensor:
+    """activation(a) * b, where a and b are the halves of each row.
+
+    Args:
+        x: [T, 2 * I], contiguous, columns of a first; not changed.
+        function: The activation in torch, for devices that have no operation of that name.
+        is_fixed: As in `activate_alike`.
+
+    Returns:
+        [T, I], dtype of `x`.
+    """
+    if x.is_cuda and activation in _GLU:
+        return activate(x, _GLU[activation], is_gated=True)
+    half, factor = x.chunk(2, dim=-1)
+    return activate_alike(half, function, is_fixed=is_fixed) * factor

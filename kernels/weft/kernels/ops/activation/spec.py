@@ -91,10 +91,10 @@ class GaussianTopK(NamedTuple):
         gate, up = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)
         deviation, mean = torch.std_mean(gate, dim=-1, correction=0, keepdim=True)
         above = F.relu(gate - (mean + deviation * self.deviations))
-        return (_ACTIVATIONS[self.activation](above) * up).to(x.dtype)
+        return (ACTIVATIONS[self.activation](above) * up).to(x.dtype)
 
 
-_ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from weft.kernels.ops.attention import check_ancestors, check_attention_pool, fits_native
+from weft.kernels.ops.attention import check_ancestors, check_attention_pool
+from weft.kernels.ops.attention.cpu import fits_native
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraStep, check_addition, describe_lora
-from weft.kernels.ops.lora.spec import Group, NativeLora
+from weft.kernels.ops.lora.checks import check_addition
+from weft.kernels.ops.lora.cpu import NativeLora, describe_lora
+from weft.kernels.ops.lora.spec import Group, LoraStep
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import check_rows, check_tables
 from weft.kernels.ops.peers.spec import CpuPeers

@@ -13,7 +13,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
-from weft.kernels.ops.attention import fits_native, paged_attention
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.cpu import fits_native
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.draft_head.spec import (
     FIRST_POSITION,
@@ -25,7 +26,7 @@ from weft.kernels.ops.draft_head.spec import (
 )
 from weft.kernels.ops.linear import linear, normed_linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition, addition_to
+from weft.kernels.ops.lora.spec import LoraAddition, addition_to
 from weft.kernels.ops.norm import rms_norm
 from weft.kernels.ops.pages.scaled_kv import head_dim, holds
 from weft.kernels.ops.peers.spec import Peers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.shared import cpu
 

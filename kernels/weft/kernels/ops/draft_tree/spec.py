@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

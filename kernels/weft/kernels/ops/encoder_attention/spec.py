@@ -22,3 +22,8 @@ class Bounds(NamedTuple):
     def of(cls, cu_lens: torch.Tensor) -> Bounds:
         """Makes the bounds of a batch from [R + 1] int32 on its device."""
         return cls(cu_lens, () if cu_lens.is_cuda else cu_lens.tolist())
+
+    @classmethod
+    def even(cls, count: int, length: int, device: torch.device) -> Bounds:
+        """Makes the bounds of `count` sequences of one length."""
+        return cls.of(torch.arange(count + 1, dtype=torch.int32, device=device) * length)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from weft.kernels.ops.gated_delta.reference import gated_delta_reference
 from weft.kernels.ops.recurrence.cpu import native_recurrence, native_recurrence_for
 from weft.kernels.ops.recurrence.head_rows import HeadRows
-from weft.kernels.ops.recurrence.segments import LONGEST, Segments, Wave
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.shared.deferred import deferred
 
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 else:
     _triton_rows = deferred(__name__, "weft.kernels.ops.recurrence.triton_rows")
     _triton_steps = deferred(__name__, "weft.kernels.ops.recurrence.triton_steps")
-
-_LONGEST, _LONGEST_BY_ELEMENT = LONGEST, 16
-"""Rows of a piece. With a decay for each element, the products of a piece are its length times
-larger.
-"""
 
 
 def gated_delta(
@@ -86,81 +81,6 @@ def delta_gates(
         return _triton_rows.delta_gates(ba, rates, dt_bias, shared)
     b, a = (part.reshape(len(ba), -1) for part in ba.view(len(ba), -1, 2, shared).unbind(2))
     return rates * F.softplus(a.float() + dt_bias), b.sigmoid().float()
-
-
-def gated_delta_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-    cu_lens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    segments = Segments.of(cu_lens, _LONGEST if decay.dim() == 2 else _LONGEST_BY_ELEMENT)
-    dtype, shared = states.dtype, v.shape[1] // k.shape[1]
-
-    def of_heads(wave: Wave, rows: torch.Tensor) -> torch.Tensor:
-        """[n, Hv, L, ...]."""
-        return wave.of(rows).to(dtype).transpose(1, 2)
-
-    def piece(wave: Wave, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, queries = (
-            unit_length(of_heads(wave, rows)).repeat_interleave(shared, dim=1) for rows in (k, q)
-        )
-        out, after = _piece(
-            queries * q.shape[2] ** -0.5,
-            keys,
-            of_heads(wave, v),
-            of_heads(wave, decay).cumsum(2),
-            of_heads(wave, beta),
-            before,
-        )
-        return out.transpose(1, 2), after
-
-    return segments.run(piece, states, torch.empty_like(v))
-
-
-def unit_length(x: torch.Tensor) -> torch.Tensor:
-    """Normalises along the last axis, with an epsilon of 1e-6."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _piece(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decayed: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One piece of all heads: [n, H, L, ...] each, with `decayed` as running sums; the states are
-    [n, H, Dk, Dv]. Rows of zeros change nothing.
-    """
-    of_keys = decayed if decayed.dim() == 4 else decayed[..., None]
-    grown = of_keys.exp()
-    found = (k * grown) @ states
-    u = beta[..., None] * (v - found)
-    length = q.shape[2]
-    if length > 1:
-        system = (beta[..., None] * _products(k, k, decayed)).tril(-1)
-        system.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-        u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
-    out = (q * grown) @ states + _products(q, k, decayed).tril() @ u
-    last = of_keys[:, :, -1:]
-    left = (k * (last - of_keys).exp()).transpose(2, 3) @ u
-    return out, states * last.exp().transpose(2, 3) + left
-
-
-def _products(left: torch.Tensor, k: torch.Tensor, decayed: torch.Tensor) -> torch.Tensor:
-    """[n, H, L, L]: products of each row of `left` with each key, times the decay between the two.
-    Entries for later keys mean nothing.
-    """
-    if decayed.dim() == 3:
-        between = (decayed[..., :, None] - decayed[..., None, :]).clamp(max=0.0)
-        return (left @ k.transpose(2, 3)) * between.exp()
-    between = (decayed[..., :, None, :] - decayed[..., None, :, :]).clamp_(max=0.0)
-    return torch.einsum("nhid,nhjd,nhijd->nhij", left, k, between.exp_())
 
 
 def _check(

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from weft.kernels.ops.sampling.reference import ERROR_NOT_FINITE
+from weft.kernels.ops.sampling.spec import ERROR_NOT_FINITE
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
     from weft.kernels.ops.greedy import triton_rows as _triton_rows
 else:
     _triton_rows = deferred(__name__, "weft.kernels.ops.greedy.triton_rows")
+
+
+def is_faster(logits: torch.Tensor) -> bool:
+    """Whether `greedy_rows` is faster than `weft.kernels.ops.sampling` for rows that take the
+    largest logit: on a GPU it is one launch, and no host waits for the logits.
+    """
+    return logits.is_cuda
 
 
 def greedy_rows(logits: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from weft.kernels.ops.linear.triton_small import (
     small_linear,
 )
 from weft.kernels.ops.linear.triton_tiled import is_faster, tiled_linear
-from weft.kernels.ops.lora import LoraAddition, check_addition
+from weft.kernels.ops.lora.checks import check_addition
 from weft.kernels.ops.lora.gpu import Ranks, add_fixed_lora
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_fold import Folded
 from weft.kernels.ops.lora.triton_product import added_within, can_add_within
 from weft.kernels.ops.lora.triton_rows import NormOfRows

@@ -21,7 +21,7 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
 from weft.kernels.ops.linear.triton_fp8_tiles import FIXED, multiply_fp8
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix
 

@@ -25,7 +25,7 @@ from weft.kernels.ops.linear.triton_groups_product import (
 )
 from weft.kernels.ops.linear.triton_groups_tensor_cores import can_multiply, multiply_wide
 from weft.kernels.ops.linear.triton_groups_unpack import power_of_two, unpacked
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.shared.dependent_launch import (
     is_dependent,
     launch_options,

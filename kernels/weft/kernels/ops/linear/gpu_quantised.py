@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition, check_addition
+from weft.kernels.ops.lora.checks import check_addition
 from weft.kernels.ops.lora.gpu import Ranks, add_fixed_lora
+from weft.kernels.ops.lora.spec import LoraAddition
 
 Multiply = Callable[[torch.Tensor | None, torch.dtype], torch.Tensor]
 """Computes x @ weight^T + bias + residual in a dtype; the residual may be None."""

@@ -11,9 +11,7 @@ from weft.kernels.ops.activation.spec import SILU, Gating
 from weft.kernels.shared import cpu
 from weft.kernels.shared.formats.int_groups import IntGroups
 from weft.kernels.shared.formats.packed_groups import PackedGroups
-from weft.kernels.shared.formats.quantised import (
-    QuantisedMatrix,
-)
+from weft.kernels.shared.formats.quantised import QuantisedMatrix
 from weft.kernels.shared.formats.rotated import RotatedChannels
 
 

@@ -16,7 +16,7 @@ from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, few_rows
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import INT8_MAX, Int8Channels
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2

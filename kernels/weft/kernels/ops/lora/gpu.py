@@ -9,7 +9,7 @@ the other rows, all rows come in tiles of one shape.
 from __future__ import annotations
 
 import torch
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_fold import Folded
 from weft.kernels.ops.lora.triton_parts import new_entries
 from weft.kernels.ops.lora.triton_product import MAX_ROWS

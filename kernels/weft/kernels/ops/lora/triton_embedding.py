@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_rows import expand_rows, of_tokens
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 

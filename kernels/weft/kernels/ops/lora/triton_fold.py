@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.lora import LoraWeights
+from weft.kernels.ops.lora.spec import LoraWeights
 from weft.kernels.shared.launch_sizes import next_power_of_2
 
 MAX_FOLDED_ROWS = 128

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.lora import LoraWeights
+from weft.kernels.ops.lora.spec import LoraWeights
 
 _PROGRAMS = 512
 """Number of programs that keep the memory busy."""

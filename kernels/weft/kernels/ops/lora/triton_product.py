@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.lora import LoraAddition
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_parts import before, max_rows, pick, three
 from weft.kernels.ops.lora.triton_rows import NormOfRows, of_tokens, shrink_rows
 from weft.kernels.shared.dependent_launch import launch_options

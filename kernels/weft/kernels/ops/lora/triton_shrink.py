@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.lora import LoraAddition
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.lora.spec import LoraAddition, LoraSegments
 from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS
 from weft.kernels.ops.lora.triton_parts import (
     FREE,

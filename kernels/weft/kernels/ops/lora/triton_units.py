@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from weft.kernels.ops.lora import LoraWeights
+from weft.kernels.ops.lora.spec import LoraWeights
 
 UNIT = 16
 """Ranks of a unit, the fewest that tensor cores multiply. An adapter has as many units as it

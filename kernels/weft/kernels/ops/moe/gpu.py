@@ -13,17 +13,13 @@ from typing import NamedTuple
 import torch
 from weft.kernels.ops.activation.spec import SILU
 from weft.kernels.ops.linear.triton_groups_few_rows import PairExperts, is_in_fours, multiply_few
-from weft.kernels.ops.lora import ExpertAddition
+from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm, StackedWeight
 from weft.kernels.ops.moe.tiles import FIXED_FP8, Tiles, fp8_tiles, packed_tiles, tiles_for
 from weft.kernels.ops.moe.triton_combine import NormAfter, combine
 from weft.kernels.ops.moe.triton_direct import MAX_DIRECT_ROWS, direct_moe
 from weft.kernels.ops.moe.triton_lora import down_additions, gate_up_additions
-from weft.kernels.ops.moe.triton_lora_pairs import (
-    Folded,
-    activate_pairs,
-    can_pair,
-)
+from weft.kernels.ops.moe.triton_lora_pairs import Folded, activate_pairs, can_pair
 from weft.kernels.ops.moe.triton_lora_tiles import (
     can_tile,
     expand_items,

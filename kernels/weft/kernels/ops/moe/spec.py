@@ -10,9 +10,7 @@ import torch
 from weft.kernels.ops.activation.spec import SILU, Gating
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.shared.formats.packed_groups import PackedExperts
-from weft.kernels.shared.formats.quantised import (
-    Fp8Experts,
-)
+from weft.kernels.shared.formats.quantised import Fp8Experts
 
 
 class Routing(NamedTuple):

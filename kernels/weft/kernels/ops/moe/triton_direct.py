@@ -16,7 +16,7 @@ from weft.kernels.ops.linear.triton_fp8_weights import (
     scales_of_expert,
     summed_row,
 )
-from weft.kernels.ops.lora import ExpertAddition
+from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.moe.triton_listed import listed_down
 from weft.kernels.ops.moe.triton_lora import down_additions, gate_up_additions
 from weft.kernels.ops.moe.triton_parts import (

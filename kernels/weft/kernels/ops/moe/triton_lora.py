@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.lora import ExpertAddition
+from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.lora.triton_parts import aligned, alignment_of
 from weft.kernels.ops.lora.triton_rows import RowSlots, expand_rows, shrink_rows, slot_of, times_b
 from weft.kernels.ops.moe.triton_lora_tiles import Items, expand_items, shrink_items, tokens_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.moe import route_reference
+from weft.kernels.ops.moe.reference import route_reference
 from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm
 from weft.kernels.ops.moe.triton_sort import Blocks, num_blocks
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.shared import cpu
+from weft.kernels.ops.norm.cpu import native_for, native_norm
+from weft.kernels.ops.norm.reference import add_rms_norm_reference, rms_norm_reference
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -64,12 +65,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if x.is_cuda:
         return _triton_rms.rms_norm(x, weight, eps)
-    native = cpu.native_cpu_for(x)
+    native = native_for(x)
     if native is None:
         return rms_norm_reference(x, weight, eps)
-    out = torch.empty_like(x)
-    _norm_native(native, out, x, None, weight, eps)
-    return out
+    return native_norm(native, x, None, weight, eps)
 
 
 def add_rms_norm(
@@ -87,14 +86,12 @@ def add_rms_norm(
     """
     if x.is_cuda:
         return _triton_rms.add_rms_norm(x, residual, weight, eps)
-    native = cpu.native_cpu_for(x)
+    native = native_for(x)
     if native is None:
         return add_rms_norm_reference(x, residual, weight, eps)
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} is not like x")
-    out = torch.empty_like(x)
-    _norm_native(native, out, x, residual, weight, eps)
-    return out, residual
+    return native_norm(native, x, residual, weight, eps), residual
 
 
 def add_layer_norm(
@@ -118,45 +115,3 @@ def add_layer_norm(
     if x.is_cuda:
         return _triton_layer.add_layer_norm(x, residual, weight, bias, eps)
     return F.layer_norm(x + residual, weight.shape, weight, bias, eps)
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype)
-
-
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    residual.add_(x)
-    return rms_norm_reference(residual, weight, eps), residual
-
-
-def _norm_native(
-    native: cpu.NativeCpu,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-) -> None:
-    rows, width = x.shape
-    is_fine = weight.dtype == torch.float32
-    is_typed = is_fine or weight.dtype == x.dtype
-    if weight.shape != (width,) or not is_typed or not x.is_contiguous():
-        raise ValueError(
-            f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
-            f"{x.dtype} contiguous={x.is_contiguous()}"
-        )
-    native.rms_norm(
-        x.dtype == torch.bfloat16,
-        is_fine,
-        out.data_ptr(),
-        x.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        weight.data_ptr(),
-        rows,
-        width,
-        eps,
-    )

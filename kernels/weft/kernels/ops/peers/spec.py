@@ -18,6 +18,8 @@ class _Peers(Protocol):
 
     rank: int
     size: int
+    width: int | None
+    """H that sums have; None: any."""
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual + the sum of `partial` over all ranks, the same bits on each of them.

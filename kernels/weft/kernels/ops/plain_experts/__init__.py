@@ -33,6 +33,11 @@ class PlainExperts(NamedTuple):
     """The stacked weights on a GPU, [E, I, H] and [E, H, I]."""
 
 
+def are_stacked(device: torch.device) -> bool:
+    """Whether a device multiplies the weights of all experts as one stack in floats."""
+    return device.type == "cuda"
+
+
 def stack_experts(
     experts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,20 +7,16 @@ other tokens never read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from weft.kernels.ops.linear import linear, weight_rows
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import (
-    LoraAddition,
-    LoraStep,
-    add_embedding_lora,
-    add_lora,
-    segments_with_adapters,
-)
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.lora import add_embedding_lora, add_lora
+from weft.kernels.ops.lora.reference import segments_with_adapters
+from weft.kernels.ops.lora.spec import LoraAddition, LoraSegments, LoraStep
+from weft.kernels.ops.replaced.spec import ReplacedMatrices
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -29,31 +25,6 @@ if TYPE_CHECKING:
 else:
     _lora_gpu = deferred(__name__, "weft.kernels.ops.lora.gpu")
     _triton_replaced = deferred(__name__, "weft.kernels.ops.replaced.triton_replaced")
-
-OWN = -1
-"""Place of a slot whose adapter uses the model's own matrix."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplacedMatrices:
-    """The matrices of all loaded adapters for the embedding, or for the LM head.
-
-    Loading writes a matrix first, then the slot's place. Captured graphs read both at replay.
-    """
-
-    places: torch.Tensor
-    """[num_slots] int32: number of the matrix that the slot's adapter uses; `OWN`: the model's own,
-    as for slot 0.
-    """
-    on_device: torch.Tensor | None = None
-    """The matrices on a GPU, [n, vocabulary, hidden], contiguous, dtype of the model."""
-    on_host: list[LinearWeight | None] = field(default_factory=list)
-    """The matrices on a CPU by number, from `pack_linear`."""
-
-    def matrix_of(self, slot: int) -> LinearWeight | None:
-        """The matrix of a slot on a CPU; None: the model's own."""
-        place = int(self.places[slot])
-        return None if place == OWN else self.on_host[place]
 
 
 def adapt_embeddings(out: torch.Tensor, token_ids: torch.Tensor, lora: LoraStep) -> None:

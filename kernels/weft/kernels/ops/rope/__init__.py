@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from weft.kernels.ops.norm import rms_norm_reference
 from weft.kernels.ops.pages.pool import check_rows, has_dense_pages
-from weft.kernels.ops.pages.scaled_kv import (
-    SCALED_MULTIPLE,
-    head_dim,
-    holds,
-    is_scaled,
-    parts_of,
-    quantised,
-)
-from weft.kernels.shared import cpu
+from weft.kernels.ops.pages.scaled_kv import head_dim, holds
+from weft.kernels.ops.rope.cpu import native_for, native_rope
+from weft.kernels.ops.rope.reference import rope_and_cache_reference, rotated
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -78,9 +70,7 @@ def rope_and_cache(
         return _triton_rope.rope_and_cache(
             *given, k_out, num_adjacent=num_adjacent, is_settled=True
         )
-    native, dim = cpu.native_cpu_for(qkv), head_dim(pool)
-    if native is not None and is_scaled(pool) and (dim % SCALED_MULTIPLE or dim > native.max_dim):
-        native = None
+    native, dim = native_for(qkv, pool), head_dim(pool)
     if (native is None and not qkv.is_cuda) or dim % 2:
         return rope_and_cache_reference(
             qkv,
@@ -96,7 +86,6 @@ def rope_and_cache(
             eps,
             num_adjacent=num_adjacent,
         )
-    rows = qkv.shape[0]
     if not 0 <= num_adjacent <= dim // 2:
         raise ValueError(f"{num_adjacent} adjacent pairs of {dim // 2}")
     check_rope(qkv.shape, qkv.dtype, positions, cos_sin, pool, slots, (num_heads, num_kv_heads))
@@ -109,95 +98,10 @@ def rope_and_cache(
         raise ValueError(f"a head norm's weight must be [{dim}] {qkv.dtype} or float32")
     if not 0 <= layer < pool.shape[2]:
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
+    given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
     if native is None:
-        given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
         return _triton_rope.rope_and_cache(*given, k_out, num_adjacent=num_adjacent)
-    described = cpu.describe_pool(pool, qkv.dtype)
-    q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype)
-    status = native.rope_and_cache(
-        ctypes.byref(described),
-        layer,
-        qkv.data_ptr(),
-        positions.data_ptr(),
-        slots.data_ptr(),
-        cos_sin.data_ptr(),
-        cos_sin.shape[0],
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
-        bool(norms) and norms[0].dtype == torch.float32,
-        eps,
-        rows,
-        num_heads,
-        num_adjacent,
-        q.data_ptr(),
-    )
-    if status:
-        cpu.check_status(status, "rope_and_cache")
-    return q
-
-
-def rope_and_cache_reference(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    slots: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    num_adjacent: int = 0,
-) -> torch.Tensor:
-    dim, page_size = head_dim(pool), pool.shape[-2]
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, dim)
-    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if q_norm is not None:
-        q = rms_norm_reference(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm_reference(k, k_norm, eps)
-    turns = cos_sin[positions]
-    pages, offsets = slots // page_size, slots % page_size
-    for part, vectors in enumerate((rotated(k, turns, num_adjacent), v)):
-        if is_scaled(pool):
-            numbers, scales = parts_of(pool)
-            rounded, own = quantised(vectors, numbers.dtype)
-            numbers.view(torch.uint8)[pages, :, layer, part, offsets] = rounded.view(torch.uint8)
-            scales[pages, :, layer, part, offsets] = own
-        else:
-            pool[pages, :, layer, part, offsets] = vectors
-    return rotated(q, turns, num_adjacent)
-
-
-def rotated(
-    x: torch.Tensor, turns: torch.Tensor, num_adjacent: int = 0, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The rotation alone, in eager torch on any device, computed in float32 and rounded once.
-
-    Args:
-        x: [T, heads, D].
-        turns: [T, D] float32: rows of `cos_sin`.
-        num_adjacent: As in `rope_and_cache`.
-        out: Where the result goes, of any strides, which may be `x` itself; None: new memory.
-
-    Returns:
-        [T, heads, D], dtype of `x`.
-    """
-    out = x.new_empty(x.shape) if out is None else out
-    half = x.shape[-1] // 2 - num_adjacent
-    halves = slice(half), slice(half, 2 * half), slice(half)
-    adjacent = slice(2 * half, None, 2), slice(2 * half + 1, None, 2), slice(half, None)
-    # Operations convert dtypes while they read and write, which saves launches.
-    for first, second, pairs in (halves, adjacent):
-        low, high = x[..., first], x[..., second]
-        if low.shape[-1]:
-            cos, sin = (each[..., pairs] for each in turns.unsqueeze(1).chunk(2, dim=-1))
-            products = low * cos, high * sin, high * cos, low * sin
-            torch.sub(products[0], products[1], out=out[..., first])
-            torch.add(products[2], products[3], out=out[..., second])
-    return out
+    return native_rope(native, *given, num_adjacent)
 
 
 def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -12,29 +12,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.kernels.ops.sampling.reference import (
-    ERROR_NO_CANDIDATE,
-    ERROR_NOT_FINITE,
-    GREEDY_TEMPERATURE,
-    MASKED_LOGIT,
+from weft.kernels.ops.sampling.reference import sample_rows_reference, top_rows_reference
+from weft.kernels.ops.sampling.spec import (
     NUM_FIELDS,
-    SlotParams,
-    sample_rows_reference,
-    top_rows_reference,
 )
-from weft.kernels.shared.build import NativeLibrary, load_native, loaded_openmp_library
-
-__all__ = [
-    "ERROR_NOT_FINITE",
-    "ERROR_NO_CANDIDATE",
-    "GREEDY_TEMPERATURE",
-    "MASKED_LOGIT",
-    "Scratch",
-    "SlotParams",
-    "native_sampling",
-    "sample_rows",
-    "top_rows",
-]
+from weft.kernels.shared.build import NativeLibrary, load_packaged, loaded_openmp_library
 
 SOURCE = Path(__file__).parents[2] / "csrc" / "sampling.c"
 MIN_PARALLEL_LOGITS = 1 << 16
@@ -45,7 +27,7 @@ MIN_PARALLEL_LOGITS = 1 << 16
 def native_sampling() -> NativeLibrary:
     # The noise is defined without fused multiply-add, as `BASE_FLAGS` have it.
     flags = ("-fopenmp-simd",)
-    native = load_native(SOURCE, openmp_library=loaded_openmp_library(), flags=flags)
+    native = load_packaged(SOURCE, openmp_library=loaded_openmp_library(), flags=flags)
     if native.library is not None:
         _declare(native.library)
     return native

@@ -6,10 +6,10 @@ the row itself; here they are parameters.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from weft.kernels.ops.sampling.reference import NUM_FIELDS
+from weft.kernels.ops.sampling.spec import NUM_FIELDS, DraftedRows, SlotTensors, TopLogits
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -18,50 +18,6 @@ if TYPE_CHECKING:
 else:
     _triton_draw = deferred(__name__, "weft.kernels.ops.sampling.triton_draw")
     _triton_top = deferred(__name__, "weft.kernels.ops.sampling.triton_top")
-
-
-class SlotTensors(NamedTuple):
-    """Sampling parameters of each slot, on the device of the logits."""
-
-    params: torch.Tensor
-    """[max_slots, NUM_FIELDS] int64, rows of `pack_slot`."""
-    masks: torch.Tensor
-    """[max_slots, ceil(vocab_size / 32)] int32: bit i % 32 of word i / 32 allows token i."""
-    biases: torch.Tensor
-    """[num_rows, vocab_size] float32, added to the logits before anything else; num_rows >= 1."""
-    counts: torch.Tensor
-    """[num_rows, vocab_size] int32: twice a token's occurrences in the output, plus 1 if the prompt
-    has it; num_rows >= 1. Drawing updates them.
-    """
-
-
-class DraftedRows(NamedTuple):
-    """Rows that follow drafts, several for one slot. Each draws as if the drafts before it were
-    text.
-    """
-
-    firsts: torch.Tensor
-    """[L] int64: the first row of each row's request: the row itself without drafts."""
-    tokens: torch.Tensor
-    """[T] int64: the input token of each row."""
-    words: torch.Tensor | None
-    """[T] int64: bit i is set if the i-th row of the request is this row or one before it, as in
-    `weft.kernels.ops.attention.paged_attention`. None: chains.
-    """
-
-
-class TopLogits(NamedTuple):
-    """The inputs of log-probabilities: log_softmax(row)[i] = row[i] - log_sum."""
-
-    log_sums: torch.Tensor
-    """[M] float64; NaN for rows that are not finite."""
-    drawn: torch.Tensor
-    """[M] float32: logit of the token drawn; undefined where there is none."""
-    ids: torch.Tensor
-    """[M, num_top] int64: ids of the largest logits, largest first, lower ids first among equals.
-    """
-    logits: torch.Tensor
-    """[M, num_top] float32."""
 
 
 def draw_rows(

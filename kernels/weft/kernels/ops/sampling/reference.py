@@ -20,98 +20,28 @@ Tokens of equal logits stay or go together: what is kept never depends on an ord
 from __future__ import annotations
 
 import math
-from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from weft.kernels.ops.sampling.noise import gumbel_noise
+from weft.kernels.ops.sampling.spec import (
+    ERROR_NO_CANDIDATE,
+    ERROR_NOT_FINITE,
+    GREEDY_TEMPERATURE,
+    MASKED_LOGIT,
+    Field,
+    Int64Array,
+)
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 UInt32Array = npt.NDArray[np.uint32]
-
-GREEDY_TEMPERATURE = 1e-5
-MASKED_LOGIT = float(np.finfo(np.float32).min)
-"""Logit of a token that must not be drawn: finite, so that infinities remain faults."""
-ERROR_NOT_FINITE = -1
-ERROR_NO_CANDIDATE = -2
 
 NOISE_SPREAD = 36.74 + 3.61
 """Largest minus smallest noise. A token that is further below the largest scaled logit cannot win.
 """
 SMALL = 64
 """A search sorts the values once at most so many are left."""
-
-
-class SlotParams(NamedTuple):
-    """How the tokens of a slot are drawn: the fields of `weft.contract.request.SamplingParams` that
-    decide it.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    top_n_sigma: float = 0.0
-    seed: int = 0
-    """Unsigned, 64 bits."""
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-
-    @property
-    def gap(self) -> float:
-        """The least (z - max z) / T that `min_p` keeps; minus infinity: all."""
-        return math.log(self.min_p) if self.min_p > 0.0 else -math.inf
-
-
-class Field(IntEnum):
-    """Columns of a slot's row of parameters; real numbers are the bits of a float64."""
-
-    TEMPERATURE = 0
-    TOP_P = 1
-    GAP = 2
-    SEED = 3
-    TOP_K = 4
-    MASK_END = 5
-    """From this position on the slot's mask does not count; 0: it never counts."""
-    BIAS_ROW = 6
-    """Row of `SlotTensors.biases`; -1: none."""
-    COUNT_ROW = 7
-    """Row of `SlotTensors.counts`; -1: none."""
-    REPETITION = 8
-    FREQUENCY = 9
-    PRESENCE = 10
-    TOP_N_SIGMA = 11
-
-
-NUM_FIELDS = len(Field)
-ALWAYS_MASKED = 1 << 62
-"""Value of `Field.MASK_END` with which the mask counts at every position."""
-
-
-def pack_slot(
-    params: SlotParams, *, mask_end: int = 0, bias_row: int = -1, count_row: int = -1
-) -> Int64Array:
-    """Packs one slot's row of parameters. Before position `mask_end` only tokens of the slot's
-    mask may be drawn. `bias_row` -1: no biases. `count_row` is the row of the counts that penalties
-    use; -1: none.
-    """
-    row = np.zeros(NUM_FIELDS, np.int64)
-    reals = row.view(np.float64)
-    reals[Field.TEMPERATURE], reals[Field.TOP_P] = params.temperature, params.top_p
-    reals[Field.GAP], reals[Field.TOP_N_SIGMA] = params.gap, params.top_n_sigma
-    row[Field.SEED] = np.uint64(params.seed).astype(np.int64)
-    row[Field.TOP_K], row[Field.MASK_END] = params.top_k, mask_end
-    row[Field.BIAS_ROW], row[Field.COUNT_ROW] = bias_row, count_row
-    reals[Field.REPETITION] = params.repetition_penalty
-    reals[Field.FREQUENCY], reals[Field.PRESENCE] = (
-        params.frequency_penalty,
-        params.presence_penalty,
-    )
-    return row
 
 
 def sample_rows_reference(

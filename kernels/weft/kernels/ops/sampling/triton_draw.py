@@ -25,14 +25,15 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.sampling.device import DraftedRows, SlotTensors
-from weft.kernels.ops.sampling.reference import (
+from weft.kernels.ops.sampling.reference import NOISE_SPREAD
+from weft.kernels.ops.sampling.spec import (
     ERROR_NO_CANDIDATE,
     ERROR_NOT_FINITE,
     GREEDY_TEMPERATURE,
     MASKED_LOGIT,
-    NOISE_SPREAD,
+    DraftedRows,
     Field,
+    SlotTensors,
 )
 from weft.kernels.ops.sampling.triton_noise import (
     exp_of_negative,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.sampling.reference import MASKED_LOGIT, NUM_FIELDS, Field
+from weft.kernels.ops.sampling.spec import MASKED_LOGIT, NUM_FIELDS, Field
 from weft.kernels.ops.sampling.triton_noise import key_of
 
 _NUM_FIELDS = tl.constexpr(NUM_FIELDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.sampling.device import TopLogits
+from weft.kernels.ops.sampling.spec import TopLogits
 from weft.kernels.ops.sampling.triton_noise import exp_of_negative, key_of, natural_log, value_of
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 

@@ -33,6 +33,24 @@ def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
     return [table.index_select(0, rows) for table in tables]
 
 
+def hold_rows(memory: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Holds rows for the work that follows: on a GPU in fixed memory, as captured graphs need it,
+    on a CPU as they are.
+
+    Args:
+        memory: [N, W]; on a GPU changed.
+        rows: [T, W]; on a GPU only the first N are held.
+
+    Returns:
+        `memory` on a GPU, else `rows`.
+    """
+    if not rows.is_cuda:
+        return rows
+    count = min(rows.shape[0], memory.shape[0])
+    memory[:count].copy_(rows[:count])
+    return memory
+
+
 def put_rows(
     to: torch.Tensor, to_rows: torch.Tensor, source: torch.Tensor, rows: torch.Tensor
 ) -> None:

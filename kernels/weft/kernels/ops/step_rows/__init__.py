@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from weft.kernels.ops.attention import depths_of
+from weft.kernels.ops.attention.reference import depths_of
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.shared.deferred import deferred
 

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from weft.kernels.ops.draft_head import DraftEntries
 from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora import LoraAddition, LoraStep, addition_to, experts_addition
+from weft.kernels.ops.lora.spec import LoraAddition, LoraStep, addition_to, experts_addition
 from weft.kernels.ops.moe import by_pair, moe, route
 from weft.kernels.ops.moe.spec import SparseMlpWeight
-from weft.kernels.ops.norm import AnyNorm
+from weft.kernels.ops.norm import AnyNorm, add_layer_norm
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.shared import cpu
 from weft.kernels.shared.deferred import deferred
@@ -266,6 +267,17 @@ def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = Non
     if not hidden.is_cuda or (peers is not None and peers.device_type != "cuda"):
         return Stream(hidden, taps, peers)
     return _gpu.GpuStream(hidden, taps) if peers is None else _gpu.RankedStream(hidden, taps, peers)
+
+
+def norm_of_sum(
+    added: Sum, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """[T, H]: the layer norm of `residual` plus an addition, with arguments as in
+    `weft.kernels.ops.norm.add_layer_norm`. A GPU adds within the norm, a CPU within the product.
+    """
+    if residual.is_cuda:
+        return add_layer_norm(added.value(), residual, weight, bias, eps)
+    return F.layer_norm(added.added_to(residual), weight.shape, weight, bias, eps)
 
 
 def can_fold(

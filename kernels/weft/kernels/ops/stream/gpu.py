@@ -19,7 +19,8 @@ from weft.kernels.ops.linear.gpu import (
 from weft.kernels.ops.linear.gpu_fp8 import gated_mlp, has_groups, rounds_rows
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
-from weft.kernels.ops.lora import LoraAddition, check_addition, experts_addition
+from weft.kernels.ops.lora.checks import check_addition
+from weft.kernels.ops.lora.spec import LoraAddition, experts_addition
 from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.ops.moe.gpu import begin_ranks, routed_moe
 from weft.kernels.ops.moe.triton_combine import NormAfter

@@ -21,11 +21,13 @@ from weft.common.worker.frames import (
     merge,
     parse_from_engine,
 )
-from weft.contract.cores import num_cores
+from weft.contract.binding import Binding
+from weft.contract.cores import num_cores, parse_cores
 from weft.contract.errors import ConfigError, Internal, PeerUnavailable, error_class
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.reports import EngineInfo, LoadReport
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.placement import NET_VARIABLE, bound_command
 
 logger = logging.getLogger(__name__)
 
@@ -96,19 +98,21 @@ class EngineClient:
         environment = dict(os.environ)
         if self._config.num_threads:
             environment["OMP_NUM_THREADS"] = str(self._config.num_threads)
-        environment.setdefault("OMP_NUM_THREADS", str(num_cores()))
+        binding = self._config.bindings[0] if self._config.bindings else Binding()
+        cores = parse_cores(binding.cores) or None
+        environment.setdefault("OMP_NUM_THREADS", str(num_cores(cores)))
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+        if binding.net_devices:
+            environment[NET_VARIABLE] = binding.net_devices
+        command = [
+            *(sys.executable, "-m", "weft.common.worker.engine_process"),
+            *(str(theirs.fileno()), str(their_orders.fileno()), str(os.getpid())),
+            *(f"{self._config.role}-engine", *self._logging),
+            *([] if self._black_box is None else [str(self._black_box)]),
+        ]
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "weft.common.worker.engine_process",
-                str(theirs.fileno()),
-                str(their_orders.fileno()),
-                str(os.getpid()),
-                f"{self._config.role}-engine",
-                *self._logging,
-                *([] if self._black_box is None else [str(self._black_box)]),
+                *bound_command(command, binding),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), their_orders.fileno()),
                 env=environment,

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 from weft.common.default_id import default_id
 from weft.common.faults import allow_sabotage
-from weft.common.rpc.listen import keep_nixl_on_loopback
 from weft.common.rpc.server import QUARANTINE_STATUS, ServiceServer
 from weft.common.rpc.tls import load_identity
 from weft.common.tasks import has_returned, start_logged
@@ -28,6 +28,7 @@ from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.metrics import EngineCollector
+from weft.common.worker.placements import notes_of, place_worker
 from weft.common.worker.service import HAND_BACK_S, Queries, WorkerServicer
 from weft.common.worker.settings import WorkerSettings
 from weft.common.worker.start_server import StartServer
@@ -38,6 +39,7 @@ from weft.contract.errors import ConfigError, WeftError
 from weft.contract.messages import Outbox
 from weft.contract.reports import EngineInfo
 from weft.engine.base.config import EngineConfig, Role
+from weft.engine.base.placement import bindings_of
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -110,13 +112,14 @@ class WorkerHost:
         self._make_service = make_service
         self._worker_id = settings.worker_id or default_id(role, settings.port)
         config = with_adapter_needs(settings, settings.engine_config(role, self._worker_id))
+        self._placements = place_worker(config, settings.host)
+        config = replace(config, bindings=bindings_of(self._placements))
         self._config = config
         registry = open_registry(settings.adapter_root)
         self._identity = load_identity(settings)
         self._dumps: CrashDumps | None = None
         if settings.crash_dir is not None:
             self._dumps = CrashDumps(settings.crash_dir, settings.max_crash_dumps, self._worker_id)
-        keep_nixl_on_loopback(settings.host)
         self._engine = EngineClient(
             config,
             self._on_outbox,
@@ -152,6 +155,7 @@ class WorkerHost:
         # gRPC's threads may exist once the engine was spawned.
         async with self._starting:
             info = await self._engine.wait_ready()
+        info = replace(info, notices=[*info.notices, *notes_of(self._placements)])
         self._kv_feed = KvFeed(self._worker_id, info.epoch)
         for notice in info.notices:
             logger.warning(notice)
@@ -293,6 +297,7 @@ class WorkerHost:
             settings.advertise,
             self._adapters,
             lambda: server.admin_port,
+            self._placements,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         service.add_to(server.grpc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from weft.common.media_stream import media_of
 from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
+from weft.common.worker.placements import told
 from weft.contract.codec.pairs import INFO, LOAD
 from weft.contract.codec.walk import duration
 from weft.contract.errors import Draining, PeerUnavailable
@@ -21,6 +23,7 @@ from weft.contract.fills import LeaseQuery, ProcessExited
 from weft.contract.layout import StatePlane
 from weft.contract.messages import FaultOrder, Inbox, Outbox
 from weft.contract.reports import QUIET_REPORT_S, EngineInfo
+from weft.engine.base.placement import RankPlacement
 from weft.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
 
 MIN_INTERVAL_S = 0.02
@@ -112,6 +115,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             gateways use.
         adapters: The worker's adapters; None: it serves the base model alone.
         admin_port: Returns the operators' port; 0: there is none.
+        placements: Where its ranks run.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         advertised: str = "",
         adapters: AdapterFollower | None = None,
         admin_port: Callable[[], int] = lambda: 0,
+        placements: Sequence[RankPlacement] = (),
     ) -> None:
         self._engine = engine
         self._queries = queries
@@ -142,6 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._advertised = advertised
         self._adapters = adapters
         self._admin_port = admin_port
+        self._ranks = told(placements)
         self._is_draining = False
         self._is_ending = False
 
@@ -177,6 +183,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             kvstores=self._kvstores,
             advertised_address=self._advertised,
             admin_port=self._admin_port(),
+            host=socket.gethostname(),
+            ranks=self._ranks,
         )
         if self._adapters is not None and info.max_loras:
             response.adapters.max_rank = info.max_lora_rank

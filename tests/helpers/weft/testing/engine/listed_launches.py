@@ -27,7 +27,7 @@ from weft.engine.executor.graphs import GraphBucket
 from weft.engine.loop import build
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
-from weft.kernels.ops import linear
+from weft.kernels.ops.linear import pack as linear_pack
 from weft.kernels.shared import cpu
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
@@ -166,7 +166,7 @@ def launches_of(kind: str) -> dict[str, list[str]]:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(cpu, "native_cpu", return_value=None),
-        mock.patch.object(linear, "onednn_has_bfloat16", return_value=False),
+        mock.patch.object(linear_pack, "onednn_has_bfloat16", return_value=False),
         mock.patch.object(build, "load_model", _load_as_on_gpu),
         mock.patch.object(InterpretedFunction, "run", return_value=None),
     ):

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from weft.kernels.ops.attention import paged_attention_reference
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 
 LAYERS, LAYER = 2, 1

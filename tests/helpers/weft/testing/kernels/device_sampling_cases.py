@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.kernels.ops.sampling.cpu import Scratch, sample_rows
-from weft.kernels.ops.sampling.device import SlotTensors
-from weft.kernels.ops.sampling.reference import ALWAYS_MASKED, SlotParams, pack_slot
+from weft.kernels.ops.sampling.spec import ALWAYS_MASKED, SlotParams, SlotTensors, pack_slot
 from weft.testing.kernels.naive_sampling import NaiveParams, edited_logits
 
 Int64Array = npt.NDArray[np.int64]

@@ -12,9 +12,9 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run
 from weft.engine.model.step import Step
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
-from weft.kernels.ops.linear import pack_gate_up, pack_linear
-from weft.kernels.ops.lora import LoraStep
-from weft.kernels.ops.moe import pack_experts
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
+from weft.kernels.ops.lora.spec import LoraStep
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import SparseMlpWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.stream import Stream, Taps

@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pytest
 import torch
-from weft.kernels.ops.lora import LoraAddition, LoraWeights, sort_tokens
+from weft.kernels.ops.lora import sort_tokens
 from weft.kernels.ops.lora import triton_shrink as lora_shrink
-from weft.kernels.ops.lora.spec import ROW_RANK, LoraSegments
+from weft.kernels.ops.lora.layout import ROW_RANK
+from weft.kernels.ops.lora.spec import LoraAddition, LoraSegments, LoraWeights
 from weft.kernels.shared.dependent_launch import LaunchOptions
 
 POISON_ROW = np.iinfo(np.int32).min // 2

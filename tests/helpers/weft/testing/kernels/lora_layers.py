@@ -15,8 +15,8 @@ from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
-from weft.kernels.ops.lora import LoraStep, sort_tokens
-from weft.kernels.ops.lora.spec import LoraSegments
+from weft.kernels.ops.lora import sort_tokens
+from weft.kernels.ops.lora.spec import LoraSegments, LoraStep
 from weft.kernels.ops.norm import Norm
 from weft.testing.kernels.layer_cases import make_cos_sin, step_of
 from weft.testing.kernels.lora_cases import LoraCase, draw_slots, make_lora

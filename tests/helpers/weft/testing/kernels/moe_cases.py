@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
-from weft.kernels.ops.lora import ExpertAddition, LoraWeights
-from weft.kernels.ops.moe import route_reference
+from weft.kernels.ops.lora.spec import ExpertAddition, LoraWeights
+from weft.kernels.ops.moe.reference import route_reference
 from weft.kernels.ops.moe.spec import ExpertWeights, Routing, SparseMlpWeight
 from weft.kernels.ops.stream import Combine, GatedSum, Normed, SharedCombine
 from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups

@@ -49,7 +49,7 @@ from weft.kernels.ops.linear import gpu as gpu_linear
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear import triton_groups_tensor_cores as groups_tensor_cores
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
-from weft.kernels.ops.lora import LoraStep
+from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, Routing, SparseMlpWeight
@@ -70,8 +70,7 @@ from weft.kernels.ops.replaced import triton_replaced as replaced
 from weft.kernels.ops.rope import rope_and_cache, rotate_heads
 from weft.kernels.ops.sampling import triton_draw as sampling
 from weft.kernels.ops.sampling import triton_top as sampling_top
-from weft.kernels.ops.sampling.device import DraftedRows, SlotTensors
-from weft.kernels.ops.sampling.reference import NUM_FIELDS
+from weft.kernels.ops.sampling.spec import NUM_FIELDS, DraftedRows, SlotTensors
 from weft.kernels.ops.slot_rows import triton_rows as slot_rows
 from weft.kernels.ops.slot_states import triton_delta as delta_steps
 from weft.kernels.ops.slot_states import triton_states as slot_states

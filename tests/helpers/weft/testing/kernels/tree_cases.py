@@ -6,7 +6,7 @@ import random
 from typing import NamedTuple
 
 import torch
-from weft.kernels.ops.attention import paged_attention_reference
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, in_parts, make_case
 from weft.testing.kernels.kernel_checks import assert_as_exact
 

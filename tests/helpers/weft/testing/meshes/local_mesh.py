@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import httpx
@@ -47,6 +47,8 @@ class LocalMesh:
     """Name of the model in requests."""
     is_tiny = False
     """Whether a thread an engine is enough."""
+    program: ClassVar = WEFT
+    """The command that it is started by, without `up`."""
 
     def __init__(self, folder: Path, *flags: str, gateways: int = 1) -> None:
         port = free_run("127.0.0.1", 2 * gateways)
@@ -61,17 +63,20 @@ class LocalMesh:
         ports += ["--gateways", str(gateways)]
         if "--device" not in flags:
             ports += ["--device", "cpu"]
-        environment = {**os.environ, "NO_COLOR": "1"}
-        if not self.is_tiny:  # Engines take the cores that they find.
-            environment.pop("OMP_NUM_THREADS", None)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*WEFT, "up", *ports, "--state-dir", str(self.state), *flags],
+                [*self.program, "up", *ports, "--state-dir", str(self.state), *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self.environment(),
             )
+
+    def environment(self) -> dict[str, str]:
+        environment = {**os.environ, "NO_COLOR": "1"}
+        if not self.is_tiny:  # Engines take the cores that they find.
+            environment.pop("OMP_NUM_THREADS", None)
+        return environment
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
-from weft.kernels.ops.lora import LoraStep, LoraWeights
+from weft.kernels.ops.lora.spec import LoraStep, LoraWeights
 from weft.testing.kernels.lora_cases import (
     LoraCase,
     Shared,

@@ -22,7 +22,7 @@ from weft.engine.model.weights.schemes.plain import (
 )
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight, PackableMatrix
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.shared.formats.fp8 import FP8

@@ -11,7 +11,7 @@ from weft.engine.model.weights.gguf_file import GROUP, GgufFile, GgufGroups
 from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, listing
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import pack_linear
+from weft.kernels.ops.linear.pack import multiplies_gguf, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.shared.formats.int_groups import IntGroups, pack_int_groups
 
@@ -27,7 +27,7 @@ class GgufScheme(QuantisedScheme):
     def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
         shares = spec.weights(weights.shard)
         parts = []
-        for part in shares if weights.device.type == "cpu" else ():
+        for part in shares if multiplies_gguf(weights.device) else ():
             groups = _groups(part.name, part.shape, weights)
             if groups is None or part.size != part.shape:
                 break
@@ -42,7 +42,7 @@ class GgufScheme(QuantisedScheme):
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         is_own = weights.has("lm_head.weight")
         name = "lm_head.weight" if is_own else "model.embed_tokens.weight"
-        groups = _groups(name, None, weights) if weights.device.type == "cpu" else None
+        groups = _groups(name, None, weights) if multiplies_gguf(weights.device) else None
         if groups is None:
             return super().head(matrix, weights)
         added = (0, 0, 0, matrix.shape[0] - groups.numbers.shape[0])

@@ -11,7 +11,7 @@ from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, list
 from weft.engine.model.weights.schemes.int_layouts import IntParts, join_parts, read_parts
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import pack_linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.shared.formats.int_groups import IntGroups, quantise_groups
 from weft.kernels.shared.formats.quantised import quantise_channels

@@ -11,7 +11,7 @@ from weft.engine.model.weights.schemes.base import (
 )
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import pack_linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
 from weft.kernels.shared.formats.rotated import BLOCK, multiplies_rotated, quantise_rotated

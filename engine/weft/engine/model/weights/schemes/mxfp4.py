@@ -12,6 +12,7 @@ from weft.engine.model.weights.schemes.plain import PlainScheme, apart, packed_e
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.spec import LinearWeight, PackableMatrix
+from weft.kernels.ops.moe.pack import can_widen
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.shared.formats.int_groups import MXFP4_GROUP, mxfp4_groups
 
@@ -73,7 +74,7 @@ class Mxfp4Scheme:
             matrix = mxfp4_groups(blocks, scales)
             if own.start % MXFP4_GROUP == 0 and own.stop % MXFP4_GROUP == 0:
                 return matrix
-            if weights.device.type == "cuda":
+            if not can_widen(weights.device):
                 raise ModelError(
                     f"{weights.full_name(name)}: the share of each of {weights.shard.size} ranks "
                     f"of {product.in_features} columns cuts a group of {MXFP4_GROUP}, which would "

@@ -9,9 +9,9 @@ import torch
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear import pack_gate_up, pack_linear
+from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight, PackableMatrix
-from weft.kernels.ops.moe import pack_experts
+from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import ExpertWeights
 
 

@@ -1,0 +1,117 @@
+"""The wheels on a fresh machine: an empty home, and neither make, Go nor a compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import httpx
+import pytest
+from weft.testing.meshes.local_mesh import MODEL, LocalMesh
+from weft.testing.wheels import wheel_folder
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+ABSENT = ("make", "go", "cc", "gcc", "clang", "python3")
+OF_INDEXES = ("PIP_", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_FIND_LINKS", "SSL_", "REQUESTS_")
+"""Variables that say how this machine reaches its package index."""
+
+
+class FreshMachine:
+    """An empty home in which `uv` is the only program."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, programs = folder / "home", folder / "programs"
+        self.home.mkdir()
+        programs.mkdir()
+        uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        assert uv is not None, "uv is missing: run `make setup`"
+        (programs / "uv").symlink_to(uv)
+        kept = {k: v for k, v in os.environ.items() if k.startswith(OF_INDEXES)}
+        kept |= {k: v for k, v in os.environ.items() if k.lower().endswith("_proxy")}
+        self.environment = {**kept, "HOME": str(self.home), "PATH": str(programs)}
+        assert not [name for name in ABSENT if shutil.which(name, path=str(programs))]
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=self.home,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1800,
+        )
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}"
+        return done.stdout
+
+    def install(self, extra: str) -> None:
+        wheels = wheel_folder()
+        (wheel,) = wheels.glob("weft-*.whl")
+        python = Path(sys.base_prefix) / "bin" / "python3"
+        self.run("uv", "venv", "--python", str(python))
+        requirement = f"weft{extra} @ file://{wheel}"
+        self.run("uv", "pip", "install", "--find-links", str(wheels), requirement)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> FreshMachine:
+    machine = FreshMachine(tmp_path_factory.mktemp("fresh"))
+    machine.install("")
+    return machine
+
+
+def test_without_the_demo_model_the_start_says_what_to_install(machine: FreshMachine) -> None:
+    done = subprocess.run(
+        [".venv/bin/weft", "up"],
+        cwd=machine.home,
+        env=machine.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "install the wheel with its extra `demo`" in done.stderr
+
+
+def test_a_mesh_answers_at_its_first_and_second_start(
+    machine: FreshMachine, tmp_path: Path
+) -> None:
+    machine.install("[demo]")
+
+    class InstalledMesh(LocalMesh):
+        program: ClassVar = [str(machine.home / ".venv" / "bin" / "weft")]
+
+        def environment(self) -> dict[str, str]:
+            return machine.environment
+
+    body = {
+        "messages": [{"role": "user", "content": "What is a loom?"}],
+        **{"temperature": 0, "max_tokens": 16, "weft_timeline": True},
+    }
+    texts = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        mesh = InstalledMesh(folder, "--plain", "--local-prefill-max-tokens", "0")
+        try:
+            mesh.wait_ready()
+            client = httpx.Client(base_url=mesh.url, timeout=120, trust_env=False)
+            models = client.get("/v1/models").json()["data"]
+            assert [model["id"] for model in models] == [MODEL]
+            answer = client.post("/v1/chat/completions", json=body).json()
+            (fill,) = answer["weft"]["timeline"]["fills"]
+            assert fill["source"] == "FILL_SOURCE_PREFILL"
+            texts.append(answer["choices"][0]["message"]["content"])
+            assert "<title>" in client.get("/console/").text
+        finally:
+            status = mesh.stop()
+        assert status == 0, mesh.text
+        logs = "".join(log.read_text() for log in mesh.state.rglob("*.log"))
+        assert "no native" not in logs
+    assert texts[0] == texts[1] != ""
+    # Nothing was compiled.
+    assert not (machine.home / ".cache" / "weft" / "native").exists()
