@@ -104,6 +104,7 @@ def test_rows_and_patches_of_a_shape(tmp_path: Path) -> None:
     tower = tower_of(make_vision("smolvlm", tmp_path / "model", 1))
     assert tower.rows_of([64, 64, 3]) == tower.config.tokens_per_tile == 16
     assert tower.cost_of([64, 64, 3]) == 64
+    assert tower.max_shape == (64, 64, 3)
     for shape in ([64, 56, 3], [64, 64], [64, 64, 4]):
         for call in (tower.rows_of, tower.cost_of):
             with pytest.raises(InvalidRequest, match=r"this model takes \[64, 64, 3\]"):

@@ -50,6 +50,13 @@ def test_the_kv_of_a_draft_model_is_taken_from_it() -> None:
     assert "draft" not in needs(80 * GIB).describe()
 
 
+def test_rows_of_images_are_taken_from_it() -> None:
+    plan = replace(needs(80 * GIB), media=9 * GIB)
+    assert pages_of(plan, 1 << 20) == pages_of(needs(71 * GIB), 1 << 20)
+    assert "rows of images 9.00 GiB" in plan.describe()
+    assert "images" not in needs(80 * GIB).describe()
+
+
 @pytest.mark.parametrize(
     ("share", "free", "left"),
     [

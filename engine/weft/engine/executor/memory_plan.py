@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor, activations_dtype
-from weft.engine.model.interface import Model
+from weft.engine.model.interface import MediaEncoder, Model
 from weft.pages.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
 from weft.pages.memory.state_index import BLOCKS_OF_REQUEST
 
@@ -49,9 +49,9 @@ class MemoryNeeds:
     free: int
     """Free memory of this engine's share after the weights were loaded."""
     weights: int
-    """Weights of the model and, if any, of adapters."""
+    """Weights of the model, with its encoder of images, and of adapters, if there are any."""
     step: int
-    """Activations and logits of the largest step."""
+    """Activations and logits of the largest step, or of encoding the largest image."""
     graphs: int
     sampling: int
     """Penalties, biases and masks if all requests use them, and the logits of captured sampling."""
@@ -59,6 +59,8 @@ class MemoryNeeds:
     """KV pool of a separate draft model."""
     states: int = 0
     """Blocks and rings of recurrent layers."""
+    media: int = 0
+    """Rows of images."""
     share: float = 1.0
     """Largest share of the device's memory that this engine may use in total."""
 
@@ -69,13 +71,15 @@ class MemoryNeeds:
     @property
     def for_pool(self) -> int:
         """Bytes that remain for the pool; negative if the needs exceed the memory."""
-        others = self.step + self.graphs + self.sampling + self.drafts + self.states
+        others = self.step + self.graphs + self.sampling
+        others += self.drafts + self.states + self.media
         return self.free - others - self.margin
 
     def describe(self) -> str:
         share = f" ({self.share:.0%} for this worker)" if self.share < 1 else ""
         drafts = f"KV of the draft model {_gib(self.drafts)}, " if self.drafts else ""
         drafts += f"states of recurrent layers {_gib(self.states)}, " if self.states else ""
+        drafts += f"rows of images {_gib(self.media)}, " if self.media else ""
         return (
             f"of {_gib(self.total)}{share} {_gib(self.free)} are free beside weights of "
             f"{_gib(self.weights)}; largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, "
@@ -310,6 +314,17 @@ def measure_needs(
     )
 
 
+def with_media(
+    needs: MemoryNeeds, encoder: MediaEncoder, rows_bytes: int, device: torch.device
+) -> MemoryNeeds:
+    """Adds rows of images, `rows_bytes`, and encodes the largest image once to measure it. Images
+    are encoded between steps, so the larger of both counts.
+    """
+    pixels = torch.zeros((1, *encoder.max_shape), dtype=torch.uint8, device=device)
+    step_bytes = _measure_run(lambda: encoder.encode(pixels), device, "the largest image", "")
+    return replace(needs, step=max(needs.step, step_bytes), media=rows_bytes)
+
+
 def free_of_share(free: int, total: int, own: int, share: float) -> int:
     """Bytes of a device that an engine may still take.
 
@@ -323,20 +338,24 @@ def free_of_share(free: int, total: int, own: int, share: float) -> int:
 
 
 def _measure_step(executor: LocalExecutor, step: StepArrays, device: torch.device) -> int:
+    what = f"a step of {len(step.token_ids)} tokens"
+    return _measure_run(lambda: executor.run(step), device, what, "; lower max_step_tokens")
+
+
+def _measure_run(run: Callable[[], object], device: torch.device, what: str, advice: str) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        executor.run(step)
+        with torch.inference_mode():
+            run()
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
-        num_tokens = len(step.token_ids)
         raise ConfigError(
-            f"no memory for a step of {num_tokens} tokens beside {_gib(before)} of weights and "
-            f"tables: {error}; lower max_step_tokens"
+            f"no memory for {what} beside {_gib(before)} of weights and tables: {error}{advice}"
         ) from error
-    step_bytes = torch.cuda.max_memory_allocated(device) - before
+    run_bytes = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return step_bytes
+    return run_bytes
 
 
 def _measure_graphs(executor: LocalExecutor, buckets: Sequence[GraphBucket]) -> int:

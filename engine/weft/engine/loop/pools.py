@@ -11,6 +11,7 @@ from weft.contract.layout import CacheLayout
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.build import tree_rows
+from weft.engine.executor.local import activations_dtype
 from weft.engine.executor.memory_plan import (
     MIN_PAGES,
     MemoryNeeds,
@@ -21,6 +22,7 @@ from weft.engine.executor.memory_plan import (
     divide_states,
     measure_needs,
     pages_of,
+    with_media,
 )
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.model.loader import LoadedModel
@@ -160,6 +162,9 @@ def _measure(
         max_drafts=config.most_drafts,
         tree_rows=tree_rows(config),
     )
+    if loaded.encoder is not None:
+        row_bytes = loaded.config.hidden_size * activations_dtype(loaded.model).itemsize
+        needs = with_media(needs, loaded.encoder, config.media_rows * row_bytes, device)
     if draft is not None:
         needs = draft.added_to(needs, max_context_tokens, page_bytes, device)
     if layout.states is None or needs.for_pool <= 0:

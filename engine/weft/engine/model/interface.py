@@ -73,6 +73,11 @@ class MediaEncoder(Protocol):
     digest: bytes
     """32 bytes that name the encoder and its weights."""
 
+    @property
+    def max_shape(self) -> tuple[int, ...]:
+        """Shape of a medium that takes as much memory to encode as any."""
+        ...
+
     def rows_of(self, shape: Sequence[int]) -> int:
         """Rows of a medium of this shape. Raises InvalidRequest for one that it cannot take."""
         ...

@@ -61,6 +61,10 @@ class VisionTower:
             connector.linear(_spec(names.projection, joined, config.connector.out_features)),
         )
 
+    @property
+    def max_shape(self) -> tuple[int, ...]:
+        return (self.config.tile_size, self.config.tile_size, NUM_CHANNELS)
+
     def rows_of(self, shape: Sequence[int]) -> int:
         self._check(shape)
         return self.config.tokens_per_tile
@@ -84,10 +88,9 @@ class VisionTower:
         return linear(joined, self._projection).view(len(pixels), tokens, -1)
 
     def _check(self, shape: Sequence[int]) -> None:
-        wanted = (self.config.tile_size, self.config.tile_size, NUM_CHANNELS)
-        if tuple(shape) != wanted:
+        if tuple(shape) != self.max_shape:
             raise InvalidRequest(
-                f"an image has the shape {list(shape)}; this model takes {list(wanted)}",
+                f"an image has the shape {list(shape)}; this model takes {list(self.max_shape)}",
                 stage="validate",
                 param="spans",
             )
