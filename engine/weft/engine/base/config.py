@@ -334,6 +334,10 @@ class EngineConfig(PageConfig):
         None,
         ge=0,
     )
+    language_model_only: bool = setting(
+        "leave the image tower of the model's checkpoint out: prompts then have no images",
+        False,
+    )
     media_bytes: int = setting(
         "host memory for images of prompts, in bytes, for models that take some; those of "
         "unfinished requests are never dropped",

@@ -57,7 +57,12 @@ from weft.engine.loop.carriers import (
     keeps_in_store,
     make_carriers,
 )
-from weft.engine.loop.combinations import check_combination, check_recurrent
+from weft.engine.loop.combinations import (
+    check_combination,
+    check_recurrent,
+    describe_images,
+    takes_images,
+)
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineComponents
@@ -179,6 +184,7 @@ def _load_parts(
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
     shared = None if ranks is None or peers is None else SharedMemory(ranks, peers)
+    media = _media_embeddings(config, loaded, device)
     lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
     pools = size_pools(
@@ -191,7 +197,7 @@ def _load_parts(
     max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
-        config, models, pools, max_tokens, device, lora, shared, peers, progress
+        config, models, pools, max_tokens, device, lora, shared, peers, progress, media
     )
     ranked: RankedExecutor | None = None
     if ranks is not None:
@@ -269,6 +275,7 @@ def _load_parts(
         *(*wider_experts(loaded, device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
+        *describe_images(config, model),
         *describe_store(config, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
         *([] if not config.bindings else unbound(config.bindings[0], "the engine")),
@@ -343,6 +350,7 @@ def _load_models(
         ep=config.ep,
         mtp_head=config.reads_mtp,
         max_context_tokens=config.max_context_tokens,
+        images=takes_images(config, model),
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
@@ -371,6 +379,7 @@ def _make_executor(
     shared: SharedMemory | None,
     peers: SharedGroup | DevicePeers | None,
     progress: Progress,
+    media: MediaEmbeddings | None,
 ) -> LocalExecutor:
     layout, pool, blocks = models.layout, None, None
     if shared is not None:
@@ -398,7 +407,7 @@ def _make_executor(
         blocks=blocks,
         num_ranks=config.tp,
         peers=_device_peers(peers),
-        media=_media_embeddings(config, models.loaded, device),
+        media=media,
     )
     if shared is not None:
         shared.others.agree("pool")

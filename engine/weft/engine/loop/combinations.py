@@ -93,6 +93,18 @@ def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
             raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
 
 
+def takes_images(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether prompts may have images."""
+    return model.vision is not None and not config.language_model_only and config.tp == 1
+
+
+def describe_images(config: EngineConfig, model: ModelConfig) -> list[str]:
+    """Why a model that takes images gets none here, for the log; empty: it does, or takes none."""
+    if model.vision is None or config.language_model_only or takes_images(config, model):
+        return []
+    return ["images: one rank takes them, several (tp) serve the text alone"]
+
+
 def _check_pages_of_ranks(config: EngineConfig, model: ModelConfig) -> None:
     planes = [plane for _, planes in model.page_planes for plane in planes]
     if config.tp > 1 and config.is_on_gpu and config.moves_pages and len(planes) > 1:

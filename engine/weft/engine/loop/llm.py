@@ -18,6 +18,7 @@ from weft.contract.arrays import Float32Array
 from weft.contract.errors import WeftError, error_class
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.contract.spans import Media, Span
 from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import Timeline
@@ -127,6 +128,10 @@ class LLM:
         if not self.engine.has_work:
             self._woken.wait(_IDLE_S)
 
+    def put(self, media: Sequence[Media]) -> None:
+        """Brings media that prompts may name from now on, as far as `media_bytes` has room."""
+        self.engine.turn(Inbox(media=list(media)))
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -136,6 +141,7 @@ class LLM:
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
+        spans: Sequence[Sequence[Span]] = (),
     ) -> list[GeneratedSample]:
         """Runs prompts of token ids to their end and returns the first sample of each.
 
@@ -147,13 +153,14 @@ class LLM:
             max_at_once: Most prompts under way; further prompts begin as these end. None: all at
                 once.
             prompt_logprobs: Alternatives for each token of the prompts; None: none are computed.
+            spans: Media of each prompt, whose content `put` has brought; empty: there are none.
 
         Raises:
             ValueError: `max_at_once` is less than one.
             WeftError: A prompt was refused. All other prompts are cancelled.
         """
         groups = self.generate_all(
-            prompts, sampling, stop, top_logprobs, adapters, max_at_once, prompt_logprobs
+            prompts, sampling, stop, top_logprobs, adapters, max_at_once, prompt_logprobs, spans
         )
         return [group[0] for group in groups]
 
@@ -166,6 +173,7 @@ class LLM:
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
+        spans: Sequence[Sequence[Span]] = (),
     ) -> list[list[GeneratedSample]]:
         """`generate` with all `n` samples of each prompt."""
         if max_at_once is not None and max_at_once < 1:
@@ -189,9 +197,15 @@ class LLM:
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,
                 adapter=adapter,
+                spans=list(own),
             )
-            for prompt, drawn, ends, adapter in zip(
-                prompts, sampling, stop, adapters or [b""] * len(prompts), strict=True
+            for prompt, drawn, ends, adapter, own in zip(
+                prompts,
+                sampling,
+                stop,
+                adapters or [b""] * len(prompts),
+                spans or [()] * len(prompts),
+                strict=True,
             )
         ]
         return self._finish(submits, max_at_once or len(submits))

@@ -1,0 +1,223 @@
+"""Prompts with images against transformers: one to four images, text between, chunks that end
+inside images, cached prefixes, little memory for rows, drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from weft.contract.errors import InvalidRequest, MediaMissing
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.spans import Media, Span
+from weft.engine.loop.llm import LLM
+from weft.testing.models.tiny_vision import IMAGE_TOKEN_ID, make_vision
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+SIZE, TOKENS = 64, 16
+"""Sides of a tile, and tokens of one."""
+STOP = StopCriteria(max_tokens=12, ignore_eos=True)
+
+
+class Prompt(NamedTuple):
+    ids: list[int]
+    spans: list[Span]
+    media: list[Media]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("images") / "model"
+    return make_vision("smolvlm", path, random.randrange(1 << 30))
+
+
+def tile() -> Media:
+    return Media.of("image", "test", (SIZE, SIZE, 3), random.randbytes(SIZE * SIZE * 3))
+
+
+def text(most: int = 24) -> list[int]:
+    return [random.randrange(3, 256) for _ in range(random.randint(1, most))]
+
+
+def prompt_of(tiles: list[Media], begin: list[int] | None = None) -> Prompt:
+    """Text, the tiles with text between some of them, text."""
+    ids, spans = list(begin or text()), list[Span]()
+    for one in tiles:
+        spans.append(Span(position=len(ids), length=TOKENS, digest=one.digest))
+        ids += [IMAGE_TOKEN_ID] * TOKENS
+        if random.random() < 0.7:
+            ids += text()
+    return Prompt([*ids, *text()], spans, list({one.digest: one for one in tiles}.values()))
+
+
+class Reference:
+    """transformers' model in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        self._settings = json.loads((folder / "preprocessor_config.json").read_text())
+
+    @torch.no_grad()
+    def tokens(self, prompt: Prompt, count: int = 12) -> list[int]:
+        by_digest = {one.digest: one for one in prompt.media}
+        pixels = torch.stack(
+            [
+                torch.frombuffer(bytearray(by_digest[span.digest].data), dtype=torch.uint8)
+                for span in prompt.spans
+            ]
+        ).view(-1, SIZE, SIZE, 3)
+        mean, std = (torch.tensor(self._settings[n]) for n in ("image_mean", "image_std"))
+        numbers = (pixels * self._settings["rescale_factor"] - mean) / std
+        made = self._model.generate(
+            input_ids=torch.tensor([prompt.ids]),
+            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.int64),
+            pixel_values=numbers.permute(0, 3, 1, 2)[None],
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+        )
+        found: list[int] = made[0, len(prompt.ids) :].tolist()
+        return found
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, dtype="float32", num_pages=400, **settings)
+
+
+def run(llm: LLM, *prompts: Prompt) -> list[list[int]]:
+    llm.put([one for prompt in prompts for one in prompt.media])
+    found = llm.generate(
+        [prompt.ids for prompt in prompts], stop=STOP, spans=[prompt.spans for prompt in prompts]
+    )
+    return [sample.token_ids for sample in found]
+
+
+@pytest.mark.parametrize("chunk", [256, 16])
+def test_tokens_are_those_of_transformers(folder: Path, reference: Reference, chunk: int) -> None:
+    """In a batch, with chunks that hold whole prompts, or end inside of images."""
+    prompts = [prompt_of([tile() for _ in range(count)]) for count in (1, 2, 4)]
+    with engine(folder, prefill_chunk_tokens=chunk) as llm:
+        assert run(llm, *prompts) == [reference.tokens(prompt) for prompt in prompts]
+
+
+def test_cached_prefixes_are_those_of_the_same_images(folder: Path, reference: Reference) -> None:
+    """The same image is found again, up to a page inside of it; another one in its place is not."""
+    first, second = tile(), tile()
+    begin = text()
+    seen = prompt_of([first, second], begin)
+    again = Prompt([*seen.ids, *text()], seen.spans, seen.media)
+    # Ends inside of the second image's tokens.
+    cut = Prompt(
+        [*seen.ids[: seen.spans[1].position + 5], *text()],
+        [seen.spans[0], Span(position=seen.spans[1].position, length=5, digest=second.digest)],
+        seen.media,
+    )
+    spans = [
+        Span(position=span.position, length=span.length, digest=other.digest)
+        for span, other in zip(seen.spans, (first, tile()), strict=True)
+    ]
+    third = tile()
+    spans[1] = Span(position=spans[1].position, length=TOKENS, digest=third.digest)
+    other = Prompt(seen.ids, spans, [first, third])
+    swapped = Prompt(
+        seen.ids,
+        [
+            Span(position=span.position, length=TOKENS, digest=one.digest)
+            for span, one in zip(seen.spans, (second, first), strict=True)
+        ],
+        seen.media,
+    )
+    with engine(folder) as llm:
+        for prompt, most in (
+            (seen, 0),
+            (again, len(seen.ids)),
+            (other, seen.spans[1].position),
+            (swapped, seen.spans[0].position),
+        ):
+            llm.put(prompt.media)
+            (sample,) = llm.generate([prompt.ids], stop=STOP, spans=[prompt.spans])
+            assert sample.token_ids == reference.tokens(prompt)
+            assert sample.timeline is not None
+            matched = sample.timeline.matched_tokens
+            assert matched <= most
+            assert matched > most - 16 - TOKENS
+        llm.put(cut.media)
+        (sample,) = llm.generate([cut.ids], stop=STOP, spans=[cut.spans])
+        assert sample.timeline is not None
+        assert sample.timeline.matched_tokens >= seen.spans[1].position + 5 - 16
+
+
+def test_rows_are_made_again_where_memory_is_short(folder: Path, reference: Reference) -> None:
+    """Room for four images in all, eight requests of three at once."""
+    prompts = [prompt_of([tile() for _ in range(3)]) for _ in range(8)]
+    with engine(folder, media_rows=64, prefill_chunk_tokens=32) as llm:
+        assert run(llm, *prompts) == [reference.tokens(prompt) for prompt in prompts]
+        assert llm.engine.media is not None
+        assert llm.engine.media.num_encoded >= 24
+
+
+def test_an_image_seen_before_is_not_encoded_again(folder: Path) -> None:
+    one = tile()
+    with engine(folder) as llm:
+        run(llm, prompt_of([one]), prompt_of([one, one]))
+        run(llm, prompt_of([one]))
+        assert llm.engine.media is not None
+        assert llm.engine.media.num_encoded == 1
+
+
+def test_samples_share_their_images(folder: Path, reference: Reference) -> None:
+    prompt = prompt_of([tile(), tile()])
+    with engine(folder) as llm:
+        llm.put(prompt.media)
+        sampling = SamplingParams(temperature=0.0, n=3)
+        (group,) = llm.generate_all([prompt.ids], sampling, STOP, spans=[prompt.spans])
+        assert [sample.token_ids for sample in group] == [reference.tokens(prompt)] * 3
+        assert llm.engine.media is not None
+        assert not llm.engine.scheduler.num_requests
+
+
+def test_preempted_requests_go_on(folder: Path, reference: Reference) -> None:
+    """Pages for hardly two requests: some are preempted, and compute their images' pages anew."""
+    stop = StopCriteria(max_tokens=80, ignore_eos=True)
+    prompts = [prompt_of([tile(), tile()]) for _ in range(4)]
+    with LLM(folder, dtype="float32", num_pages=32, prefix_cache=False) as llm:
+        llm.put([one for prompt in prompts for one in prompt.media])
+        found = llm.generate(
+            [prompt.ids for prompt in prompts], stop=stop, spans=[p.spans for p in prompts]
+        )
+        assert llm.engine.scheduler.num_preemptions
+    assert [one.token_ids for one in found] == [reference.tokens(p, 80) for p in prompts]
+
+
+def test_a_missing_image_is_told_and_disturbs_nobody(folder: Path, reference: Reference) -> None:
+    prompt = prompt_of([tile()])
+    with engine(folder) as llm:
+        with pytest.raises(MediaMissing, match="lacks 1"):
+            llm.generate([prompt.ids], stop=STOP, spans=[prompt.spans])
+        wrong = Media.of("image", "test", (SIZE, SIZE // 2, 3), bytes(SIZE * SIZE // 2 * 3))
+        llm.put([wrong])
+        span = Span(position=0, length=4, digest=wrong.digest)
+        with pytest.raises(InvalidRequest, match="shape"):
+            llm.generate([prompt.ids], stop=STOP, spans=[[span]])
+        assert run(llm, prompt) == [reference.tokens(prompt)]
+
+
+def test_without_its_tower_a_model_takes_text_alone(folder: Path) -> None:
+    prompt = prompt_of([tile()])
+    with engine(folder, language_model_only=True) as llm:
+        llm.put(prompt.media)
+        with pytest.raises(InvalidRequest, match="no images"):
+            llm.generate([prompt.ids], stop=STOP, spans=[prompt.spans])
+        (sample,) = llm.generate([text()], stop=STOP)
+        assert len(sample.token_ids) == 12
