@@ -44,6 +44,7 @@ from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.media.reader import ImageReader
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
 from weft.gateway.routing.record_file import RoutingRecord
 from weft.gateway.routing.router import Router
@@ -161,6 +162,8 @@ class GatewayApp:
             else None
         )
         cards = AdapterCards(self.adapters)
+        self.images = ImageReader(settings)
+        """Reads the images of all models."""
         served = [self._serve(model) for model in loaded]
         self.catalogue = Catalogue(served, self.adapters, cards, settings.expected_adapters)
         """The models that requests can name."""
@@ -241,7 +244,7 @@ class GatewayApp:
         return ServedModel(
             model=model,
             fleet=fleet,
-            preparer=Preparer(settings, longest),
+            preparer=Preparer(settings, longest, self.images),
             router=router,
             latency_admission=LatencyAdmission(gate),
         )
@@ -445,6 +448,7 @@ class GatewayApp:
         for served in self.catalogue:
             served.latency_admission.close()
             served.preparer.close()
+        await asyncio.to_thread(self.images.close)
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
         if self._routing_record is not None:

@@ -85,13 +85,35 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFile:
+    """An image as a client sent it; nothing of it is checked yet."""
+
+    source: str = field(repr=False)
+    """A URL, or base64 alone."""
+    where: str
+    """Path of the part in the client's body."""
+    kind: str
+    """What the client's API calls such a part."""
+    type_param: str
+    """Path of the field that makes the part an image."""
+    is_coarse: bool = False
+    """Whether few tokens are wanted, at less detail."""
+    is_of_tool: bool = False
+    """Whether a tool has returned it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
     """A conversation to answer."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Messages, each with `role` and `content`, strings. One with `tool_calls` has them in OpenAI's
-    form, but for the arguments: an object, or the text where a client gave none.
+    """Messages, each with `role` and `content`: a string or, in a message with images, a list of
+    parts in their order, each `{"type": "image"}` or `{"type": "text", "text": ...}`. One with
+    `tool_calls` has them in OpenAI's form, but for the arguments: an object, or the text where a
+    client gave none.
     """
+    images: tuple[ImageFile, ...] = ()
+    """The images of all messages, in order."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools that the model is shown, in OpenAI's form."""
     add_generation_prompt: bool = True

@@ -367,6 +367,41 @@ class GatewaySettings(_RoutingSettings):
         description="calls of /tokenize, /detokenize and echo that wait for a thread; more are "
         "refused, in calls",
     )
+    max_images: int = Field(
+        32, ge=1, le=1024, description="images in one request, for models that take them"
+    )
+    max_image_bytes: int = Field(
+        20 << 20, ge=1, le=1 << 30, description="largest file of an image, in bytes"
+    )
+    max_images_bytes: int = Field(
+        64 << 20, ge=1, le=1 << 30, description="files of all images of a request, in bytes"
+    )
+    max_image_pixels: int = Field(
+        50_000_000,
+        ge=1,
+        le=1 << 30,
+        description="largest image, in pixels; a larger one is refused before it is decoded",
+    )
+    media_processes: int = Field(
+        2, ge=1, le=64, description="processes that decode images, started at the first one"
+    )
+    media_timeout_s: float = Field(
+        20.0,
+        gt=0,
+        le=600,
+        description="time after which a process is ended that works on one image, in seconds",
+    )
+    max_queued_media: int = Field(
+        256,
+        ge=0,
+        description="images that wait for a process; more are refused, in images",
+    )
+    media_memo_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="memory for processed images, which are not decoded again when they come back, "
+        "in bytes; 0 = none are kept",
+    )
     load_interval_s: float = Field(
         0.2, ge=0.02, le=10, description="interval of the workers' load reports, in seconds"
     )

@@ -159,13 +159,6 @@ def _read_past(text: str) -> object:
     return objects
 
 
-def instead_of(kind: str) -> str:
-    """The text that stands for a part of a tool's result that the model cannot read. A session goes
-    on whatever its tools return.
-    """
-    return f"[The tool returned content of type {kind[:80]}. This model reads text alone.]"
-
-
 def json_object(text: str, param: str) -> dict[str, Any]:
     """The JSON object that a field contains as text. Raises InvalidRequest if it contains something
     else.

@@ -23,6 +23,7 @@ from weft.contract.errors import InvalidRequest
 from weft.gateway.request import ChatPrompt
 from weft.gateway.text.answer.describe import RESULT_TAGS
 from weft.gateway.text.answer.formats import FORMATS, REASONING_FORMATS
+from weft.gateway.text.parts import text_part
 from weft.gateway.text.tokens import encode
 
 _MARKS = tuple(map(chr, range(0x12000, 0x1239A)))
@@ -71,13 +72,15 @@ class Rendered(NamedTuple):
 
 class ControlTokens:
     """The control tokens of one model. Safe to use from several threads. `sources` are its chat
-    templates.
+    templates, `image_token` stands for an image in them; empty: none does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sources: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, sources: Sequence[str] = (), image_token: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        source = "\n".join(sources)
+        source = "\n".join([*sources, image_token])
         controls = {one.content: id_ for id_, one in added.items() if _is_control(one, source)}
         unknown = getattr(tokenizer.model, "unk_token", None)
         self._ids = frozenset(id_ for one, id_ in controls.items() if one != unknown)
@@ -123,10 +126,19 @@ class ControlTokens:
         guarded = self._given.value(message, mark)
         if message["role"] in _ROLES:
             guarded["role"] = message["role"]
+        guard = self._given
         if message["role"] == "assistant":
+            guard = self._assistant
             for name in _ASSISTANT_TEXTS:
                 if name in message:
-                    guarded[name] = self._assistant.value(message[name], mark)
+                    guarded[name] = guard.value(message[name], mark)
+        content = message.get("content")
+        if isinstance(content, list):
+            # The names in parts are the gateway's own.
+            guarded["content"] = [
+                text_part(guard.value(part["text"], mark)) if part["type"] == "text" else part
+                for part in content
+            ]
         return dict(guarded)
 
     def encode(self, rendered: Rendered) -> list[int]:

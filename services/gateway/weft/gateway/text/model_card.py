@@ -17,6 +17,7 @@ from weft.checkpoint.tokenizer_files import read_json, read_tokenizer
 from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import ModelError
 from weft.contract.request import PARAMETERS, SAMPLING_DEFAULTS, Reasoning
+from weft.gateway.media.load import ImagePrompts, load_image_prompts
 from weft.gateway.text.answer.formats import (
     FORMATS,
     REASONING_FORMATS,
@@ -73,6 +74,10 @@ class ModelCard:
     """What its files are for, and how they make vectors."""
     pooling_problem: str = ""
     """Why these files cannot be used, so that the model can only generate; empty: they can."""
+    images: ImagePrompts | None = None
+    """How the model takes images; None: it reads text alone."""
+    images_problem: str = ""
+    """Why its images are not served; empty: they are, or it has none."""
     model_type: str = ""
     """`model_type` of config.json."""
     hidden_size: int = 0
@@ -154,16 +159,18 @@ def load_model_card(
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such directory; --model-dir takes a Hugging Face model")
-    config = _text_config(read_json(folder / "config.json", required=True))
+    whole_config = read_json(folder / "config.json", required=True)
+    config = _text_config(whole_config)
     generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
     pooling, problem = _pooling(folder)
     parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser, chat_template)
     tokenizer: Tokenizer = parts["tokenizer"]
+    images, images_problem = _images(folder, whole_config, tokenizer)
     return ModelCard(
         name=name or folder.resolve().name,
         **parts,
-        controls=_controls(parts),
+        controls=_controls(parts, images),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         json_whitespace=json_whitespace,
@@ -178,6 +185,8 @@ def load_model_card(
         ),
         pooling=pooling,
         pooling_problem=problem,
+        images=images,
+        images_problem=images_problem,
         model_type=str(config.get("model_type", "")),
         hidden_size=_integer(config, "hidden_size", 1) if config.get("hidden_size") else 0,
         num_parameters=num_parameters(folder),
@@ -211,7 +220,7 @@ def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
     return replace(
         model,
         **parts,
-        controls=_controls(parts),
+        controls=_controls(parts, model.images),
         eos_ids=model.eos_ids | _eos_ids({}, {}, parts["tokenizer"], specials),
         vocabulary_size=max(model.vocabulary_size, 1 + max(own.values())),
     )
@@ -262,9 +271,11 @@ def _read_tokenizer(
     return fields, specials
 
 
-def _controls(parts: Mapping[str, Any]) -> ControlTokens:
+def _controls(parts: Mapping[str, Any], images: ImagePrompts | None) -> ControlTokens:
     templates = (parts["template"], parts["tool_template"])
-    return ControlTokens(parts["tokenizer"], [one.source for one in templates if one is not None])
+    sources = [one.source for one in templates if one is not None]
+    image_token = "" if images is None else images.form.image_token
+    return ControlTokens(parts["tokenizer"], sources, image_token)
 
 
 def _pooling(folder: Path) -> tuple[PoolingConfig, str]:
@@ -276,6 +287,17 @@ def _pooling(folder: Path) -> tuple[PoolingConfig, str]:
     except ModelError as error:
         _log.warning("%s serves text alone: %s", folder, error.message)
         return load_pooling(folder, "generate"), error.message
+
+
+def _images(
+    folder: Path, config: dict[str, Any], tokenizer: Tokenizer
+) -> tuple[ImagePrompts | None, str]:
+    """How a model takes images, or why its images are not served."""
+    try:
+        return load_image_prompts(folder, config, tokenizer), ""
+    except ModelError as error:
+        _log.warning("%s serves no images: %s", folder, error.message)
+        return None, error.message
 
 
 def _integer(config: dict[str, Any], name: str, default: int) -> int:

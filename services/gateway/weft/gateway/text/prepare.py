@@ -12,7 +12,11 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
+from weft.contract.spans import check_spans
 from weft.gateway.admission.admission import Admission
+from weft.gateway.media.load import Expansion, ImagePrompts, put_in
+from weft.gateway.media.reader import ImageReader
+from weft.gateway.media.sources import Source
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -30,6 +34,7 @@ from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.answer.make import final_constraint
 from weft.gateway.text.control_tokens import Rendered
 from weft.gateway.text.model_card import ModelCard, least_tokens
+from weft.gateway.text.parts import text_of, without_images
 from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, encode_parts
 from weft.gateway.validate import invalid
 from weft.gateway.warnings import warn
@@ -40,10 +45,16 @@ T = TypeVar("T")
 class Preparer:
     """Applies the chat template and tokenises, off the event loop."""
 
-    def __init__(self, settings: GatewaySettings, context_tokens: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        context_tokens: Callable[[], int],
+        images: ImageReader | None = None,
+    ) -> None:
         """Starts the threads. `context_tokens` returns the context length that all owners
-        have now.
+        have now. `images` reads those of all models; None: no model takes any.
         """
+        self._images = images
         self._context_tokens = context_tokens
         num_threads = settings.tokenizer_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
@@ -64,9 +75,12 @@ class Preparer:
         """Prepares the prompts of a request.
 
         Raises:
-            InvalidRequest: A template refuses its messages, a prompt is empty, or the constraint
-                cannot be combined with calls.
+            InvalidRequest: A template refuses its messages, a prompt is empty, an image cannot be
+                read, or the constraint cannot be combined with calls.
             ContextTooLong: A prompt and its output do not fit the context.
+            Overloaded: Too many images wait.
+            DeadlineExceeded: An image was not processed in time.
+            PeerUnavailable: The process that worked on an image has died.
         """
         prompts, pooling = request.prompts, request.pooling
         if all(isinstance(prompt, TokenPrompt) for prompt in prompts):
@@ -78,6 +92,8 @@ class Preparer:
                 self._pool, self._tokenize_all, model, prompts, pooling
             )
         for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
+            if isinstance(prompt, ChatPrompt) and prompt.images:
+                await self._add_images(model, prompt, given, request.tenant_name)
             self._fit(prompt, given, request)
             given.seed, given.constraint = seed, final_constraint(request, model, given)
         return prepared
@@ -86,12 +102,20 @@ class Preparer:
         """Tokenises one prompt that is not run.
 
         Raises:
-            InvalidRequest: A template refuses its messages.
+            InvalidRequest: A template refuses its messages, or an image has no size.
             ContextTooLong: It is many times longer than the context.
             Overloaded: Too many such calls wait.
             DeadlineExceeded: It was not done in time.
+            PeerUnavailable: The process that read an image's header has died.
         """
+        if isinstance(prompt, ChatPrompt) and prompt.images and model.images is None:
+            prompt = without_images(prompt, model.images_problem)
         (given,) = await self._bounded(lambda: self._tokenize_all(model, (prompt,)))
+        if isinstance(prompt, ChatPrompt) and prompt.images:
+            reader, images = self._of_images(model)
+            sources = await reader.sources(prompt.images)
+            expansions = await self._measured(reader, images, prompt, sources)
+            given.ids, _ = put_in(given.ids, images.image_id, [(one, ()) for one in expansions])
         return given.ids
 
     async def detokenize(self, model: ModelCard, many: Sequence[Sequence[int]]) -> list[str]:
@@ -102,6 +126,53 @@ class Preparer:
             DeadlineExceeded: It was not done in time.
         """
         return await self._bounded(lambda: decode(model.tokenizer, many))
+
+    def _of_images(self, model: ModelCard) -> tuple[ImageReader, ImagePrompts]:
+        assert self._images is not None, "the gateway has a reader for models that take images"
+        assert model.images is not None, "other models get no images"
+        return self._images, model.images
+
+    async def _add_images(
+        self, model: ModelCard, prompt: ChatPrompt, given: PreparedPrompt, tenant: str
+    ) -> None:
+        """Processes a prompt's images and puts their tokens in place of their placeholders."""
+        reader, images = self._of_images(model)
+        sources = await reader.sources(prompt.images)
+        num_texts = len(given.ids) - len(prompt.images)
+        if num_texts + images.most_tokens * len(prompt.images) > self._context_tokens():
+            # Headers tell whether the images are worth decoding.
+            measured = await self._measured(reader, images, prompt, sources, tenant)
+            self._refuse_above(prompt, num_texts + sum(len(one.ids) for one in measured))
+        processed = await reader.process(
+            images.form, prompt.images, sources, deadline=self._deadline(), tenant=tenant
+        )
+        expanded = [
+            (images.expansion(one.height, one.width, is_coarse=image.is_coarse), one.media)
+            for image, one in zip(prompt.images, processed, strict=True)
+        ]
+        given.ids, given.spans = put_in(given.ids, images.image_id, expanded)
+        given.media = tuple({one.digest: one for _, many in expanded for one in many}.values())
+        check_spans(given.spans, len(given.ids))
+
+    async def _measured(
+        self,
+        reader: ImageReader,
+        images: ImagePrompts,
+        prompt: ChatPrompt,
+        sources: Sequence[Source],
+        tenant: str = "",
+    ) -> list[Expansion]:
+        sizes = await reader.sizes(
+            images.form, prompt.images, sources, deadline=self._deadline(), tenant=tenant
+        )
+        return [
+            images.expansion(*size, is_coarse=image.is_coarse)
+            for image, size in zip(prompt.images, sizes, strict=True)
+        ]
+
+    def _deadline(self) -> float:
+        """By when the work on images has begun at the latest; the caller may give up earlier."""
+        return asyncio.get_running_loop().time() + self._timeout_s
 
     async def _bounded(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -231,10 +302,22 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
 
 def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, rendered: Rendered) -> PreparedPrompt:
     ids = model.controls.encode(rendered)
+    if model.images is not None:
+        _check_placeholders(ids.count(model.images.image_id), len(prompt.images))
     if model.reasoning is None:
         return PreparedPrompt(ids=ids)
     begins, has_reasoned = _reasoning_at_end(prompt, rendered.text, model.reasoning)
     return PreparedPrompt(ids=ids, begins_reasoning=begins, has_reasoned=has_reasoned)
+
+
+def _check_placeholders(num_placeholders: int, num_images: int) -> None:
+    """The n-th placeholder is the n-th image's, since no text of the conversation makes one."""
+    if num_placeholders != num_images:
+        raise invalid(
+            "messages",
+            f"have {num_images} images, for which the model's chat template wrote "
+            f"{num_placeholders} places; put images into messages of the user's",
+        )
 
 
 def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> PreparedPrompt:
@@ -357,5 +440,4 @@ def _param(prompt: Prompt) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
+    return text_of(message.get("content"))

@@ -13,11 +13,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from weft.contract.errors import InvalidRequest, ModelError
+from weft.gateway.text.parts import Content, parts_of, wrapped
 
 _MARK = "\U0010fffd continued here \U0010fffd"
 """Text at the end of the message to be continued. Without it, blanks that the template cuts off, or
 text that it adds, could not be recognised.
 """
+
+_PROBE = "probe"
+"""Content by which a template shows whether it reads texts."""
 
 _REFUSALS = (
     jinja2.TemplateError,
@@ -77,6 +81,15 @@ class ChatTemplate:
         """Whether the template knows the role `developer`."""
         self.knows_thinking = ".thinking" in source
         """Whether the template reads messages' reasoning from `thinking`, like gpt-oss's."""
+        self._reads_parts_alone = False
+        self._reads_parts_alone = self._drops(_PROBE) and not self._drops(parts_of(_PROBE))
+
+    def _drops(self, content: Content) -> bool:
+        """Whether a user's content does not reach the text."""
+        try:
+            return _PROBE not in self.render([{"role": "user", "content": content}])
+        except InvalidRequest:
+            return True
 
     def render(
         self,
@@ -98,6 +111,8 @@ class ChatTemplate:
             InvalidRequest: The template refuses the conversation.
         """
         given = _with_mark(messages) if continue_final_message else list(messages)
+        if self._reads_parts_alone:
+            given = [{**one, "content": parts_of(one.get("content") or "")} for one in given]
         names: dict[str, Any] = {
             **self._special_tokens,
             "tools": None,
@@ -119,7 +134,7 @@ class ChatTemplate:
 
 def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     *before, last = messages
-    return [*before, {**last, "content": f"{last.get('content') or ''}{_MARK}"}]
+    return [*before, {**last, "content": wrapped(last.get("content") or "", after=_MARK)}]
 
 
 def _open_last(text: str) -> str:

@@ -120,17 +120,21 @@ async def gateway(
     discovery: Discovery | None = None,
     adapter_root: Path | None = None,
     generation: Mapping[str, object] | None = None,
+    change_model: Callable[[Path], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Harness]:
     """Starts workers and a gateway in front of them.
 
-    `generation`: what the model's generation_config.json says besides.
+    `generation`: what the model's generation_config.json says besides. `change_model` changes its
+    directory before it is read.
     """
     tokenizer = tokenizer or byte_level_bpe()
     model_dir = write_model_dir(folder / MODEL, tokenizer, max_context_tokens)
     if generation is not None:
         file = model_dir / "generation_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | dict(generation)))
+    if change_model is not None:
+        change_model(model_dir)
     workers = [
         FakeWorker(
             MODEL,

@@ -17,7 +17,11 @@ class BlockBody(PastPart):
     """One block of a message's content."""
 
     type: str = Field(
-        description="text, thinking, tool_use or tool_result; others are not supported"
+        description="text, thinking, tool_use, tool_result or, for models that take images, image; "
+        "others are not supported"
+    )
+    source: Hint | None = Field(
+        None, description='of an image: {"type": "base64", "media_type": ..., "data": ...}'
     )
     text: str | None = Field(None, description="of a text")
     thinking: str | None = Field(None, description="of a thinking block")
@@ -28,7 +32,7 @@ class BlockBody(PastPart):
     )
     tool_use_id: str | None = Field(None, description="of a tool_result: the call's")
     content: str | Many[BlockBody] | None = Field(
-        None, description="of a tool_result: a text, or text blocks"
+        None, description="of a tool_result: a text, or blocks of text and images"
     )
     is_error: bool | None = unused("of a tool_result")
     cache_control: Hint | None = unused()

@@ -17,11 +17,13 @@ from weft.gateway.api.anthropic.bodies import (
     PromptBody,
     ToolBody,
 )
+from weft.gateway.api.contents import ContentBuilder
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.parameters import client_names, given_parameters
-from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
+from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
-from weft.gateway.request import CallFacts, ChatPrompt, RawRequest
+from weft.gateway.request import CallFacts, ChatPrompt, ImageFile, RawRequest
+from weft.gateway.text.parts import Content
 from weft.gateway.validate import invalid, unsupported
 
 TOO_LONG = "prompt is too long: {tokens} tokens > {context} maximum"
@@ -64,8 +66,9 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
+    images: list[ImageFile] = []
     for number, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{number}]")
+        messages += _messages(message, f"messages[{number}]", images)
     _edit(body, messages)
     is_continued = body.messages[-1].role == "assistant"
     choice = body.tool_choice
@@ -86,6 +89,7 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
     )
     prompt = ChatPrompt(
         messages=tuple(messages),
+        images=tuple(images),
         tools=() if choice is not None and choice.type == "none" else tools,
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
@@ -170,7 +174,9 @@ def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **described}}
 
 
-def _messages(message: MessageBody, where: str) -> Iterator[dict[str, Any]]:
+def _messages(
+    message: MessageBody, where: str, images: list[ImageFile]
+) -> Iterator[dict[str, Any]]:
     """Chat templates have a message of its own for each tool result."""
     content, role = message.content, message.role
     if isinstance(content, str):
@@ -181,12 +187,18 @@ def _messages(message: MessageBody, where: str) -> Iterator[dict[str, Any]]:
         others = []
         for number, block in enumerate(content):
             if block.type == "tool_result" and role == "user":
-                yield _result(block, f"{where}.content[{number}]")
+                yield _result(block, f"{where}.content[{number}]", images)
             else:
                 others.append((number, block))
         if others or not content:
-            texts = [_text_of(block, f"{where}.content[{number}]") for number, block in others]
-            yield {"role": role, "content": "\n".join(texts)}
+            built = ContentBuilder(images)
+            for number, block in others:
+                place = f"{where}.content[{number}]"
+                if block.type == "image":
+                    _add_image(built, block, place)
+                else:
+                    built.add_text(_text_of(block, place))
+            yield {"role": role, "content": built.content}
 
 
 def _assistant(blocks: Sequence[BlockBody], where: str) -> dict[str, Any]:
@@ -215,22 +227,37 @@ def _assistant(blocks: Sequence[BlockBody], where: str) -> dict[str, Any]:
     return message
 
 
-def _result(block: BlockBody, where: str) -> dict[str, Any]:
+def _result(block: BlockBody, where: str, images: list[ImageFile]) -> dict[str, Any]:
     if not block.tool_use_id:
         raise invalid(f"{where}.tool_use_id", "is missing")
-    content = block.content or ""
-    if not isinstance(content, str):
-        content = "\n".join(
-            [_result_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        )
+    given = block.content or ""
+    content: Content = ""
+    if isinstance(given, str):
+        content = given
+    else:
+        built = ContentBuilder(images, is_of_tool=True)
+        for number, part in enumerate(given):
+            place = f"{where}.content[{number}]"
+            if part.type == "text":
+                built.add_text(_text_of(part, place))
+            elif part.type == "image":
+                _add_image(built, part, place)
+            else:
+                built.leave_out(part.type, place)
+        content = built.content
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _result_text(block: BlockBody, where: str) -> str:
-    if block.type == "text":
-        return _text_of(block, where)
-    leave_out(where, f"content `{block.type[:80]}`")
-    return instead_of(block.type)
+def _add_image(content: ContentBuilder, block: BlockBody, where: str) -> None:
+    source = block.source or {}
+    name = {"base64": "data", "url": "url"}.get(str(source.get("type")), "data")
+    given = source.get(name)
+    content.add_image(
+        given if isinstance(given, str) else None,
+        kind=block.type,
+        where=f"{where}.source.{name}",
+        type_param=f"{where}.type",
+    )
 
 
 def _text(content: str | Sequence[BlockBody], where: str) -> str:

@@ -86,7 +86,9 @@ class MessageBody(PastPart):
     )
     content: str | None = Field(None, description="may be absent where there are calls")
     thinking: str | None = Field(None, description="of the assistant")
-    images: Many[Any] | None = Field(None, description="not supported")
+    images: Many[Any] | None = Field(
+        None, description="for models that take them: base64 each, ahead of the content"
+    )
     tool_calls: Few[ToolCallBody] | None = Field(None, description="calls of the assistant")
     tool_name: str | None = Field(None, description="of a tool's result: passed on as `name`")
     tool_call_id: str | None = Field(None, description="of a tool's result: the call's")
@@ -148,7 +150,9 @@ class GenerateBody(GenerationBody):
     system: str | None = Field(None, description="the system message")
     raw: bool | None = Field(None, description="continue `prompt` without the chat template")
     suffix: str | None = refused("text behind the completion")
-    images: Many[Any] | None = refused("content other than text")
+    images: Many[Any] | None = Field(
+        None, description="for models that take them: base64 each, ahead of the prompt"
+    )
     template: str | None = refused("a chat template of the request's own")
     context: Many[int] | None = refused("a conversation as tokens; use /api/chat")
     width: int | None = refused("images")

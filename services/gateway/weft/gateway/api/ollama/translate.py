@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.contract.request import CallParams, Constraint
+from weft.gateway.api.contents import ContentBuilder
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.ollama.bodies import (
     OF_OPTIONS,
@@ -26,7 +27,6 @@ from weft.gateway.api.tools import (
     NO_TOOLS,
     ToolUse,
     check_tools,
-    instead_of,
     past_call,
     use_tools,
 )
@@ -34,11 +34,13 @@ from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import (
     CallFacts,
     ChatPrompt,
+    ImageFile,
     PoolingOptions,
     Prompt,
     RawRequest,
     TextPrompt,
 )
+from weft.gateway.text.parts import Content
 from weft.gateway.validate import invalid, unsupported
 
 _TAG = ":latest"
@@ -102,12 +104,14 @@ def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest | None:
     asks for what is not supported, or fields contradict each other.
     """
     tools = check_tools([(number, _tool(tool)) for number, tool in own_tools(body.tools)])
-    messages = [_message(number, one) for number, one in enumerate(body.messages or ())]
+    images: list[ImageFile] = []
+    messages = [_message(number, one, images) for number, one in enumerate(body.messages or ())]
     if not messages:
         return None
     is_continued = messages[-1]["role"] == "assistant"
     prompt = ChatPrompt(
         messages=tuple(messages),
+        images=tuple(images),
         tools=tools,
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
@@ -121,14 +125,22 @@ def generation_request(body: GenerateBody, facts: CallFacts) -> RawRequest | Non
     if not body.prompt:
         return None
     if body.raw:
+        if body.images:
+            raise invalid("images", "contradict raw: only a chat template has places for them")
         if body.system:
             raise invalid("system", "contradicts raw: write it into the prompt")
         if body.think is not None:
             raise invalid("think", "contradicts raw: write it into the prompt")
         return _request(body, facts, TextPrompt(text=body.prompt), NO_TOOLS)
-    messages = [{"role": "system", "content": body.system}] if body.system else []
-    messages.append({"role": "user", "content": body.prompt})
-    prompt = ChatPrompt(messages=tuple(messages), template_variables=_thinking(body))
+    images: list[ImageFile] = []
+    content = _content(ContentBuilder(images), body.images, "images", body.prompt)
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": body.system})
+    messages.append({"role": "user", "content": content})
+    prompt = ChatPrompt(
+        messages=tuple(messages), images=tuple(images), template_variables=_thinking(body)
+    )
     return _request(body, facts, prompt, NO_TOOLS)
 
 
@@ -183,17 +195,13 @@ def _thinking(body: GenerationBody) -> dict[str, Any]:
     return {"enable_thinking": bool(think), **effort}
 
 
-def _message(number: int, message: MessageBody) -> dict[str, Any]:
+def _message(number: int, message: MessageBody, images: list[ImageFile]) -> dict[str, Any]:
     where = f"messages[{number}]"
-    content = message.content
-    if message.images and message.role == "tool":
-        leave_out(f"{where}.images", "content other than text")
-        content = "\n".join(filter(None, (content, instead_of("image"))))
-    elif message.images:
-        raise unsupported(f"{where}.images", "content other than text")
-    if content is None and not message.tool_calls:
+    if message.content is None and not message.tool_calls and not message.images:
         raise invalid(f"{where}.content", "is missing; give a text")
-    translated: dict[str, Any] = {"role": message.role, "content": content or ""}
+    built = ContentBuilder(images, is_of_tool=message.role == "tool")
+    content = _content(built, message.images, f"{where}.images", message.content or "")
+    translated: dict[str, Any] = {"role": message.role, "content": content}
     named = {
         "reasoning_content": message.thinking,
         "name": message.tool_name,
@@ -210,6 +218,22 @@ def _message(number: int, message: MessageBody) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return translated
+
+
+def _content(
+    content: ContentBuilder, images: Sequence[Any] | None, where: str, text: str
+) -> Content:
+    """Images come ahead of the text, as Ollama has them."""
+    for number, image in enumerate(images or ()):
+        content.add_image(
+            image if isinstance(image, str) else None,
+            kind="image",
+            where=f"{where}[{number}]",
+            type_param=where,
+        )
+    if text:
+        content.add_text(text)
+    return content.content
 
 
 def _tool(tool: ToolBody) -> dict[str, Any]:

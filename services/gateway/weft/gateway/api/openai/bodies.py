@@ -128,13 +128,26 @@ class StreamOptions(BaseModel):
     )
 
 
+class ImageUrlBody(BaseModel):
+    """The field `image_url` of a part."""
+
+    model_config = _HISTORY
+
+    url: str = Field(description="`data:image/...;base64,...`; other URLs are not fetched")
+    detail: str | None = Field(None, description="`low`: fewer tokens, where the model allows it")
+
+
 class ContentPart(BaseModel):
     """One part of a message's content."""
 
     model_config = _HISTORY
 
-    type: str = Field(description="`text`, or `refusal`; others are not supported")
+    type: str = Field(
+        description="`text`, `refusal` or, for models that take images, `image_url`; others are "
+        "not supported"
+    )
     text: str | None = Field(None, description="of a text part")
+    image_url: ImageUrlBody | str | None = Field(None, description="of an image")
     refusal: str | None = Field(None, description="of a refusal, which counts as text")
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from weft.gateway.api.call import check_client_id
+from weft.gateway.api.contents import ContentBuilder
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
     ChatBody,
     CompletionBody,
+    ContentPart,
     GenerationBody,
+    ImageUrlBody,
     Message,
     TokenizeBody,
     ToolBody,
@@ -29,20 +32,20 @@ from weft.gateway.api.tools import (
     NO_TOOLS,
     ToolUse,
     check_tools,
-    instead_of,
     only_tools,
     past_call,
     use_tools,
 )
-from weft.gateway.api.unserved import leave_out
 from weft.gateway.request import (
     CallFacts,
     ChatPrompt,
+    ImageFile,
     Prompt,
     RawRequest,
     TextPrompt,
     TokenPrompt,
 )
+from weft.gateway.text.parts import Content
 from weft.gateway.validate import check_not_streamed, check_parameters, invalid, unsupported
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -162,8 +165,10 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         raise invalid(
             "continue_final_message", "contradicts add_generation_prompt: true; set one of them"
         )
+    images: list[ImageFile] = []
     return ChatPrompt(
-        messages=tuple(_message(i, message) for i, message in enumerate(body.messages)),
+        messages=tuple(_message(i, message, images) for i, message in enumerate(body.messages)),
+        images=tuple(images),
         add_generation_prompt=add_prompt,
         continue_final_message=continues,
         template_variables={**_effort(body), **variables},
@@ -228,7 +233,7 @@ def _own_name(body: GenerationBody) -> str:
     return ""
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
+def _message(index: int, message: Message, images: list[ImageFile]) -> dict[str, Any]:
     where = f"messages[{index}]"
     if message.function_call is not None:
         raise unsupported(f"{where}.function_call", "calls are given as tool_calls")
@@ -237,21 +242,10 @@ def _message(index: int, message: Message) -> dict[str, Any]:
         content = message.refusal or ""  # SDKs send back a turn without text with a `refusal`.
     if content is None:
         raise invalid(f"{where}.content", "is missing; give a text")
+    built: Content = content if isinstance(content, str) else ""
     if not isinstance(content, str):
-        texts: list[str] = []
-        for number, part in enumerate(content):
-            if part.type not in ("text", "refusal") and message.role == "tool":
-                leave_out(f"{where}.content[{number}]", f"content `{part.type[:80]}`")
-                texts.append(instead_of(part.type))
-                continue
-            if part.type not in ("text", "refusal"):
-                raise unsupported(f"{where}.content[{number}].type", f"content `{part.type}`")
-            text = part.text if part.type == "text" else part.refusal
-            if text is None:
-                raise invalid(f"{where}.content[{number}].{part.type}", "is missing")
-            texts.append(text)
-        content = "\n".join(texts)
-    translated: dict[str, Any] = {"role": message.role, "content": content}
+        built = _content(content, f"{where}.content", images, is_of_tool=message.role == "tool")
+    translated: dict[str, Any] = {"role": message.role, "content": built}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             translated[name] = value
@@ -265,6 +259,34 @@ def _message(index: int, message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return translated
+
+
+def _content(
+    parts: Sequence[ContentPart], where: str, images: list[ImageFile], *, is_of_tool: bool
+) -> Content:
+    content = ContentBuilder(images, is_of_tool=is_of_tool)
+    for number, part in enumerate(parts):
+        place = f"{where}[{number}]"
+        if part.type in ("text", "refusal"):
+            text = part.text if part.type == "text" else part.refusal
+            if text is None:
+                raise invalid(f"{place}.{part.type}", "is missing")
+            content.add_text(text)
+        elif part.type == "image_url":
+            given = part.image_url
+            is_object = isinstance(given, ImageUrlBody)
+            content.add_image(
+                given.url if isinstance(given, ImageUrlBody) else given,
+                kind=part.type,
+                where=f"{place}.image_url.url" if is_object else f"{place}.image_url",
+                type_param=f"{place}.type",
+                detail=given.detail if isinstance(given, ImageUrlBody) else None,
+            )
+        elif is_of_tool:
+            content.leave_out(part.type, place)
+        else:
+            raise unsupported(f"{place}.type", f"content `{part.type}`")
+    return content.content
 
 
 def _is_format(constraint: GivenConstraint) -> bool:

@@ -27,8 +27,15 @@ class PartBody(PastPart):
     """One part of an item's content."""
 
     type: str = Field(
-        description="input_text, output_text, text, refusal, reasoning_text or summary_text; "
-        "others are not supported"
+        description="input_text, output_text, text, refusal, reasoning_text, summary_text or, for "
+        "models that take images, input_image; others are not supported"
+    )
+    image_url: str | None = Field(
+        None,
+        description="of an image: `data:image/...;base64,...`; other URLs are not fetched",
+    )
+    detail: str | None = Field(
+        None, description="of an image: `low` for fewer tokens, where the model allows it"
     )
     text: str | None = Field(None, description="of all but a refusal")
     refusal: str | None = Field(None, description="of a refusal")

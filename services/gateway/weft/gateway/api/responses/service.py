@@ -31,6 +31,7 @@ from weft.gateway.api.responses.translate import (
     TOO_LONG,
     AskedResponse,
     Conversation,
+    History,
     continued,
     referred_items,
     response_request,
@@ -69,7 +70,7 @@ class _Running:
 class _Past(NamedTuple):
     """The conversation that a response answers."""
 
-    messages: Sequence[Mapping[str, Any]]
+    history: History
     """Messages for the chat template, without those of the request."""
     items: Sequence[Mapping[str, Any]]
     """Items of the API."""
@@ -107,13 +108,13 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
                 lambda: response_request(body, facts, lambda id_: _item(items, id_)),
             )
             past = await self._past(tenant, body.previous_response_id)
-            raw = continued(asked, past.messages)
+            raw = continued(asked, past.history)
             running = self._running[facts.request_id] = _Running(tenant)
             given: list[Item] = []
             if body.store is not False:
                 suffix = facts.request_id.removeprefix(PREFIX)
                 given = shown_items(body.input, lambda id_: _item(items, id_), suffix)
-            past = _Past(past.messages, [*past.items, *given])
+            past = _Past(past.history, [*past.items, *given])
             try:
                 await self._answer(running, raw, body, asked, past, context)
             finally:
@@ -185,7 +186,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
                 lambda: response_request(body, facts, lambda id_: _item(items, id_)),
             )
             past = await self._past(facts.tenant, body.previous_response_id)
-            (prompt,) = continued(asked, past.messages).prompts
+            (prompt,) = continued(asked, past.history).prompts
             resolved = await self._models.find(body.model or "")
             card = await self._models.card(resolved)
             counted = await resolved.served.preparer.tokenize(card, prompt)
@@ -247,10 +248,11 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     async def _past(self, tenant: Tenant | None, id_: str | None) -> _Past:
         """The conversation up to and including a response; empty without an id."""
         if id_ is None:
-            return _Past([], [])
+            return _Past(History(), [])
         stored = await self._stored(tenant, id_, "previous_response_id")
         output = json.loads(stored.response)["output"]
-        return _Past(json.loads(stored.history), [*json.loads(stored.items), *output])
+        history = History.from_json(json.loads(stored.history))
+        return _Past(history, [*json.loads(stored.items), *output])
 
     async def _items(self, tenant: Tenant | None, ids: Sequence[str]) -> dict[str, Any]:
         """All output items, by id, of each stored response that a wanted item belongs to."""
@@ -275,8 +277,9 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         output: Any = response["output"]
         for item in output:
             answer.add(ItemBody.model_validate(item), "output")
-        messages = [*past.messages, *asked.stored_messages, *answer.messages]
-        stored = StoredResponse(to_json(response), to_json(messages), to_json(past.items))
+        messages = [*past.history.messages, *asked.stored.messages, *answer.messages]
+        history = History(messages, [*past.history.images, *asked.stored.images])
+        stored = StoredResponse(to_json(response), to_json(history.to_json()), to_json(past.items))
         await self._store.put(raw.call.tenant_name, raw.request_id, stored)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from weft.contract.request import Constraint
+from weft.gateway.api.contents import ContentBuilder
 from weft.gateway.api.hosted import HostedTool, own_tools
 from weft.gateway.api.parameters import client_names, given_parameters, settle_logprobs
 from weft.gateway.api.responses.bodies import (
@@ -20,9 +21,10 @@ from weft.gateway.api.responses.bodies import (
     ToolChoiceBody,
     qualified,
 )
-from weft.gateway.api.tools import ToolUse, check_tools, instead_of, past_call, use_tools
+from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
-from weft.gateway.request import CallFacts, ChatPrompt, RawRequest
+from weft.gateway.request import CallFacts, ChatPrompt, ImageFile, RawRequest
+from weft.gateway.text.parts import IMAGE, Content, Part
 from weft.gateway.validate import invalid, unsupported
 
 NAMES = {"messages": "input"}
@@ -52,6 +54,38 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reason
 Message = Mapping[str, Any]
 
 
+class History(NamedTuple):
+    """Messages of a conversation, in order, with their images."""
+
+    messages: Sequence[Message] = ()
+    images: Sequence[ImageFile] = ()
+
+    def to_json(self) -> Any:
+        """As a value of JSON, in which each image is in its place among the messages."""
+        images = iter(self.images)
+        return [
+            {**message, "content": [_kept(part, images) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in self.messages
+        ]
+
+    @classmethod
+    def from_json(cls, messages: Sequence[dict[str, Any]]) -> History:
+        """Reads what `to_json` has made."""
+        images: list[ImageFile] = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                images += [ImageFile(**part["image"]) for part in content if "image" in part]
+                message["content"] = [IMAGE if "image" in part else part for part in content]
+        return cls(messages, images)
+
+
+def _kept(part: Part, images: Iterator[ImageFile]) -> Part:
+    return {"image": asdict(next(images))} if part == IMAGE else part
+
+
 class AskedResponse(NamedTuple):
     """The request of a body, without the conversation that it continues."""
 
@@ -61,11 +95,11 @@ class AskedResponse(NamedTuple):
     """Messages of the prompt that are not stored."""
 
     @property
-    def stored_messages(self) -> tuple[Message, ...]:
-        """The input's messages."""
+    def stored(self) -> History:
+        """The input's messages and images."""
         (prompt,) = self.raw.prompts
         assert isinstance(prompt, ChatPrompt)
-        return prompt.messages[self.num_instructions :]
+        return History(prompt.messages[self.num_instructions :], prompt.images)
 
 
 FindItem = Callable[[str], Mapping[str, Any]]
@@ -78,7 +112,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
     """
     _check_output(body)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages = input_messages(body.input, find)
+    messages, images = input_messages(body.input, find)
     if not messages and body.previous_response_id is None:
         raise invalid("input", "is missing; give a text or items")
     tools = _allowed(body, _tools(body))
@@ -89,6 +123,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
         constraint, param = wanted, "text.format.schema"
     prompt = ChatPrompt(
         messages=(*instructions, *messages),
+        images=tuple(images),
         tools=() if body.tool_choice == "none" else tools,
         template_variables={**_effort(body), **(body.chat_template_kwargs or {})},
     )
@@ -110,13 +145,14 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
     return AskedResponse(raw, len(instructions))
 
 
-def continued(asked: AskedResponse, history: Sequence[Message]) -> RawRequest:
+def continued(asked: AskedResponse, history: History) -> RawRequest:
     """The request with the conversation that it continues, which follows its own instructions."""
     (prompt,) = asked.raw.prompts
     assert isinstance(prompt, ChatPrompt)
     instructions = prompt.messages[: asked.num_instructions]
-    messages = (*instructions, *history, *asked.stored_messages)
-    return replace(asked.raw, prompts=(replace(prompt, messages=messages),))
+    messages = (*instructions, *history.messages, *asked.stored.messages)
+    images = (*history.images, *prompt.images)
+    return replace(asked.raw, prompts=(replace(prompt, messages=messages, images=images),))
 
 
 def _check_output(body: ResponsesBody) -> None:
@@ -230,15 +266,15 @@ def is_reference(item: ItemBody) -> bool:
     return item.type == "item_reference" or (item.type is None and item.role is None)
 
 
-def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> list[dict[str, Any]]:
+def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> History:
     """Converts input items to messages for chat templates: the assistant's reasoning, text and
     calls of one turn become one message. Raises InvalidRequest if an item is of a kind that is not
     supported, or lacks what it needs.
     """
     if given is None:
-        return []
+        return History()
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return History([{"role": "user", "content": given}])
     conversation = Conversation()
     for number, item in enumerate(given):
         where = f"input[{number}]"
@@ -247,7 +283,7 @@ def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> li
                 raise invalid(f"{where}.id", "is missing")
             item = ItemBody.model_validate(find(item.id))
         conversation.add(item, where)
-    return conversation.messages
+    return History(conversation.messages, conversation.images)
 
 
 class Conversation:
@@ -256,6 +292,8 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         """All messages so far."""
+        self.images: list[ImageFile] = []
+        """Their images."""
         self._turn: dict[str, Any] | None = None
         """The assistant's message that its next items join; None: a new one begins."""
 
@@ -281,7 +319,7 @@ class Conversation:
         elif kind == "function_call_output":
             if not item.call_id:
                 raise invalid(f"{where}.call_id", "is missing")
-            content = _text(item.output or "", f"{where}.output", is_result=True)
+            content = self._content(item.output or "", f"{where}.output", is_of_tool=True)
             self._close({"role": "tool", "tool_call_id": item.call_id, "content": content})
         else:
             raise unsupported(f"{where}.type", f"items of type `{kind[:80]}`")
@@ -291,13 +329,36 @@ class Conversation:
             raise invalid(f"{where}.role", "must be system, developer, user or assistant")
         if item.content is None:
             raise invalid(f"{where}.content", "is missing; give a text")
-        content = _text(item.content, f"{where}.content")
         if item.role != "assistant":
-            self._close({"role": item.role, "content": content})
+            built = self._content(item.content, f"{where}.content")
+            self._close({"role": item.role, "content": built})
             return
+        content = _text(item.content, f"{where}.content")
         if self._turn is not None and (self._turn["content"] or self._turn.get("tool_calls")):
             self._turn = None
         self._join("content", content)
+
+    def _content(
+        self, content: str | Sequence[PartBody], where: str, *, is_of_tool: bool = False
+    ) -> Content:
+        if isinstance(content, str):
+            return content
+        built = ContentBuilder(self.images, is_of_tool=is_of_tool)
+        for number, part in enumerate(content):
+            place = f"{where}[{number}]"
+            if part.type == "input_image":
+                built.add_image(
+                    part.image_url,
+                    kind=part.type,
+                    where=f"{place}.image_url",
+                    type_param=f"{place}.type",
+                    detail=part.detail,
+                )
+            elif is_of_tool and part.type not in (*_TEXTS, "refusal"):
+                built.leave_out(part.type, place)
+            else:
+                built.add_text(_text_of(part, place))
+        return built.content
 
     def _open(self) -> dict[str, Any]:
         if self._turn is None:
@@ -316,20 +377,17 @@ class Conversation:
         self.messages.append(message)
 
 
-def _text(content: str | Sequence[PartBody], where: str, *, is_result: bool = False) -> str:
+def _text(content: str | Sequence[PartBody], where: str) -> str:
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for number, part in enumerate(content):
-        if part.type == "refusal":
-            texts.append(part.refusal or "")
-        elif part.type not in _TEXTS and is_result:
-            leave_out(f"{where}[{number}]", f"content `{part.type[:80]}`")
-            texts.append(instead_of(part.type))
-        elif part.type not in _TEXTS:
-            raise unsupported(f"{where}[{number}].type", f"content `{part.type[:80]}`")
-        elif part.text is None:
-            raise invalid(f"{where}[{number}].text", "is missing")
-        else:
-            texts.append(part.text)
-    return "\n".join(texts)
+    return "\n".join([_text_of(part, f"{where}[{i}]") for i, part in enumerate(content)])
+
+
+def _text_of(part: PartBody, where: str) -> str:
+    if part.type == "refusal":
+        return part.refusal or ""
+    if part.type not in _TEXTS:
+        raise unsupported(f"{where}.type", f"content `{part.type[:80]}`")
+    if part.text is None:
+        raise invalid(f"{where}.text", "is missing")
+    return part.text

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.gateway.text.parts import joined, wrapped
+
 _INTRODUCTION = """\
 You can call functions. Here is each of them, as JSON:
 {tools}
@@ -32,16 +34,18 @@ def with_described_tools(
     plain: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
-            result = f"\n{message['content']}\n".join(RESULT_TAGS)
+            begin, end = RESULT_TAGS
+            result = wrapped(message["content"], f"{begin}\n", f"\n{end}")
             if plain and plain[-1].get("is_result"):
-                result = f"{plain.pop()['content']}\n{result}"
+                result = joined(plain.pop()["content"], result, "\n")
             # Results become a user's message, since many templates want users and assistants to
             # take turns.
             plain.append({"role": "user", "content": result, "is_result": True})
         elif message.get("tool_calls"):
-            texts = [message["content"]] if message["content"] else []
-            texts += [_call(one["function"]) for one in message["tool_calls"]]
-            plain.append({"role": message["role"], "content": "\n".join(texts)})
+            content = message["content"]
+            calls = "\n".join([_call(one["function"]) for one in message["tool_calls"]])
+            written = joined(content, calls, "\n") if content else calls
+            plain.append({"role": message["role"], "content": written})
         else:
             plain.append(message)
     if not tools:
@@ -50,7 +54,7 @@ def with_described_tools(
     text = _INTRODUCTION.format(tools=shown)
     if plain and plain[0]["role"] in ("system", "developer"):
         first = plain.pop(0)
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *plain]
+        return [{**first, "content": joined(first["content"], text, "\n\n")}, *plain]
     return [{"role": "system", "content": text}, *plain]
 
 

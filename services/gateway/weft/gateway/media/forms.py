@@ -1,0 +1,147 @@
+"""Forms of image input: how a model wants its images cut and written into prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from weft.contract.spans import Media
+
+if TYPE_CHECKING:
+    from PIL.Image import Image  # which only media processes load
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """What one image becomes in a prompt."""
+
+    text: str
+    """Takes the placeholder's place; has one image token for each medium."""
+    lengths: tuple[int, ...]
+    """Tokens of each medium, which repeat its image token."""
+
+
+class ImageForm(Protocol):
+    """One form with its options. Immutable."""
+
+    name: ClassVar[str]
+
+    @property
+    def image_token(self) -> str:
+        """What a chat template writes in an image's place."""
+        ...
+
+    @property
+    def largest(self) -> ImagePlan:
+        """The plan with most tokens."""
+        ...
+
+    def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
+        """What an image of this size becomes. `is_coarse`: with few tokens, at less detail."""
+        ...
+
+    def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
+        """The media of an RGB image, in the plan's order."""
+        ...
+
+    def options(self) -> dict[str, Any]:
+        """Arguments that make the same form in another process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledForm:
+    """Idefics3's and SmolVLM's form: an image is resized, cut into square tiles, and followed by a
+    tile that shows all of it. The arithmetic is that of transformers' Idefics3ImageProcessorPil,
+    rounding included.
+    """
+
+    name: ClassVar[str] = "tiled"
+    image_token: str = "<image>"
+    border_token: str = "<fake_token_around_image>"
+    global_text: str = "<global-img>"
+    longest_edge: int
+    """Length to which an image's longer edge is resized before it is cut."""
+    tile_edge: int
+    tile_tokens: int
+    resample: int
+    """Pillow's number of the filter."""
+    is_split: bool = True
+    """Whether images are cut at all, rather than squeezed into one tile."""
+
+    @property
+    def largest(self) -> ImagePlan:
+        return self.plan(self.longest_edge, self.longest_edge)
+
+    def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
+        rows, columns = self._grid(height, width, is_coarse)
+        border, image = self.border_token, self.image_token
+        whole = f"{border}{self.global_text}{image}{border}"
+        if not rows:
+            return ImagePlan(whole, (self.tile_tokens,))
+        lines = [
+            "".join(f"{border}<row_{row}_col_{column}>{image}" for column in range(1, columns + 1))
+            for row in range(1, rows + 1)
+        ]
+        text = "".join(f"{line}\n" for line in lines) + f"\n{whole}"
+        return ImagePlan(text, (self.tile_tokens,) * (rows * columns + 1))
+
+    def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
+        edge = self.tile_edge
+        height, width = self._resized(image.height, image.width)
+        image = image.resize((width, height), self.resample)
+        rows, columns = 0, 0
+        if self.is_split and not is_coarse:
+            height, width = self._in_tiles(height, width)
+            image = image.resize((width, height), self.resample)
+            rows, columns = self._cut(height, width)
+        tiles = [
+            image.crop((column * edge, row * edge, (column + 1) * edge, (row + 1) * edge))
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        tiles.append(image.resize((edge, edge), self.resample))
+        shape = (edge, edge, 3)
+        return [Media.of("image", self.name, shape, tile.tobytes()) for tile in tiles]
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
+        """Rows and columns of tiles; 0: the image is one tile alone."""
+        if is_coarse or not self.is_split:
+            return 0, 0
+        return self._cut(*self._in_tiles(*self._resized(height, width)))
+
+    def _cut(self, height: int, width: int) -> tuple[int, int]:
+        edge = self.tile_edge
+        return (height // edge, width // edge) if max(height, width) > edge else (0, 0)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        ratio, longest = width / height, self.longest_edge
+        if width >= height:
+            width, height = longest, _even(int(longest / ratio))
+        else:
+            height, width = longest, _even(int(longest * ratio))
+        return max(height, 1), max(width, 1)
+
+    def _in_tiles(self, height: int, width: int) -> tuple[int, int]:
+        """The size in whole tiles."""
+        ratio = width / height
+        if width >= height:
+            width = self._whole(width)
+            return self._whole(int(width / ratio)), width
+        height = self._whole(height)
+        return height, self._whole(int(height * ratio))
+
+    def _whole(self, length: int) -> int:
+        return math.ceil(length / self.tile_edge) * self.tile_edge
+
+
+def _even(number: int) -> int:
+    return number + number % 2
+
+
+FORMS: Mapping[str, type[TiledForm]] = {TiledForm.name: TiledForm}

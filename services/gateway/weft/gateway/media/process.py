@@ -1,0 +1,61 @@
+"""A media process: decodes and processes one file at a time until the gateway closes the socket.
+
+Run as `python -m weft.gateway.media.process FD`. A job that takes too long, or that kills its
+process, costs no other request anything: the gateway starts another process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from weft.gateway.media.decode import BadImage, open_image, to_rgb, upright_size
+from weft.gateway.media.forms import FORMS
+from weft.gateway.media.frames import PeerGone, receive, send
+
+
+def serve(peer: socket.socket) -> None:
+    """Answers jobs until the other end closes."""
+    while True:
+        head, data = receive(peer, math.inf)
+        reply, body = _answer(head, data)
+        # The pixels of a job must not stay until the next one.
+        del data
+        send(peer, reply, body, math.inf)
+        del body
+
+
+def _answer(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes]:
+    try:
+        image = open_image(data, head["max_pixels"])
+        size = upright_size(image)
+        if head["measures"]:
+            return {"size": size}, b""
+        pixels = to_rgb(image)
+    except BadImage as error:
+        return {"bad": str(error)}, b""
+    form = FORMS[head["form"]](**head["options"])
+    media = form.process(pixels, is_coarse=head["is_coarse"])
+    told = [{"shape": one.shape, "digest": one.digest.hex()} for one in media]
+    return {"size": size, "media": told}, b"".join([one.data for one in media])
+
+
+def main() -> int:
+    """Serves the socket whose number is the first argument."""
+    warnings.simplefilter("ignore")  # Strangers' files would fill the log.
+    with socket.socket(fileno=int(sys.argv[1])) as peer:
+        os.set_inheritable(peer.fileno(), False)
+        try:
+            serve(peer)
+        except PeerGone:
+            return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

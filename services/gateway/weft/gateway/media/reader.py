@@ -1,0 +1,224 @@
+"""Turns the images of requests into media: bounds, memo, processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from weft.contract.spans import Media
+from weft.gateway.media.forms import ImageForm
+from weft.gateway.media.pool import MediaPool
+from weft.gateway.media.sources import Source, SourceLimits, read_sources
+from weft.gateway.request import ImageFile
+from weft.gateway.settings import GatewaySettings
+from weft.gateway.validate import invalid
+
+T = TypeVar("T")
+
+_ENTRY_BYTES = 512
+"""Assumed size of an entry of the memo, its media's data apart."""
+
+
+class _BadFile(Exception):
+    """A file that its media process refuses."""
+
+
+class ProcessedImage(NamedTuple):
+    """An image as a model's encoder takes it."""
+
+    height: int
+    """Of the upright image, in pixels."""
+    width: int
+    media: tuple[Media, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it is counted as."""
+        return _ENTRY_BYTES + sum(len(one.data) for one in self.media)
+
+
+class ImageReader:
+    """Reads images for all models of a gateway. Belongs to the event loop."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._limits = SourceLimits(
+            settings.max_images, settings.max_images_bytes, settings.max_image_bytes
+        )
+        self._max_pixels = settings.max_image_pixels
+        self._max_running = settings.media_processes
+        self.pool = MediaPool(
+            settings.media_processes, settings.max_queued_media, settings.media_timeout_s
+        )
+        """The processes that do the work."""
+        self.memo = MediaMemo(settings.media_memo_bytes)
+        """Images that were processed before."""
+        self._flights: dict[bytes, asyncio.Task[ProcessedImage]] = {}
+        self.num_images = 0
+        """Images of requests so far."""
+        self.num_repeated = 0
+        """Those among them that the memo had."""
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.pool.close()
+
+    async def sources(self, images: Sequence[ImageFile]) -> list[Source]:
+        """The files of images. Raises InvalidRequest for what is no file, or beyond the bounds."""
+        return await asyncio.to_thread(read_sources, images, self._limits)
+
+    async def sizes(
+        self,
+        form: ImageForm,
+        images: Sequence[ImageFile],
+        sources: Sequence[Source],
+        *,
+        deadline: float,
+        tenant: str = "",
+    ) -> list[tuple[int, int]]:
+        """Height and width of images, by their headers alone. Raises as `process` does."""
+
+        async def size(image: ImageFile, source: Source) -> tuple[int, int]:
+            known = self.memo.get(_key(form, image, source))
+            if known is not None:
+                return known.height, known.width
+            work = self._run(form, image, source, deadline, tenant, measures=True)
+            reply, _ = await _blamed(work, image)
+            height, width = reply["size"]
+            return height, width
+
+        return await self._each(size, images, sources)
+
+    async def process(
+        self,
+        form: ImageForm,
+        images: Sequence[ImageFile],
+        sources: Sequence[Source],
+        *,
+        deadline: float,
+        tenant: str = "",
+    ) -> list[ProcessedImage]:
+        """Decodes and processes images. `deadline`, in the event loop's time, bounds the wait for
+        a process.
+
+        Raises:
+            InvalidRequest: A file is no image, is damaged or has too many pixels.
+            Overloaded: Too many images wait.
+            DeadlineExceeded: An image took too long, or no process became free in time.
+            PeerUnavailable: A process died.
+        """
+
+        async def one(image: ImageFile, source: Source) -> ProcessedImage:
+            key = _key(form, image, source)
+            known = self.memo.get(key)
+            self.num_repeated += known is not None
+            self.num_images += 1
+            if known is not None:
+                return known
+            flight = self._flights.get(key)
+            if flight is None:
+                flight = asyncio.create_task(self._process(form, image, source, deadline, tenant))
+                self._flights[key] = flight
+                flight.add_done_callback(lambda done: self._landed(key, done))
+            # Others may wait for the same image.
+            return await _blamed(asyncio.shield(flight), image)
+
+        return await self._each(one, images, sources)
+
+    async def _each(
+        self,
+        work: Callable[[ImageFile, Source], Awaitable[T]],
+        images: Sequence[ImageFile],
+        sources: Sequence[Source],
+    ) -> list[T]:
+        """A request has no more jobs in the queue than there are processes."""
+        places = asyncio.Semaphore(self._max_running)
+
+        async def placed(image: ImageFile, source: Source) -> T:
+            async with places:
+                return await work(image, source)
+
+        pairs = zip(images, sources, strict=True)
+        return list(await asyncio.gather(*[placed(image, source) for image, source in pairs]))
+
+    def _landed(self, key: bytes, flight: asyncio.Task[ProcessedImage]) -> None:
+        del self._flights[key]
+        # Reads the error, since all that waited may have left.
+        if not flight.cancelled() and flight.exception() is None:
+            self.memo.put(key, flight.result())
+
+    async def _process(
+        self, form: ImageForm, image: ImageFile, source: Source, deadline: float, tenant: str
+    ) -> ProcessedImage:
+        reply, data = await self._run(form, image, source, deadline, tenant, measures=False)
+        height, width = reply["size"]
+        media, at = [], 0
+        for told in reply["media"]:
+            shape = tuple(told["shape"])
+            end = at + shape[0] * shape[1] * shape[2]
+            digest, content = bytes.fromhex(told["digest"]), bytes(data[at:end])
+            media.append(Media(kind="image", shape=shape, data=content, digest=digest))
+            at = end
+        return ProcessedImage(height, width, tuple(media))
+
+    async def _run(
+        self,
+        form: ImageForm,
+        image: ImageFile,
+        source: Source,
+        deadline: float,
+        tenant: str,
+        *,
+        measures: bool,
+    ) -> tuple[dict[str, Any], bytearray]:
+        head = {
+            "form": form.name,
+            "options": form.options(),
+            "is_coarse": image.is_coarse,
+            "max_pixels": self._max_pixels,
+            "measures": measures,
+        }
+        reply, data = await self.pool.run(head, source.data, deadline=deadline, tenant=tenant)
+        if "bad" in reply:
+            raise _BadFile(reply["bad"])
+        return reply, data
+
+
+class MediaMemo:
+    """Processed images by what they were made of; the least recently used go first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self.num_bytes = 0
+
+    def get(self, key: bytes) -> ProcessedImage | None:
+        found = self._entries.get(key)
+        if found is not None:
+            self._entries.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, image: ProcessedImage) -> None:
+        """Keeps an image, unless it is larger than the memo."""
+        if image.num_bytes > self._max_bytes or key in self._entries:
+            return
+        self._entries[key] = image
+        self.num_bytes += image.num_bytes
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
+
+
+async def _blamed(work: Awaitable[T], image: ImageFile) -> T:
+    """Several requests may wait for one file, each of which has its own name for it."""
+    try:
+        return await work
+    except _BadFile as error:
+        raise invalid(image.where, str(error)) from None
+
+
+def _key(form: ImageForm, image: ImageFile, source: Source) -> bytes:
+    how = json.dumps([form.name, form.options(), image.is_coarse], sort_keys=True)
+    return source.digest + how.encode()

@@ -1,0 +1,94 @@
+"""The bytes of images that clients put into their requests."""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weft.gateway.request import ImageFile
+from weft.gateway.validate import invalid
+
+_SHOWN_CHARS = 40
+
+
+class SourceLimits(NamedTuple):
+    """Bounds of a request's images."""
+
+    max_files: int
+    max_bytes: int
+    """Of all files together."""
+    max_file_bytes: int
+
+
+class Source(NamedTuple):
+    """The file of an image."""
+
+    data: bytes
+    digest: bytes
+    """BLAKE2b-256 of the data."""
+
+
+def read_sources(images: Sequence[ImageFile], limits: SourceLimits) -> list[Source]:
+    """Decodes images from base64. Raises InvalidRequest if one has another form, or there are too
+    many or too large ones.
+    """
+    if len(images) > limits.max_files:
+        raise invalid(
+            images[limits.max_files].where,
+            f"is image {limits.max_files + 1} of {len(images)}; at most {limits.max_files} are "
+            "accepted in one request",
+        )
+    encoded = [_encoded(image) for image in images]
+    total = 0
+    for image, text in zip(images, encoded, strict=True):
+        num_bytes = len(text) * 3 // 4
+        total += num_bytes
+        if num_bytes > limits.max_file_bytes:
+            told = f"has {num_bytes} bytes; at most {limits.max_file_bytes} are accepted"
+            raise invalid(image.where, told)
+        if total > limits.max_bytes:
+            raise invalid(
+                image.where, f"the request's images have more than {limits.max_bytes} bytes"
+            )
+    return [_source(image, text) for image, text in zip(images, encoded, strict=True)]
+
+
+def _encoded(image: ImageFile) -> str:
+    source = image.source
+    if not source:
+        raise invalid(image.where, "is missing; give an image as data:image/...;base64,...")
+    scheme, colon, _ = source[:_SHOWN_CHARS].partition(":")
+    if not colon:
+        return source
+    if scheme.lower() in ("http", "https"):
+        raise invalid(
+            image.where, "URLs are not fetched; send the image itself as data:image/...;base64,..."
+        )
+    if scheme.lower() != "data":
+        raise invalid(
+            image.where, f"a URL `{scheme[:_SHOWN_CHARS]}:` is not read; give data:image/...;base64"
+        )
+    begin, comma, text = source.partition(",")
+    if not comma or not begin.lower().endswith(";base64"):
+        raise invalid(image.where, "must have the form data:image/...;base64,...")
+    return text
+
+
+def _source(image: ImageFile, text: str) -> Source:
+    try:
+        data = _decode(text)
+    except ValueError:  # binascii's errors are of this kind
+        raise invalid(image.where, "is not valid base64") from None
+    if not data:
+        raise invalid(image.where, "is empty")
+    return Source(data, hashlib.blake2b(data, digest_size=32).digest())
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except binascii.Error:
+        # Some encoders break lines.
+        return binascii.a2b_base64("".join(text.split()), strict_mode=True)

@@ -1,0 +1,258 @@
+"""Requests with images, from each dialect's body to the tokens that a worker gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+from weft.common.rpc.errors import from_rpc_error
+from weft.contract.errors import ContextTooLong, InvalidRequest, WeftError
+from weft.testing.models.tiny_images import (
+    add_images,
+    data_url,
+    encoded,
+    image_tokenizer,
+    random_image,
+)
+from weft.testing.services.fake_decode import Script
+from weft.testing.services.gateway_harness import Harness, gateway
+from weft.v1 import decode_pb2, dialects_pb2_grpc
+
+WIDE = encoded(random_image(1, 120, 20))
+"""One row of four tiles, and a whole."""
+URL = data_url(WIDE)
+BARE = URL.partition(",")[2]
+WIDE_TEXT = (
+    "".join(f"<fake_token_around_image><row_1_col_{n}>{'<image>' * 4}" for n in (1, 2, 3, 4))
+    + f"\n\n<fake_token_around_image><global-img>{'<image>' * 4}<fake_token_around_image>"
+)
+COARSE_TEXT = f"<fake_token_around_image><global-img>{'<image>' * 4}<fake_token_around_image>"
+PART = {"type": "image_url", "image_url": {"url": URL}}
+LOW = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with serving(tmp_path) as harness:
+        yield harness
+
+
+def serving(
+    folder: Path,
+    *,
+    change: Callable[[Path], None] = add_images,
+    max_context_tokens: int = 2048,
+    **settings: Any,
+) -> Any:
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        return Script(tokens=[[7, 8]])
+
+    tokenizer = image_tokenizer()
+    return gateway(
+        folder,
+        script,
+        tokenizer=tokenizer,
+        max_context_tokens=max_context_tokens,
+        change_model=change,
+        **settings,
+    )
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+async def prompt_of(mesh: Harness, *messages: Any, **fields: Any) -> str:
+    """The prompt that a chat makes, as text."""
+    answer = await mesh.json("TokenizeText", {"messages": list(messages), **fields})
+    return text_of(mesh, answer["tokens"])
+
+
+def text_of(mesh: Harness, ids: list[int]) -> str:
+    return str(mesh.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+async def chat(mesh: Harness, *messages: Any, **fields: Any) -> Any:
+    body = {"messages": list(messages), "max_tokens": 2, **fields}
+    return await mesh.json("ChatCompletions", body)
+
+
+async def refusal(work: Awaitable[object]) -> WeftError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await work
+    return from_rpc_error(caught.value)
+
+
+def last_prompt(mesh: Harness) -> str:
+    """What the worker was given last."""
+    return text_of(mesh, mesh.workers[0].prompts[-1])
+
+
+async def dialect(mesh: Harness, service: str, method: str, body: Any) -> Any:
+    """Calls a method of another dialect."""
+    stub = getattr(dialects_pb2_grpc, f"{service}ServiceStub")(mesh.channel)
+    request = HttpBody(content_type="application/json", data=json.dumps(body).encode())
+    call = getattr(stub, method)(request)
+    if isinstance(call, grpc.aio.UnaryUnaryCall):
+        return json.loads((await call).data)
+    return [json.loads(message.data) async for message in call][-1]
+
+
+async def test_parts_keep_their_order(mesh: Harness) -> None:
+    text = await prompt_of(mesh, user(text_part("one"), PART, text_part("two"), LOW))
+    assert text == (
+        f"<|im_start|>User: one{WIDE_TEXT}two{COARSE_TEXT}<end_of_utterance>\nAssistant:"
+    )
+
+
+async def test_usage_prompts_and_tokenize_count_the_same_tokens(mesh: Harness) -> None:
+    messages = [user(PART, text_part("what?")), {"role": "assistant", "content": "a"}, user(LOW)]
+    answer = await chat(mesh, *messages)
+    ids = mesh.workers[0].prompts[-1]
+    counted = await mesh.json("TokenizeText", {"messages": messages})
+    assert ids == counted["tokens"]
+    assert answer["usage"]["prompt_tokens"] == len(ids) == counted["count"]
+    assert last_prompt(mesh).count("<image>") == 6 * 4
+
+
+async def test_spelled_image_tokens_are_text(mesh: Harness) -> None:
+    image = mesh.tokenizer.token_to_id("<image>")
+    spelled = "<image><fake_token_around_image><row_1_col_1>"
+    for message in (user(text_part(spelled), PART, text_part(spelled)), user(PART)):
+        await chat(mesh, {"role": "assistant", "content": spelled}, message)
+        assert mesh.workers[0].prompts[-1].count(image) == 5 * 4
+    await chat(mesh, {"role": "user", "content": spelled})
+    assert image not in mesh.workers[0].prompts[-1]
+    assert spelled in last_prompt(mesh)
+
+
+async def test_text_alone_reaches_templates_that_read_parts_alone(mesh: Harness) -> None:
+    await chat(mesh, {"role": "user", "content": "hello"})
+    assert last_prompt(mesh) == "<|im_start|>User: hello<end_of_utterance>\nAssistant:"
+
+
+async def test_a_template_that_leaves_an_image_out_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.content[0].text }}{% endfor %}"
+    async with serving(tmp_path, change=lambda it: add_images(it, template=template)) as mesh:
+        error = await refusal(chat(mesh, user(text_part("x"), PART)))
+    assert isinstance(error, InvalidRequest)
+    assert "have 1 images, for which the model's chat template wrote 0 places" in error.message
+
+
+async def test_prompts_that_are_too_long_are_refused_before_images_are_decoded(
+    tmp_path: Path,
+) -> None:
+    square = data_url(encoded(random_image(1, 256, 256)))
+    many = user(*[{"type": "image_url", "image_url": {"url": square}}] * 5)
+    async with serving(tmp_path, max_context_tokens=300) as mesh:
+        error = await refusal(chat(mesh, many))
+        assert isinstance(error, ContextTooLong)
+        assert "300 tokens, but the prompt has at least 5" in error.message
+        assert mesh.app.images.num_images == 0
+
+
+async def test_other_urls_are_not_fetched(mesh: Harness) -> None:
+    for url in ("http://127.0.0.1:1/a.png", "file:///etc/passwd", "ftp://a/b"):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        error = await refusal(chat(mesh, user(PART, part)))
+        assert error.param == "messages[0].content[1].image_url.url"
+        assert error.http_status == 400
+        result = {"role": "tool", "tool_call_id": "a", "content": [part, PART]}
+        await chat(mesh, user(text_part("x")), result)
+        assert "The tool returned content of type image_url" in last_prompt(mesh)
+        assert WIDE_TEXT in last_prompt(mesh)
+
+
+async def test_anthropics_blocks(mesh: Harness) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": BARE}
+    block = {"type": "image", "source": source}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text_part("seen"), block]}
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    body = {
+        "max_tokens": 2,
+        "messages": [
+            user(text_part("one"), block, text_part("two")),
+            {"role": "assistant", "content": [call]},
+            user(result),
+        ],
+    }
+    await dialect(mesh, "Anthropic", "CreateMessage", body)
+    text = last_prompt(mesh)
+    assert f"User: one{WIDE_TEXT}two<end" in text
+    assert f"<tool_response>\nseen{WIDE_TEXT}\n</tool_response>" in text
+    counted = await dialect(mesh, "Anthropic", "CountTokens", {"messages": body["messages"]})
+    assert counted["input_tokens"] == len(mesh.workers[0].prompts[-1])
+    block = {"type": "image", "source": {"type": "url", "url": "https://example.com/a"}}
+    error = await refusal(
+        dialect(mesh, "Anthropic", "CreateMessage", {"max_tokens": 2, "messages": [user(block)]})
+    )
+    assert error.param == "messages[0].content[0].source.url"
+
+
+async def test_responses_items_and_conversations(mesh: Harness) -> None:
+    part = {"type": "input_image", "image_url": URL}
+    call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    output = [{"type": "input_text", "text": "seen"}, part]
+    given = [
+        user({"type": "input_text", "text": "one"}, part, {**part, "detail": "low"}),
+        call,
+        {"type": "function_call_output", "call_id": "a", "output": output},
+    ]
+    first = await dialect(
+        mesh, "Responses", "CreateResponse", {"input": given, "max_output_tokens": 2}
+    )
+    text = last_prompt(mesh)
+    assert f"User: one{WIDE_TEXT}{COARSE_TEXT}<end" in text
+    assert f"<tool_response>\nseen{WIDE_TEXT}\n</tool_response>" in text
+    body = {
+        "input": [user(part)],
+        "previous_response_id": first["id"],
+        "max_output_tokens": 2,
+    }
+    await dialect(mesh, "Responses", "CreateResponse", body)
+    assert last_prompt(mesh).startswith(text)
+    assert last_prompt(mesh).endswith(f"User:{WIDE_TEXT}<end_of_utterance>\nAssistant:")
+
+
+async def test_ollamas_images_are_ahead_of_the_text(mesh: Harness) -> None:
+    body = {
+        "stream": False,
+        "options": {"num_predict": 2},
+        "messages": [{"role": "user", "content": "what?", "images": [BARE]}],
+    }
+    await dialect(mesh, "Ollama", "Chat", body)
+    expected = f"<|im_start|>User:{WIDE_TEXT}what?<end_of_utterance>\nAssistant:"
+    assert last_prompt(mesh) == expected
+    body = {"stream": False, "prompt": "what?", "images": [BARE], "options": {"num_predict": 2}}
+    await dialect(mesh, "Ollama", "Generate", body)
+    assert last_prompt(mesh) == expected
+    error = await refusal(dialect(mesh, "Ollama", "Generate", {**body, "images": [BARE, "#"]}))
+    assert error.param == "images[1]"
+
+
+async def test_damaged_files_are_400(mesh: Harness) -> None:
+    for data in (b"", b"no image", WIDE[:100], WIDE[:40] + bytes(500)):
+        part = {"type": "image_url", "image_url": {"url": data_url(data)}}
+        error = await refusal(chat(mesh, user(part)))
+        assert (error.http_status, error.param) == (400, "messages[0].content[0].image_url.url")
+
+
+async def test_models_whose_images_are_not_served_say_why(tmp_path: Path) -> None:
+    change = partial(add_images, image_processor_type="OddProcessor")
+    async with serving(tmp_path, change=change) as mesh:
+        error = await refusal(chat(mesh, user(PART)))
+        assert error.param == "messages[0].content[0].type"
+        assert "OddProcessor" in error.message
+        result = {"role": "tool", "tool_call_id": "a", "content": [text_part("seen"), PART]}
+        await chat(mesh, user(text_part("x")), result)
+        assert "seen\n[The tool returned content of type image_url." in last_prompt(mesh)
