@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -11,8 +13,9 @@ from typing import Any
 import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
+from PIL import Image
 from weft.common.rpc.errors import from_rpc_error
-from weft.contract.errors import ContextTooLong, InvalidRequest, WeftError
+from weft.contract.errors import ContextTooLong, InvalidRequest, Overloaded, WeftError
 from weft.testing.models.tiny_images import (
     add_images,
     data_url,
@@ -123,6 +126,26 @@ async def test_usage_prompts_and_tokenize_count_the_same_tokens(mesh: Harness) -
     assert ids == counted["tokens"]
     assert answer["usage"]["prompt_tokens"] == len(ids) == counted["count"]
     assert last_prompt(mesh).count("<image>") == 6 * 4
+
+
+async def test_workers_get_each_medium_once_and_the_places_of_all(mesh: Harness) -> None:
+    await chat(mesh, user(PART, LOW, PART))
+    await chat(mesh, user(text_part("again"), PART))
+    (worker,) = mesh.workers
+    form = mesh.app.model.images.form  # type: ignore[union-attr]
+    with Image.open(io.BytesIO(WIDE)) as image:
+        expected = {one.digest: one for one in form.process(image)}
+        expected |= {one.digest: one for one in form.process(image, is_coarse=True)}
+    assert worker.media == expected
+    assert worker.num_media_calls == 1
+    image_id = mesh.tokenizer.token_to_id("<image>")
+    for prompt, submit in zip(worker.prompts, worker.submits, strict=True):
+        places = [at for at, id_ in enumerate(prompt) if id_ == image_id]
+        spans = submit.spans
+        assert [at for one in spans for at in range(one.position, one.position + one.length)] == (
+            places
+        )
+        assert {one.digest for one in spans} <= expected.keys()
 
 
 async def test_spelled_image_tokens_are_text(mesh: Harness) -> None:
@@ -256,3 +279,37 @@ async def test_models_whose_images_are_not_served_say_why(tmp_path: Path) -> Non
         result = {"role": "tool", "tool_call_id": "a", "content": [text_part("seen"), PART]}
         await chat(mesh, user(text_part("x")), result)
         assert "seen\n[The tool returned content of type image_url." in last_prompt(mesh)
+
+
+async def test_bodies_have_room_for_images(mesh: Harness) -> None:
+    noise = encoded(random_image(3, 2200, 2200), "PNG", compress_level=0)
+    assert len(noise) * 4 // 3 > 18 << 20  # more than bodies of text, and than gRPC's own default
+    part = {"type": "image_url", "image_url": {"url": data_url(noise)}}
+    answer = await chat(mesh, user(part))
+    assert answer["usage"]["prompt_tokens"] > 0
+
+
+async def test_requests_hold_a_bounded_amount_of_images(tmp_path: Path) -> None:
+    async with serving(tmp_path, media_held_bytes=80_000) as mesh:
+        mesh.workers[0].script = lambda submit, prompt: Script(tokens=[[7, 8]], hang_after=0)
+        first = asyncio.create_task(chat(mesh, user(PART)))
+        await mesh.wait(lambda: mesh.workers[0].submits)
+        error = await refusal(chat(mesh, user(PART)))
+        assert isinstance(error, Overloaded)
+        assert error.message.startswith("images of requests hold")
+        assert mesh.app.images.held.num_bytes > 0
+        first.cancel()
+        await mesh.wait(lambda: not mesh.app.images.held.num_bytes)
+
+
+async def test_metrics_count_images(mesh: Harness) -> None:
+    def value(name: str, **labels: str) -> float | None:
+        return mesh.app.metrics.registry.get_sample_value(name, labels)
+
+    for _ in range(3):
+        await chat(mesh, user(PART))
+    assert value("weft_images_total", source="decoded") == 1
+    assert value("weft_images_total", source="memo") == 2
+    assert value("weft_media_jobs", state="running") == 0
+    assert value("weft_media_bytes", holder="memo") == mesh.app.images.memo.num_bytes > 0
+    await mesh.wait(lambda: value("weft_media_bytes", holder="requests") == 0)

@@ -21,6 +21,8 @@ from weft.cli.up.state import StateFolder
 from weft.common.settings import is_loopback, list_text
 from weft.contract.tasks import Task
 from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.gateway.media.load import PROCESSOR_FILES
+from weft.gateway.settings import GatewaySettings, image_body_bytes
 
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
@@ -132,7 +134,10 @@ def plan_mesh(
             rest_address = _join(settings.host, settings.rest_port + index)
             rest_edges[f"rest{suffix}"] = _reachable(rest_address)
             # Each edge gets all gateways, so that it survives one of them.
-            command = [str(rest_binary), *_rest(settings, gateways.values(), rest_address)]
+            command = [
+                str(rest_binary),
+                *_rest(settings, gateways.values(), rest_address, models),
+            ]
             edge = _spec(state, f"rest{suffix}", command, FRONT)
             services.append(replace(edge, tells_health=False))
     return MeshPlan(
@@ -370,13 +375,19 @@ def _tls(settings: UpSettings, service: str) -> dict[str, object]:
     return {"tls-cert": files.cert, "tls-key": files.key, "tls-ca": files.ca}
 
 
-def _rest(settings: UpSettings, gateways: Iterable[str], rest_address: str) -> list[str]:
+def _rest(
+    settings: UpSettings,
+    gateways: Iterable[str],
+    rest_address: str,
+    models: Sequence[ModelFolder],
+) -> list[str]:
     return [
         *_flags(
             {
                 "listen": rest_address,
                 "backend": ",".join(gateways),
                 "metrics-listen": f"{WORKER_HOST}:0",
+                "max-body-bytes": _image_body_bytes(models),
                 "ready-grace-s": settings.ready_grace_s,
                 "drain-timeout": f"{settings.drain_grace_s}s",
                 "insecure": settings.insecure or None,
@@ -386,6 +397,16 @@ def _rest(settings: UpSettings, gateways: Iterable[str], rest_address: str) -> l
         ),
         *shlex.split(settings.rest_args),
     ]
+
+
+def _image_body_bytes(models: Sequence[ModelFolder]) -> int | None:
+    """Largest request body where a model takes images; None: no model does."""
+    folders = [model.folder for model in models]
+    if not any((folder / name).is_file() for folder in folders for name in PROCESSOR_FILES):
+        return None
+    most: int = GatewaySettings.model_fields["max_body_bytes"].default
+    images: int = GatewaySettings.model_fields["max_images_bytes"].default
+    return image_body_bytes(most, images)
 
 
 def _rest_scheme(settings: UpSettings) -> str:

@@ -44,6 +44,7 @@ from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.media.metrics import MediaCollector
 from weft.gateway.media.reader import ImageReader
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
 from weft.gateway.routing.record_file import RoutingRecord
@@ -65,6 +66,8 @@ _LAST_WORDS_S = 0.5
 _UNREAD_S = 60.0
 """How long an answer may wait for a client that takes no more calls on its connection."""
 _LOOK_EVERY_S = 0.02
+_ENVELOPE_BYTES = 1 << 16
+"""What a message has around a body."""
 _FIND_WORKERS_S = 10.0
 _EDGES_FACE = "weft.v1.OpenAIService"
 """Health service name whose NOT_SERVING keeps edges from sending requests."""
@@ -178,7 +181,11 @@ class GatewayApp:
             tracer,
             self._tenants,
             self._log,
-            (recent.ended, flows.ended),
+            (
+                recent.ended,
+                flows.ended,
+                lambda answer: self.images.held.give_back(answer.raw.request_id),
+            ),
         )
         self._adapter_manager = FleetAdapterManager(
             self.adapters,
@@ -214,11 +221,12 @@ class GatewayApp:
             tracer=tracer,
             spans=self._spans,
             requires_client=settings.client_certificates,
-            options=_connection_ages(settings),
+            options=(*_connection_ages(settings), *self._message_bytes),
         )
         self._add_faces(keys)
         self._add_gauges()
         self.metrics.registry.register(FleetCollector(self.fleet, self.catalogue))
+        self.metrics.registry.register(MediaCollector(self.images))
         self._fleet_task: asyncio.Task[None] | None = None
         self._view_task: asyncio.Task[None] | None = None
         self._open_task: asyncio.Task[None] | None = None
@@ -277,6 +285,7 @@ class GatewayApp:
 
     def _add_faces(self, keys: ApiKeys | None) -> None:
         limit = self._settings.max_body_bytes
+        most = self._max_body_bytes
         adapters = AdapterCalls(self._adapter_manager, self.catalogue, self._settings.has_api_keys)
         workers = WorkerCalls(self.fleet, self._settings.has_api_keys)
         typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, workers, limit)
@@ -284,7 +293,7 @@ class GatewayApp:
         if (operators := self.server.admin_grpc) is not None:
             add_operators_calls(typed, adapters, workers, operators)
         self._add_mesh_faces(adapters, workers, keys)
-        bodies = BodyParser(limit, ignores_unknown=self._settings.ignore_unknown_fields)
+        bodies = BodyParser(most, ignores_unknown=self._settings.ignore_unknown_fields)
         self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, bodies)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
         add_dialects(
@@ -320,6 +329,20 @@ class GatewayApp:
                 settings.max_connection_age_s,
             )
             mesh_pb2_grpc.add_MeshServiceServicer_to_server(face, server)
+
+    @property
+    def _max_body_bytes(self) -> int:
+        takes_images = any(model.images is not None for model in self._models.values())
+        settings = self._settings
+        return settings.image_body_bytes if takes_images else settings.max_body_bytes
+
+    @property
+    def _message_bytes(self) -> tuple[tuple[str, int], ...]:
+        """Room for bodies with images in messages of gRPC."""
+        room = self._max_body_bytes + _ENVELOPE_BYTES
+        if room <= self._settings.max_message_bytes:
+            return ()
+        return (("grpc.max_receive_message_length", room),)
 
     def _add_gauges(self) -> None:
         admission, fleet = self._admission, self.fleet

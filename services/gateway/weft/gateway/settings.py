@@ -44,6 +44,11 @@ else:
     ReasoningParserName = Literal[("auto", "none", *REASONING_FORMATS)]
 
 
+def image_body_bytes(max_body_bytes: int, max_images_bytes: int) -> int:
+    """Largest request body where a model takes images: in base64, beside the rest."""
+    return max_body_bytes + max_images_bytes * 4 // 3
+
+
 class GatewaySettings(_RoutingSettings):
     """Front door of a Weft mesh: templates, tokenises, routes, streams."""
 
@@ -402,6 +407,12 @@ class GatewaySettings(_RoutingSettings):
         description="memory for processed images, which are not decoded again when they come back, "
         "in bytes; 0 = none are kept",
     )
+    media_held_bytes: int = Field(
+        1 << 30,
+        ge=1,
+        description="images that all requests together hold until they end, as sent and as "
+        "processed, in bytes; more requests with images are refused",
+    )
     load_interval_s: float = Field(
         0.2, ge=0.02, le=10, description="interval of the workers' load reports, in seconds"
     )
@@ -430,6 +441,11 @@ class GatewaySettings(_RoutingSettings):
             if not name or not folder or len(name) > MAX_NAME_CHARS:
                 raise ValueError(f"{text!r} is not NAME=DIRECTORY")
         return models
+
+    @property
+    def image_body_bytes(self) -> int:
+        """Largest request body where a model takes images, which are in base64."""
+        return image_body_bytes(self.max_body_bytes, self.max_images_bytes)
 
     @property
     def model_folders(self) -> list[tuple[str, Path]]:

@@ -107,8 +107,10 @@ class ServiceServer:
         self.grpc = grpc.aio.server(
             interceptors=(*authorize, *interceptors, ErrorInterceptor()),
             options=(
+                *options,
                 # Two processes must not share a port silently.
                 ("grpc.so_reuseport", 0),
+                # Of an option that is given twice, the first counts.
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 # No limit on messages sent: the receiver has its own.
                 ("grpc.max_send_message_length", -1),
@@ -118,7 +120,6 @@ class ServiceServer:
                 ("grpc.absolute_max_metadata_size", 128 << 10),
                 # Peers may ping once a second without being cut off.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
-                *options,
             ),
         )
         """The gRPC server; add servicers before `start`."""

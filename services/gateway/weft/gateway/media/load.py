@@ -16,7 +16,8 @@ from weft.contract.errors import ModelError
 from weft.contract.spans import Media, Span
 from weft.gateway.media.forms import ImageForm, ImagePlan, TiledForm
 
-_PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
+PROCESSOR_FILES = _PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
+"""Files of which models that take images have at least one."""
 _LANCZOS = 1
 _FILTERS = frozenset(range(6))
 _MAX_EDGE = 4096

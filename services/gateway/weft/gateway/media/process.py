@@ -41,7 +41,10 @@ def _answer(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], b
         return {"bad": str(error)}, b""
     form = FORMS[head["form"]](**head["options"])
     media = form.process(pixels, is_coarse=head["is_coarse"])
-    told = [{"shape": one.shape, "digest": one.digest.hex()} for one in media]
+    told = [
+        {"processor": one.processor, "shape": one.shape, "digest": one.digest.hex()}
+        for one in media
+    ]
     return {"size": size, "media": told}, b"".join([one.data for one in media])
 
 

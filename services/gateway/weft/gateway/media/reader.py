@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from weft.contract.errors import Overloaded
 from weft.contract.spans import Media
 from weft.gateway.media.forms import ImageForm
 from weft.gateway.media.pool import MediaPool
@@ -18,6 +19,7 @@ from weft.gateway.validate import invalid
 
 T = TypeVar("T")
 
+_RETRY_AFTER_S = 1.0
 _ENTRY_BYTES = 512
 """Assumed size of an entry of the memo, its media's data apart."""
 
@@ -55,6 +57,8 @@ class ImageReader:
         """The processes that do the work."""
         self.memo = MediaMemo(settings.media_memo_bytes)
         """Images that were processed before."""
+        self.held = HeldMedia(settings.media_held_bytes)
+        """What running requests hold."""
         self._flights: dict[bytes, asyncio.Task[ProcessedImage]] = {}
         self.num_images = 0
         """Images of requests so far."""
@@ -159,7 +163,15 @@ class ImageReader:
             shape = tuple(told["shape"])
             end = at + shape[0] * shape[1] * shape[2]
             digest, content = bytes.fromhex(told["digest"]), bytes(data[at:end])
-            media.append(Media(kind="image", shape=shape, data=content, digest=digest))
+            media.append(
+                Media(
+                    kind="image",
+                    processor=told["processor"],
+                    shape=shape,
+                    data=content,
+                    digest=digest,
+                )
+            )
             at = end
         return ProcessedImage(height, width, tuple(media))
 
@@ -184,6 +196,33 @@ class ImageReader:
         if "bad" in reply:
             raise _BadFile(reply["bad"])
         return reply, data
+
+
+class HeldMedia:
+    """Counts what requests hold of their images until they end."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._by_request: dict[str, int] = {}
+        self.num_bytes = 0
+
+    def take(self, request_id: str, num_bytes: int) -> None:
+        """Counts bytes for a request, until `give_back`. Raises Overloaded if all requests would
+        hold too much; one alone may hold any amount.
+        """
+        if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+            raise Overloaded(
+                f"images of requests hold {self.num_bytes} bytes already (the bound is "
+                f"{self._max_bytes}); send the request again later",
+                stage="prepare",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._by_request[request_id] = self._by_request.get(request_id, 0) + num_bytes
+        self.num_bytes += num_bytes
+
+    def give_back(self, request_id: str) -> None:
+        """The request has ended; it may hold nothing."""
+        self.num_bytes -= self._by_request.pop(request_id, 0)
 
 
 class MediaMemo:

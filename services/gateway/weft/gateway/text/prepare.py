@@ -93,7 +93,7 @@ class Preparer:
             )
         for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
             if isinstance(prompt, ChatPrompt) and prompt.images:
-                await self._add_images(model, prompt, given, request.tenant_name)
+                await self._add_images(model, prompt, given, request)
             self._fit(prompt, given, request)
             given.seed, given.constraint = seed, final_constraint(request, model, given)
         return prepared
@@ -133,10 +133,16 @@ class Preparer:
         return self._images, model.images
 
     async def _add_images(
-        self, model: ModelCard, prompt: ChatPrompt, given: PreparedPrompt, tenant: str
+        self,
+        model: ModelCard,
+        prompt: ChatPrompt,
+        given: PreparedPrompt,
+        request: GenerateRequest,
     ) -> None:
         """Processes a prompt's images and puts their tokens in place of their placeholders."""
         reader, images = self._of_images(model)
+        tenant = request.tenant_name
+        reader.held.take(request.request_id, sum(len(one.source) for one in prompt.images))
         sources = await reader.sources(prompt.images)
         num_texts = len(given.ids) - len(prompt.images)
         if num_texts + images.most_tokens * len(prompt.images) > self._context_tokens():
@@ -152,6 +158,7 @@ class Preparer:
         ]
         given.ids, given.spans = put_in(given.ids, images.image_id, expanded)
         given.media = tuple({one.digest: one for _, many in expanded for one in many}.values())
+        reader.held.take(request.request_id, sum(len(one.data) for one in given.media))
         check_spans(given.spans, len(given.ids))
 
     async def _measured(

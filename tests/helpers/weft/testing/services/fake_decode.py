@@ -21,9 +21,11 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from weft.common.media_stream import media_of
 from weft.common.worker.kv_feed import KvFeed
 from weft.contract.keys import ROOT_KEY, PageKeys, namespace_digest
 from weft.contract.layout import CacheLayout, PagedPlane
+from weft.contract.spans import Media
 from weft.pages.memory.events import KvEvents
 from weft.testing.services.fake_adapters import FakeAdapters
 from weft.v1 import (
@@ -132,6 +134,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.prompts: list[list[int]] = []
         self.generated: list[dict[int, list[int]]] = []
         """By submit: tokens of its samples that other attempts have generated."""
+        self.media: dict[bytes, Media] = {}
+        """All media that it was brought."""
+        self.num_media_calls = 0
         self.largest_message_bytes = 0
         self.cancels: list[decode_pb2.Cancel] = []
         self.session_ends: list[decode_pb2.EndSession] = []
@@ -254,6 +259,12 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 )
             ],
         )
+
+    async def PutMedia(self, request_iterator: Any, context: Any) -> worker_pb2.PutMediaResponse:
+        self.num_media_calls += 1
+        async for one in media_of(request_iterator):
+            self.media[one.digest] = one
+        return worker_pb2.PutMediaResponse()
 
     async def WatchKv(
         self, request: worker_pb2.WatchKvRequest, context: Any

@@ -199,8 +199,12 @@ def _message(number: int, message: MessageBody, images: list[ImageFile]) -> dict
     where = f"messages[{number}]"
     if message.content is None and not message.tool_calls and not message.images:
         raise invalid(f"{where}.content", "is missing; give a text")
-    built = ContentBuilder(images, is_of_tool=message.role == "tool")
-    content = _content(built, message.images, f"{where}.images", message.content or "")
+    text, is_of_tool = message.content or "", message.role == "tool"
+    built = ContentBuilder(images, is_of_tool=is_of_tool)
+    if is_of_tool and text:
+        built.add_text(text)
+        text = ""
+    content = _content(built, message.images, f"{where}.images", text)
     translated: dict[str, Any] = {"role": message.role, "content": content}
     named = {
         "reasoning_content": message.thinking,
@@ -223,7 +227,7 @@ def _message(number: int, message: MessageBody, images: list[ImageFile]) -> dict
 def _content(
     content: ContentBuilder, images: Sequence[Any] | None, where: str, text: str
 ) -> Content:
-    """Images come ahead of the text, as Ollama has them."""
+    """Images come ahead of a user's text, as Ollama has them."""
     for number, image in enumerate(images or ()):
         content.add_image(
             image if isinstance(image, str) else None,

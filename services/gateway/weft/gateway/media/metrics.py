@@ -1,0 +1,43 @@
+"""Metrics of images, read when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from weft.gateway.media.reader import ImageReader
+
+
+class MediaCollector(Collector):
+    """Images, what they wait for and what they take."""
+
+    def __init__(self, reader: ImageReader) -> None:
+        self._reader = reader
+
+    def collect(self) -> Iterator[Metric]:
+        """The endpoint's thread calls this."""
+        reader, pool = self._reader, self._reader.pool
+        images = CounterMetricFamily(
+            "weft_images", "Images of requests, by source: memo, decoded.", labels=["source"]
+        )
+        images.add_metric(["memo"], reader.num_repeated)
+        images.add_metric(["decoded"], reader.num_images - reader.num_repeated)
+        losses = CounterMetricFamily(
+            "weft_media_process_losses",
+            "Media processes that were replaced, by reason: timeout, crash.",
+            labels=["reason"],
+        )
+        for reason, count in list(pool.num_failures.items()):
+            losses.add_metric([reason], count)
+        jobs = GaugeMetricFamily(
+            "weft_media_jobs", "Images in media processes and before them.", labels=["state"]
+        )
+        jobs.add_metric(["running"], pool.num_running)
+        jobs.add_metric(["queued"], pool.num_queued)
+        memory = GaugeMetricFamily(
+            "weft_media_bytes", "Processed images in memory, by holder.", labels=["holder"]
+        )
+        memory.add_metric(["memo"], reader.memo.num_bytes)
+        memory.add_metric(["requests"], reader.held.num_bytes)
+        yield from (images, losses, jobs, memory)
