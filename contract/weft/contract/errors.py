@@ -239,6 +239,7 @@ _BY_REASON: dict[str, type[WeftError]] = {
     for cls in (
         InvalidRequest,
         ContextTooLong,
+        MediaMissing,
         Unauthenticated,
         InvalidApiKey,
         PermissionDenied,
