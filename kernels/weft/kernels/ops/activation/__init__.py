@@ -109,7 +109,7 @@ def glu(
     Args:
         x: [T, 2 * I], contiguous, columns of a first; not changed.
         function: The activation in torch, for devices that have no operation of that name.
-        is_fixed: As in `activate_alike`.
+        is_fixed: Whether a row's bits must not depend on the other rows.
 
     Returns:
         [T, I], dtype of `x`.

@@ -105,7 +105,7 @@ def settled(
     Args:
         spec: Constants of one of the layers, which may differ only in their windows.
         rows: T.
-        pool: As in `paged_attention`.
+        pool: The layers' pages, [num_pages, Hkv, layers, 2, page_size, D].
     """
     check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
     prompts = None

@@ -269,7 +269,7 @@ def draft_chain(
     Args:
         state: [R, H], contiguous: g of the position before the last token; overwritten.
         token_ids: [R] int64: last tokens.
-        pool: As in `draft_entries`.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: Index of the head's layer in the pool.
 
     Returns:
@@ -356,7 +356,7 @@ def draft_turn(
     Args:
         state: [T, H]: g, or the head's own state, of the position before each token.
         token_ids: [T] int64.
-        pool: As in `draft_entries`.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: Index of the head's layer in the pool.
 
     Returns:

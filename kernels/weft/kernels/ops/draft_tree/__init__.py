@@ -43,7 +43,7 @@ def draft_tree(
     Args:
         state: [R, H]: g of the position before the last token.
         token_ids: [R] int64: last tokens.
-        pool: As in `draft_entries`; the head's layer is written.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: Index of the head's layer in the pool.
 
     Returns:

@@ -92,7 +92,7 @@ def eagle_chain(
     Args:
         state: [R, H]: f of the position before the last token; not changed.
         token_ids: [R] int64: last tokens.
-        pool: As in `eagle_entries`.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: Index of the head's layer in the pool.
 
     Returns:

@@ -28,7 +28,9 @@ class PlainExperts(NamedTuple):
     """[H, I] each; none on a GPU."""
     activation: Activation
     placement: torch.Tensor | None = None
-    """As in `weft.kernels.ops.moe.spec.ExpertWeights`."""
+    """[experts of all ranks] int32: each expert's place on this rank, or the number of places if
+    another rank has it. None: this rank has all experts.
+    """
     stacked: tuple[torch.Tensor, torch.Tensor] | None = None
     """The stacked weights on a GPU, [E, I, H] and [E, H, I]."""
 
