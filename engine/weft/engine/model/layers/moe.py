@@ -16,7 +16,7 @@ from weft.kernels.ops.activation import limited_silu
 from weft.kernels.ops.activation.spec import GELU_TANH, SILU, Gating
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe.spec import RouterForm, SparseMlpWeight
-from weft.kernels.ops.stream import Combine, Normed, SharedCombine
+from weft.kernels.ops.stream.additions import Combine, Normed, SharedCombine
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import check_rows, check_tables
 from weft.kernels.ops.peers.spec import CpuPeers
 from weft.kernels.ops.rope import check_rope_pool
-from weft.kernels.ops.stream import Taps
+from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.shared import cpu
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
-from weft.kernels.ops.draft_head import added
+from weft.kernels.ops.draft_head.operations import added
 from weft.kernels.ops.draft_head.spec import FIRST_POSITION, DraftChains, DraftRows
 from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear.spec import LinearWeight
