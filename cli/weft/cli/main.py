@@ -24,6 +24,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command("weft.cli.serve", "run one service: gateway, prefill, decode, kvstore, rest"),
     "chat": Command("weft.cli.chat", "talk to a model in the terminal"),
     "status": Command("weft.cli.status", "show workers, load, pages and transports"),
+    "doctor": Command("weft.cli.doctor.command", "what of this host is used, and what holds back"),
     "top": Command("weft.cli.top.command", "members, flows and requests of a mesh, live"),
     "drain": Command("weft.cli.drain", "take a worker out of service; what runs on it goes on"),
     "undrain": Command("weft.cli.undrain", "put a drained worker back into service"),

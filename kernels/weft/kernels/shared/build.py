@@ -84,6 +84,11 @@ def load_packaged(
     return load_native(source, openmp_library=openmp_library, flags=flags)
 
 
+def find_compiler(compiler: str = "cc") -> str | None:
+    """The path of the C compiler; None: it is not on PATH."""
+    return shutil.which(compiler)
+
+
 def load_native(
     source: Path,
     *,
@@ -112,7 +117,7 @@ def load_native(
     code = source.read_bytes()
     try:
         folder = folder or cache_folder() / "native"
-        compiler_path = shutil.which(compiler)
+        compiler_path = find_compiler(compiler)
         if compiler_path is None:
             raise _BuildError(f"no C compiler: '{compiler}' is not on PATH")
         all_flags = [*BASE_FLAGS, *flags]
