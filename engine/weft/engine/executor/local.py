@@ -35,12 +35,16 @@ from weft.engine.executor.orders import (
     PackPages,
     PoisonBlocks,
     PoisonPages,
+    PrepareProfile,
+    StartProfile,
+    StopProfile,
     UnpackBlock,
     UnpackPages,
     ZeroPages,
 )
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
+from weft.engine.executor.profiler import StepProfiler
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
@@ -131,8 +135,10 @@ class LocalExecutor:
         pool: RankPool | None = None,
         blocks: RankBlocks | None = None,
         num_ranks: int = 1,
+        rank: int = 0,
         peers: DevicePeers | None = None,
     ) -> None:
+        self.profiler = StepProfiler(device, rank)
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
         self._model = model
@@ -261,6 +267,12 @@ class LocalExecutor:
         """Does nothing: there is no other process to end."""
 
     def launch(self, step: StepInput) -> Launched:
+        if not self.profiler.is_recording:
+            return self._launch(step)
+        with self.profiler.step(step):
+            return self._launch(step)
+
+    def _launch(self, step: StepInput) -> Launched:
         if self.graphs is not None:
             if bucket := self.graphs.buckets.of_decodes(step):
                 return Launched(self._launch_decodes(step, bucket))
@@ -502,6 +514,12 @@ class LocalExecutor:
                 self._blocks().to_pages(block, pages, self._whole_pages)
             case UnpackBlock(block, pages):
                 self._blocks().from_pages(block, pages, self._whole_pages)
+            case PrepareProfile(host, device):
+                self.profiler.prepare(host=host, device=device)
+            case StartProfile():
+                self.profiler.start()
+            case StopProfile(folder):
+                self.profiler.stop(folder)
             case _:
                 assert_never(order)
 
