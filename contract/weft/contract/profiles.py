@@ -11,7 +11,7 @@ DEFAULT_STEPS, MAX_STEPS = 20, 100
 operation of PyTorch, so that more steps would stall it for seconds.
 """
 MAX_DELAY_STEPS = 1_000_000
-DEFAULT_LIMIT_S, MAX_LIMIT_S = 30.0, 600.0
+DEFAULT_LIMIT_S, MAX_LIMIT_S = 60.0, 600.0
 """Seconds after which a profile ends, however many steps it has: an idle engine makes none."""
 
 
@@ -67,7 +67,7 @@ class ProfileEnd:
     reason: str
     """Why it ended: steps, time or stopped."""
     ranks: int
-    """Number of parts."""
+    """Number of parts; 0: it ended before it began to record."""
     began_s: float
     """Unix time, as `ended_s`."""
     ended_s: float

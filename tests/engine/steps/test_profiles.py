@@ -89,7 +89,7 @@ def test_an_idle_engine_ends_a_profile_in_time(tmp_path: Path, seed: int) -> Non
         assert (end.steps, end.reason) == (4, "steps")
         names = step_names(profiles.parts(end)[0])
         assert len(names) == 4
-        assert all("1 decodes" in name for name in names)
+        assert any(name.endswith("1 decodes") for name in names)
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,14 @@ class StepProfiler:
         recorded, self._profile = self._profile, None
         if self.is_recording and recorded is not None:
             self.is_recording = False
-            self._guarded(lambda: recorded.__exit__(None, None, None))
+            self._guarded(lambda: recorded.__exit__(None, None, None))  # type: ignore[no-untyped-call]
         path = Path(folder) / f"rank-{self._rank}.json"
         threading.Thread(target=_write, args=(recorded, path, self._problem), daemon=True).start()
 
     def _prepare(self, host: bool, device: bool) -> None:
         on_gpu = device and self._device.type == "cuda"
         prepared = profile(use_cpu=host or not on_gpu, use_device="cuda" if on_gpu else None)
-        prepared._prepare_trace()
+        prepared._prepare_trace()  # type: ignore[no-untyped-call]
         self._profile = prepared
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ def _write(recorded: profile | None, path: Path, problem: str) -> None:
     try:
         if recorded is None or problem:
             raise RuntimeError(problem or "nothing was recorded")
-        recorded.export_chrome_trace(str(unfinished))
+        recorded.export_chrome_trace(str(unfinished))  # type: ignore[no-untyped-call]
         unfinished.replace(path)
     except Exception as error:
         logger.exception("a profile was not written")

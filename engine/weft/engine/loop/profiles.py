@@ -2,7 +2,9 @@
 
     waiting -> preparing -> recording -> ended
        |            |
-       '------------'---> ended (in time, or stopped)
+       '------------'----- in time, or stopped
+
+A preparation is not interrupted: a profile that ends meanwhile ends after it.
 
 All ranks begin and end at the same step borders, since they get these orders between steps.
 """
@@ -33,6 +35,8 @@ class _OpenProfile:
     is_recording: bool = False
     began_s: float = 0.0
     num_steps: int = 0
+    end_reason: str = ""
+    """Why it ends, once it is to end."""
 
 
 class StepProfiles:
@@ -89,7 +93,9 @@ class StepProfiles:
 
     def _advance(self, profile: _OpenProfile, begins_step: bool, num_under_way: int) -> None:
         options = profile.options
-        if profile.num_steps == options.steps and (begins_step or not num_under_way):
+        if profile.end_reason:
+            self._end(profile, profile.end_reason)
+        elif profile.num_steps == options.steps and (begins_step or not num_under_way):
             self._end(profile, "steps")
         elif self._clock() >= profile.ends_at_s:
             self._end(profile, "time")
@@ -97,28 +103,27 @@ class StepProfiles:
             profile.num_steps += begins_step
         elif not profile.is_prepared:
             if self._num_begun + (not begins_step) >= profile.begins_at:
-                self._prepare(profile)
+                profile.is_prepared = True
+                self._executor.order(PrepareProfile(options.host, options.device))
         elif begins_step and self._profiler.is_ready:
             self._executor.order(StartProfile())
             profile.is_recording, profile.num_steps = True, 1
             profile.began_s = time.time()
 
-    def _prepare(self, profile: _OpenProfile) -> None:
-        profile.is_prepared = True
-        self._executor.order(PrepareProfile(profile.options.host, profile.options.device))
-
     def _end(self, profile: _OpenProfile, reason: str) -> None:
+        profile.end_reason = reason
+        if profile.is_prepared and not self._profiler.is_ready:
+            return
         self._open = None
-        if not profile.is_prepared:
-            self._prepare(profile)
         ended_s, stopping_s = time.time(), self._clock()
-        self._executor.order(StopProfile(profile.folder))
+        if profile.is_prepared:
+            self._executor.order(StopProfile(profile.folder))
         self._out.outbox.profile_ends.append(
             ProfileEnd(
                 profile=profile.name,
                 steps=profile.num_steps,
                 reason=reason,
-                ranks=self._num_ranks,
+                ranks=self._num_ranks if profile.is_prepared else 0,
                 began_s=profile.began_s or ended_s,
                 ended_s=ended_s,
                 pause_s=self._clock() - stopping_s,
