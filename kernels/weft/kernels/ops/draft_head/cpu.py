@@ -7,6 +7,7 @@ import ctypes
 import torch
 from weft.kernels.ops.attention.cpu import fits_native
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
+from weft.kernels.ops.pages.cpu import describe_pool
 from weft.kernels.ops.pages.scaled_kv import head_dim, holds
 from weft.kernels.shared import cpu
 
@@ -61,7 +62,7 @@ class NativeEntries:
         """The work as native operations read it."""
 
     def run(self) -> None:
-        described = cpu.describe_pool(self._pool, self.g.dtype)
+        described = describe_pool(self._pool, self.g.dtype)
         status = self._native.draft_entries(ctypes.byref(self.write), ctypes.byref(described))
         if status:
             cpu.check_status(status, "draft_entries")
@@ -103,7 +104,7 @@ def native_chain(
         *(depth, requests, table.shape[1], table.stride(0)),
         *(scratch.data_ptr(), logits.data_ptr()),
     )
-    described = cpu.describe_pool(pool, state.dtype)
+    described = describe_pool(pool, state.dtype)
     status = native.draft_chain(_address_of(w), ctypes.byref(chain), ctypes.byref(described), layer)
     if status:
         cpu.check_status(status, "draft_chain")
