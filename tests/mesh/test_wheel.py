@@ -34,6 +34,7 @@ class FreshMachine:
         kept |= {k: v for k, v in os.environ.items() if k.lower().endswith("_proxy")}
         self.environment = {**kept, "HOME": str(self.home), "PATH": str(programs)}
         assert not [name for name in ABSENT if shutil.which(name, path=str(programs))]
+        self.run("uv", "venv", "--python", str(Path(sys.base_prefix) / "bin" / "python3"))
 
     def run(self, *command: str) -> str:
         done = subprocess.run(
@@ -51,8 +52,6 @@ class FreshMachine:
     def install(self, extra: str) -> None:
         wheels = wheel_folder()
         (wheel,) = wheels.glob("weft-*.whl")
-        python = Path(sys.base_prefix) / "bin" / "python3"
-        self.run("uv", "venv", "--python", str(python))
         requirement = f"weft{extra} @ file://{wheel}"
         self.run("uv", "pip", "install", "--find-links", str(wheels), requirement)
 

@@ -66,6 +66,9 @@ def _tell(arguments: argparse.Namespace, found: trace_pb2.ListSpansResponse) -> 
         show_timeline(Console(), list(found.spans))
     else:
         show(Console(), list(found.spans))
+    if not arguments.json:
+        for profile in found.profiles:
+            sys.stdout.write(f"profiled meanwhile: {profile.path}\n")
     return 0
 
 

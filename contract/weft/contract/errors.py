@@ -119,6 +119,30 @@ class WorkerNotFound(WeftError):
     http_status = 404
 
 
+class ProfileRunning(WeftError):
+    """Something is being profiled already; only one profile runs at a time."""
+
+    reason = "PROFILE_RUNNING"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class ProfileNotFound(WeftError):
+    """There is no profile of this id, or it is no longer kept."""
+
+    reason = "PROFILE_NOT_FOUND"
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
+class ProfilesDisabled(WeftError):
+    """The service has no folder for profiles, or runs no steps."""
+
+    reason = "PROFILES_DISABLED"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
 class AdapterNotFound(ModelNotFound):
     """The worker was never ordered to load this adapter, or was ordered to unload it."""
 
@@ -246,6 +270,9 @@ _BY_REASON: dict[str, type[WeftError]] = {
         ModelNotFound,
         RequestNotFound,
         WorkerNotFound,
+        ProfileRunning,
+        ProfileNotFound,
+        ProfilesDisabled,
         AdapterNotFound,
         AdapterError,
         Overloaded,

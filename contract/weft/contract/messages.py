@@ -21,10 +21,11 @@ from weft.contract.fills import (
     ProcessExited,
 )
 from weft.contract.kv_changes import KvChange
+from weft.contract.profiles import ProfileCommand, ProfileEnd
 from weft.contract.reports import LoadReport
 from weft.contract.spans import Media
 from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
-from weft.contract.submits import Cancel, GatewayBatch, Ping, SessionEnd, Submit
+from weft.contract.submits import Cancel, Failure, GatewayBatch, Ping, SessionEnd, Submit
 
 # -- to the engine ---------------------------------------------------------------------------------
 
@@ -78,6 +79,7 @@ class Inbox:
     name the adapters."""
     fault_orders: list[FaultOrder] = field(default_factory=list)
     """Orders for the fault points of the engine's process."""
+    profile_commands: list[ProfileCommand] = field(default_factory=list)
     log_level: str = ""
     """New log level of the engine's process: debug, info, warning or error; empty: unchanged."""
 
@@ -106,4 +108,7 @@ class Outbox:
     adapter_replies: list[AdapterReply] = field(default_factory=list)
     fault_replies: list[tuple[int, list[FaultState]]] = field(default_factory=list)
     """Pairs (query, faults armed in the engine's process)."""
+    profile_replies: list[tuple[int, Failure | None]] = field(default_factory=list)
+    """Pairs (query, why the command was not obeyed)."""
+    profile_ends: list[ProfileEnd] = field(default_factory=list)
     load: LoadReport | None = None

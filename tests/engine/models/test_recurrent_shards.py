@@ -17,7 +17,7 @@ from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear import linear
-from weft.kernels.ops.stream import Normed, Sum
+from weft.kernels.ops.stream.additions import Normed, Sum
 from weft.testing.models.families import make_family
 from weft.testing.models.paging import PagedRequest, PlainStates
 

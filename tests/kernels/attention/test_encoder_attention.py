@@ -38,14 +38,14 @@ def test_each_row_attends_to_its_own_sequence(
 ) -> None:
     fresh_seed()
     if not is_native:
-        monkeypatch.setattr(kernels, "_native", lambda *given: None)
+        monkeypatch.setattr(kernels, "native_for", lambda *given: None)
     for _ in range(6):
         dim, kv_heads = random.choice((12, 24, 64, 96, 128)), random.choice((1, 2, 4))
         lengths = random.choices((1, 2, 31, 64, 65, 97, 130, 250), k=5)
         bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         qkv = torch.randn(bounds[-1], 4 + 2 * kv_heads, dim).to(dtype)
         q, k, v = qkv.split([4, kv_heads, kv_heads], dim=1)
-        assert (kernels._native(q, k, v, None) is not None) == is_native
+        assert (kernels.native_for(q, k, v, None) is not None) == is_native
         reach = random.choice((None, 0, 9, 63, 200))
         given = (reach, None, 0.2)
         found = encoder_attention(
@@ -65,7 +65,7 @@ def test_bounds_that_do_not_fit_are_refused(
 ) -> None:
     fresh_seed()
     if not is_native:
-        monkeypatch.setattr(kernels, "_native", lambda *given: None)
+        monkeypatch.setattr(kernels, "native_for", lambda *given: None)
     qkv = torch.randn(9, 3, 2, 8).unbind(1)
     for bounds in ([0, 8], [0, 10], [1, 9], [0, 7, 5, 9], []):
         with pytest.raises(ValueError, match="sequence"):

@@ -14,6 +14,7 @@ from weft.kernels.ops import attention, rope
 from weft.kernels.ops.attention import gpu as gpu_attention
 from weft.kernels.ops.attention import triton_decode as decode_attention
 from weft.kernels.ops.attention import triton_extend as extend_attention
+from weft.kernels.ops.pages.cpu import describe_pool
 from weft.kernels.ops.rope import triton_rope as gpu_rope
 from weft.kernels.shared import cpu
 from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, in_parts, make_case
@@ -181,4 +182,4 @@ def test_pages_must_be_contiguous() -> None:
             torch.zeros(1, 64), column, torch.zeros(9, 16), apart, LAYER, column, 2, 1
         )
     with pytest.raises(ValueError, match="within a page"):
-        cpu.describe_pool(apart, apart.dtype)
+        describe_pool(apart, apart.dtype)

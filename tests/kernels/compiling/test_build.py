@@ -96,19 +96,24 @@ BUILD_SCRIPT = """
 import sys
 from pathlib import Path
 from weft.kernels.shared.build import load_native
-built = load_native(Path(sys.argv[1]), folder=Path(sys.argv[2]))
+compiler = (sys.argv[3:] or ["cc"])[0]
+built = load_native(Path(sys.argv[1]), folder=Path(sys.argv[2]), compiler=compiler)
 print(built.path, built.library.answer(6))
 """
 
 
-def test_processes_building_at_once_all_load_a_whole_file(tmp_path: Path) -> None:
-    source = write_source(tmp_path, 7)
+def test_processes_building_at_once_compile_once_and_load_a_whole_file(tmp_path: Path) -> None:
+    source, compiler, calls = write_source(tmp_path, 7), tmp_path / "compiler", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec cc "$@"\n')
+    compiler.chmod(0o755)
     command = [sys.executable, "-c", BUILD_SCRIPT, str(source), str(tmp_path / "cache")]
+    command.append(str(compiler))
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     outputs = {child.communicate(timeout=60)[0] for child in children}
     assert [child.returncode for child in children] == [0] * 4
     assert len(outputs) == 1
     assert outputs.pop().split()[1] == "42"
+    assert sum(" -c " in call for call in calls.read_text().splitlines()) == 1
 
 
 def test_failures_are_reasons(tmp_path: Path) -> None:

@@ -8,13 +8,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from weft.kernels.ops.draft_head import (
-    draft_chain,
-    draft_chain_reference,
-    draft_entries,
-    draft_entries_reference,
-    pack_draft_head,
-)
+from weft.kernels.ops.draft_head import draft_chain, draft_entries
+from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
+from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.shared import cpu

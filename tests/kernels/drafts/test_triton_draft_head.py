@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.ops import draft_head
 from weft.kernels.ops.activation import triton_gated as activation
 from weft.kernels.ops.attention import gpu as attention
-from weft.kernels.ops.draft_head import (
-    draft_chain_reference,
-    draft_entries_reference,
-    pack_draft_head,
-)
+from weft.kernels.ops.draft_head import operations
 from weft.kernels.ops.draft_head import triton_rows as draft_rows
+from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
+from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.greedy import triton_rows as greedy
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
@@ -105,14 +102,14 @@ def gpu_kernels() -> Iterator[None]:
         return activation.silu_and_mul(product) if w.gated else product.to(out_dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_head, "rope_and_cache", rope_and_cache)
-        patch.setattr(draft_head, "paged_attention", attention.paged_attention)
-        patch.setattr(draft_head, "normed_linear", normed_linear)
-        patch.setattr(draft_head, "rms_norm", norm.rms_norm)
-        patch.setattr(draft_head, "_join", draft_rows.join_rows)
-        patch.setattr(draft_head, "_join_shifted", draft_rows.join_shifted)
-        patch.setattr(draft_head, "_keep_last", draft_rows.keep_last)
-        patch.setattr(draft_head, "_choose", greedy.greedy_rows)
+        patch.setattr(operations, "rope_and_cache", rope_and_cache)
+        patch.setattr(operations, "paged_attention", attention.paged_attention)
+        patch.setattr(operations, "normed_linear", normed_linear)
+        patch.setattr(operations, "rms_norm", norm.rms_norm)
+        patch.setattr(operations, "_join", draft_rows.join_rows)
+        patch.setattr(operations, "_join_shifted", draft_rows.join_shifted)
+        patch.setattr(operations, "_keep_last", draft_rows.keep_last)
+        patch.setattr(operations, "_choose", greedy.greedy_rows)
         yield
 
 
@@ -226,8 +223,8 @@ def test_rows_of_trees_follow_their_parents() -> None:
         request_slots=slots,
         ancestors=words,
     )
-    expected = draft_head._join(w, described.token_ids, before)
-    for join in (draft_head._join_shifted, draft_rows.join_shifted):
+    expected = operations._join(w, described.token_ids, before)
+    for join in (operations._join_shifted, draft_rows.join_shifted):
         torch.testing.assert_close(join(w, described, g, kept), expected)
 
 
@@ -243,12 +240,12 @@ def test_rows_of_decode_steps() -> None:
         cu_q_lens=torch.arange(requests + 1, dtype=torch.int32),
         request_slots=torch.randperm(requests + 1)[:requests],
     )
-    expected = draft_head._join_shifted(w, rows, g, kept)
+    expected = operations._join_shifted(w, rows, g, kept)
     for is_uniform in (False, True):
         found = draft_rows.join_shifted(w, replace(rows, is_uniform=is_uniform), g, kept)
         torch.testing.assert_close(found, expected)
     other = kept.clone()
-    draft_head._keep_last(g, rows, kept)
+    operations._keep_last(g, rows, kept)
     draft_rows.keep_last(g, rows, other)
     assert torch.equal(other, kept)
 

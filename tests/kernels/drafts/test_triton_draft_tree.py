@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.ops.draft_tree import grow_reference, keep_best_reference
 from weft.kernels.ops.draft_tree import triton_nodes as gpu
+from weft.kernels.ops.draft_tree.reference import grow_reference, keep_best_reference
 from weft.kernels.ops.draft_tree.spec import DraftTrees, Expanded, Nodes
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed

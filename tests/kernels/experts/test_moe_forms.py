@@ -15,7 +15,7 @@ from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.moe import moe, route
 from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, Routing, SparseMlpWeight
-from weft.kernels.ops.stream import Combine, Normed
+from weft.kernels.ops.stream.additions import Combine, Normed
 from weft.kernels.shared.formats.int_groups import mxfp4_groups
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

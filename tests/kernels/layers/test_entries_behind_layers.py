@@ -8,10 +8,11 @@ import pytest
 import torch
 from weft.engine.model.stack import run_all
 from weft.engine.model.step import Step
-from weft.kernels.ops.draft_head import DraftEntries, draft_entries, pack_draft_head
+from weft.kernels.ops.draft_head import DraftEntries, draft_entries
+from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftHeadWeight, DraftRows
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
-from weft.kernels.ops.stream import Taps
+from weft.kernels.ops.stream.taps import Taps
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,

@@ -20,7 +20,8 @@ from weft.kernels.ops.attention.spec import AttentionSpec
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.moe.spec import ExpertWeights, SparseMlpWeight
 from weft.kernels.ops.norm import LayerNorm, Norm
-from weft.kernels.ops.stream import Taps, gpu
+from weft.kernels.ops.stream import gpu
+from weft.kernels.ops.stream.taps import Taps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.layer_cases import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.draft_head import pack_draft_head
+from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear, weight_rows
 from weft.kernels.ops.lora.spec import LoraAddition

@@ -243,6 +243,7 @@ def _worker(
                 "mtp-head": True if settings.drafter == "mtp" else None,
                 "window-pages": "free" if model.has_windows and _frees_windows(settings) else None,
                 "crash-dir": state.crashes,
+                "profile-dir": state.worker_profiles / name,
                 **_common(settings, state),
                 **_tls(settings, role),
             }
@@ -349,6 +350,7 @@ def _gateway(
                 "ready-grace-s": settings.ready_grace_s,
                 # On other addresses the operators' token must not be sent without encryption.
                 "console": "operate" if is_loopback(settings.host) else None,
+                "profile-dir": state.profiles,
                 **_common(settings, state),
                 **_tls(settings, "gateway"),
             }

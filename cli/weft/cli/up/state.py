@@ -33,6 +33,16 @@ class StateFolder:
         return self.root / "crashes"
 
     @property
+    def profiles(self) -> Path:
+        """Profiles of the mesh. They outlive it."""
+        return self.root / "profiles"
+
+    @property
+    def worker_profiles(self) -> Path:
+        """Each worker's part of them, in a folder of its own."""
+        return self.root / "worker-profiles"
+
+    @property
     def admin_token(self) -> Path:
         """The token of the services' operators' ports; new for every mesh."""
         return self.root / "admin-token"

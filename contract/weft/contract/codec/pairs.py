@@ -12,6 +12,7 @@ from weft.contract.faults import FaultSpec
 from weft.contract.fills import FillStart
 from weft.contract.handle import EventKind, FillEvent, FillTimings, KvHandle, NixlTargetInfo
 from weft.contract.kv_changes import KvChange, KvRun
+from weft.contract.profiles import ProfileEnd, ProfileOptions
 from weft.contract.reports import EngineInfo, LoadReport, TierReport
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.contract.spans import Span
@@ -27,7 +28,15 @@ from weft.contract.submits import (
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, FillRecord, Timeline
 from weft.contract.token_ids import TokenIds, extend_ids, unpacked_ids
-from weft.v1 import admin_pb2, common_pb2, decode_pb2, kv_pb2, kvstore_pb2, worker_pb2
+from weft.v1 import (
+    admin_pb2,
+    common_pb2,
+    decode_pb2,
+    kv_pb2,
+    kvstore_pb2,
+    profile_pb2,
+    worker_pb2,
+)
 
 MAX_PAGES = 1 << 24
 MAX_BLOCK_PAGES = 1 << 20
@@ -242,6 +251,12 @@ KV_RUN = Codec(KvRun, worker_pb2.KvRun)
 KV_CHANGE = Codec(KvChange, worker_pb2.KvChange)
 ADAPTER = Codec(AdapterState, worker_pb2.AdapterStatus)
 FAULT = Codec(FaultSpec, admin_pb2.Fault)
+PROFILE_OPTIONS = Codec(ProfileOptions, profile_pb2.ProfileOptions)
+PROFILED_ENGINE = Codec(
+    ProfileEnd,
+    profile_pb2.ProfiledEngine,
+    apart=("profile", "began_s", "ended_s", "worker_id"),
+)
 LOAD = Codec(
     LoadReport,
     worker_pb2.WatchLoadResponse,

@@ -25,6 +25,8 @@ _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 """Start of the PCI class of what draws or computes."""
+_SYS_PTRACE = 19
+"""Number of the capability."""
 _SWITCHED = 2
 """Steps from a device to the ports of the switch that it shares with a neighbour."""
 
@@ -189,13 +191,33 @@ class Host:
             if port.kind == "rdma" and port.is_active and port.device is not None
         ]
         taken: Counter[str] = Counter()
-        for address in sorted({*self._pci_gpus(), device.address}) if active else ():
+        for address in sorted({*self.nvidia_addresses, device.address}) if active else ():
             gpu = self.pci_device(address)
             _, _, name = min((gpu.distance(at), taken[port.name], port.name) for port, at in active)
             if address == device.address:
                 return next(port for port, _ in active if port.name == name)
             taken[name] += 1
         return None
+
+    @cached_property
+    def nvidia_addresses(self) -> list[str]:
+        """PCI addresses of all NVIDIA GPUs of the host, also of those that CUDA does not show."""
+        return [
+            folder.name
+            for folder in _folders(self._sys / "bus" / "pci" / "devices")
+            if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY)
+        ]
+
+    @property
+    def may_attach(self) -> bool:
+        """Whether this process may read any other's memory: the capability SYS_PTRACE."""
+        lines = self.read("proc/self/status").splitlines()
+        held = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
+        return bool(int(held, 16) >> _SYS_PTRACE & 1)
+
+    def read(self, path: str) -> str:
+        """The stripped text of a file below the root; empty if it cannot be read."""
+        return _read(self.root / path)
 
     # -- internals -------------------------------------------------------------------------------
 
@@ -210,14 +232,6 @@ class Host:
             return None
         addresses = [part for part in link.resolve().parts if _ADDRESS.fullmatch(part)]
         return self.pci_device(addresses[-1]) if addresses else None
-
-    def _pci_gpus(self) -> list[str]:
-        """Addresses of all GPUs of the host, also of those that CUDA does not show here."""
-        return [
-            folder.name
-            for folder in _folders(self._sys / "bus" / "pci" / "devices")
-            if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY)
-        ]
 
     def _listed_gpus(self) -> list[_Listed] | None:
         """What the driver lists, without those whose device file this container lacks; None: the

@@ -37,12 +37,16 @@ from weft.engine.executor.orders import (
     PackPages,
     PoisonBlocks,
     PoisonPages,
+    PrepareProfile,
+    StartProfile,
+    StopProfile,
     UnpackBlock,
     UnpackPages,
     ZeroPages,
 )
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
+from weft.engine.executor.profiler import StepProfiler
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import InsertedRows, StepInput
 from weft.engine.model.heads.drafted import DraftedModel
@@ -135,9 +139,11 @@ class LocalExecutor:
         pool: RankPool | None = None,
         blocks: RankBlocks | None = None,
         num_ranks: int = 1,
+        rank: int = 0,
         peers: DevicePeers | None = None,
         media: MediaEmbeddings | None = None,
     ) -> None:
+        self.profiler = StepProfiler(device, rank)
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
         self._model = model
@@ -267,6 +273,12 @@ class LocalExecutor:
         """Does nothing: there is no other process to end."""
 
     def launch(self, step: StepInput) -> Launched:
+        if not self.profiler.is_recording:
+            return self._launch(step)
+        with self.profiler.step(step):
+            return self._launch(step)
+
+    def _launch(self, step: StepInput) -> Launched:
         if self.graphs is not None:
             if bucket := self.graphs.buckets.of_decodes(step):
                 return Launched(self._launch_decodes(step, bucket))
@@ -524,6 +536,12 @@ class LocalExecutor:
             case EncodeMedia():
                 assert self._media is not None, "the model has no encoder"
                 self._media.encode(order)
+            case PrepareProfile(host, device):
+                self.profiler.prepare(host=host, device=device)
+            case StartProfile():
+                self.profiler.start()
+            case StopProfile(folder):
+                self.profiler.stop(folder)
             case _:
                 assert_never(order)
 

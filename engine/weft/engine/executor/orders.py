@@ -1,4 +1,4 @@
-"""Orders to an executor: work on the memory of its devices that is no step.
+"""Orders to an executor: work that is no step, on the memory of its devices or about profiles.
 
 An order is a value whose fields are numbers, texts or rows of numbers, so all orders reach other
 ranks in one encoding. A new order takes a class in this module and a case in `LocalExecutor.order`.
@@ -84,6 +84,25 @@ class EncodeMedia(NamedTuple):
     """uint8."""
 
 
+class PrepareProfile(NamedTuple):
+    """Gets ready to record steps, in the background: on a GPU that may take seconds."""
+
+    host: bool
+    """Record PyTorch's operations on the host."""
+    device: bool
+    """Record kernels and copies of a GPU."""
+
+
+class StartProfile(NamedTuple):
+    """Records what follows. Waits until that is prepared."""
+
+
+class StopProfile(NamedTuple):
+    """Ends the recording and writes it to a file `rank-N.json` in the background."""
+
+    folder: str
+
+
 PageOrder: TypeAlias = (
     CopyPages
     | ZeroPages
@@ -95,7 +114,7 @@ PageOrder: TypeAlias = (
     | UnpackPages
 )
 """Orders on pages and blocks. Ranks that share their pages need one of them to do these."""
-Order: TypeAlias = PageOrder | EncodeMedia
+Order: TypeAlias = PageOrder | EncodeMedia | PrepareProfile | StartProfile | StopProfile
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 
 _KINDS: tuple[type[Order], ...] = get_args(Order)

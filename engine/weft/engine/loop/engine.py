@@ -91,6 +91,7 @@ class Engine:
         self._step_sampler = wired.step_sampler
         self.drafter = parts.drafter
         self.pipeline = wired.pipeline
+        self._profiles = wired.profiles
         self.stats = wired.stats
         self._pace = wired.pace
         self._look_up, self._fail = wired.look_up, wired.fail
@@ -196,6 +197,7 @@ class Engine:
             plan = Plan()
             self.scheduler.admit(now)
         self._note_plan()
+        self._profiles.turn(begins_step=len(plan) > 0, num_under_way=self.pipeline.num_steps)
         self.ran_step = self.pipeline.turn(plan)
         if plan.chunks and self.filler.reads_early:
             self._read_early(plan)
@@ -293,6 +295,8 @@ class Engine:
         for query_id, max_entries in inbox.dump_state:
             state = json.dumps(self.snapshot(max_entries))
             self._out.outbox.state_replies.append((query_id, state))
+        for command in inbox.profile_commands:
+            self._profiles.obey(command)
 
     def _take_transfers(self) -> None:
         transport = self.parts.transport

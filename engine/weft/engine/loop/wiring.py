@@ -16,6 +16,7 @@ from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.output import OutputProcessor
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pipeline import StepOwner, StepPipeline
+from weft.engine.loop.profiles import StepProfiles
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.requests.media_rows import MediaRows
@@ -121,6 +122,9 @@ class EngineWiring:
             media=self.media,
             host=parts.host,
             lead_s=config.step_lead_s,
+        )
+        self.profiles = StepProfiles(
+            parts.executor, parts.local.profiler, self.out, clock, config.tp
         )
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         interval_s = config.stream_interval_s

@@ -24,7 +24,7 @@ from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.replaced import hide_unknown_tokens, replaced_linear
-from weft.kernels.ops.stream import Taps
+from weft.kernels.ops.stream.taps import Taps
 
 BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
 """Builds one layer's attention from configuration, layer number, the parameters below

@@ -17,7 +17,8 @@ from weft.kernels.ops.dense_run import DenseLayer, DenseRun
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.replaced import adapt_embeddings
-from weft.kernels.ops.stream import Stream, Taps, stream_of
+from weft.kernels.ops.stream import Stream, stream_of
+from weft.kernels.ops.stream.taps import Taps
 
 
 class Run:

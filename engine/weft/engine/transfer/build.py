@@ -89,8 +89,11 @@ def stages_on_device(config: EngineConfig, device: torch.device) -> bool:
         return config.staging_memory == "device"
     if device.type != "cuda" or config.has_store or config.transport == "data":
         return False
-    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    is_reached = config.device_memory_share < 1 or any(
-        torch.cuda.can_device_access_peer(device.index, other) for other in others
-    )
+    is_reached = config.device_memory_share < 1 or bool(reached_gpus(device.index))
     return is_reached and nixl_available()[0]
+
+
+def reached_gpus(index: int) -> list[int]:
+    """The other GPUs whose memory a GPU reaches, as torch counts them."""
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    return [other for other in others if torch.cuda.can_device_access_peer(index, other)]

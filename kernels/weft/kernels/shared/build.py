@@ -1,12 +1,13 @@
 """Loads the native form of one C file with ctypes: a wheel's, else it is compiled on first use.
 
 It imports no torch, so that code without torch can use native code too. A cache folder keeps each
-library under a hash of everything that its machine code depends on. Several processes may build at
-the same time.
+library under a hash of everything that its machine code depends on. Of several processes that want
+a library at the same time, one compiles it.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ COMMON_FLAGS = (
 BASE_FLAGS = (*COMMON_FLAGS, "-march=native")
 
 COMPILE_TIMEOUT_S = 300.0
+_LOOK_EVERY_S = 0.05
 _WORK_PREFIX = ".build-"
 _DIGEST_BYTES = 16
 """Bytes of the library's digest, which is appended to its file."""
@@ -84,6 +86,11 @@ def load_packaged(
     return load_native(source, openmp_library=openmp_library, flags=flags)
 
 
+def find_compiler(compiler: str = "cc") -> str | None:
+    """The path of the C compiler; None: it is not on PATH."""
+    return shutil.which(compiler)
+
+
 def load_native(
     source: Path,
     *,
@@ -112,7 +119,7 @@ def load_native(
     code = source.read_bytes()
     try:
         folder = folder or cache_folder() / "native"
-        compiler_path = shutil.which(compiler)
+        compiler_path = find_compiler(compiler)
         if compiler_path is None:
             raise _BuildError(f"no C compiler: '{compiler}' is not on PATH")
         all_flags = [*BASE_FLAGS, *flags]
@@ -121,8 +128,12 @@ def load_native(
         _load_openmp(openmp_library)
         library = _load_existing(target)
         if library is None:
-            _compile(source, target, all_flags, compiler_path, openmp_library)
-            library = ctypes.CDLL(str(target))
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _locked(folder):
+                library = _load_existing(target)
+                if library is None:
+                    _compile(source, target, all_flags, compiler_path, openmp_library)
+                    library = ctypes.CDLL(str(target))
         return NativeLibrary(library, target, None)
     except (_BuildError, OSError, RuntimeError) as error:
         return NativeLibrary(None, None, f"{source.name}: {error}")
@@ -183,6 +194,28 @@ def _cpu_features() -> str:
     return repr(sorted(features.items()))
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The engines of a host start together, and compiling takes a core half a minute. Without a
+    lock, be it that the file system has none or that its owner takes too long, each compiles for
+    itself.
+    """
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK_EVERY_S)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _compile(
     source: Path,
     target: Path,
@@ -192,7 +225,6 @@ def _compile(
 ) -> None:
     """Other processes see either no file or the whole file."""
     logger.info("compiling %s for this machine; a later start finds the result", source.name)
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _remove_abandoned(target.parent)
     # Same file system as the target, so that the last step is a rename.
     with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=target.parent) as work:

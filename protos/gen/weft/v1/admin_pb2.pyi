@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from weft.v1 import profile_pb2 as _profile_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -206,6 +207,124 @@ class SetLogLevelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetLogLevelResponse: _TypeAlias = SetLogLevelResponse  # noqa: Y015
+
+@_typing.final
+class StartProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    """1 to 64 letters, digits, `.`, `_` and `-`."""
+    @_builtins.property
+    def options(self) -> _profile_pb2.ProfileOptions: ...
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+        options: _profile_pb2.ProfileOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
+
+@_typing.final
+class StartProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfileResponse: _TypeAlias = StartProfileResponse  # noqa: Y015
+
+@_typing.final
+class StopProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
+
+@_typing.final
+class StopProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileResponse: _TypeAlias = StopProfileResponse  # noqa: Y015
+
+@_typing.final
+class ReadProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadProfileRequest: _TypeAlias = ReadProfileRequest  # noqa: Y015
+
+@_typing.final
+class ReadProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The trace's next bytes, at most 1 MiB."""
+    @_builtins.property
+    def summary(self) -> _profile_pb2.ProfileSummary:
+        """In the first message alone."""
+
+    def __init__(
+        self,
+        *,
+        summary: _profile_pb2.ProfileSummary | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadProfileResponse: _TypeAlias = ReadProfileResponse  # noqa: Y015
 
 @_typing.final
 class Fault(_message.Message):

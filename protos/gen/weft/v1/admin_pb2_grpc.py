@@ -52,6 +52,21 @@ class AdminServiceStub:
                 request_serializer=weft_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/weft.v1.AdminService/StartProfile',
+                request_serializer=weft_dot_v1_dot_admin__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/weft.v1.AdminService/StopProfile',
+                request_serializer=weft_dot_v1_dot_admin__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
+        self.ReadProfile = channel.unary_stream(
+                '/weft.v1.AdminService/ReadProfile',
+                request_serializer=weft_dot_v1_dot_admin__pb2.ReadProfileRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.ReadProfileResponse.FromString,
+                _registered_method=True)
         self.InjectFault = channel.unary_unary(
                 '/weft.v1.AdminService/InjectFault',
                 request_serializer=weft_dot_v1_dot_admin__pb2.InjectFaultRequest.SerializeToString,
@@ -97,6 +112,28 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Begins to record an engine's next steps, on each of its ranks. Answers at once; one profile at a
+        time. FAILED_PRECONDITION unless the service is a worker with a folder for profiles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends a profile early; answers once the engine has ended it, not once its trace is written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadProfile(self, request, context):
+        """Waits until a profile's trace is written, and sends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def InjectFault(self, request, context):
         """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
         started with --enable-faults.
@@ -136,6 +173,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetLogLevel,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.StartProfileRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.StopProfileRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'ReadProfile': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadProfile,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.ReadProfileRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.ReadProfileResponse.SerializeToString,
             ),
             'InjectFault': grpc.unary_unary_rpc_method_handler(
                     servicer.InjectFault,
@@ -237,6 +289,87 @@ class AdminService:
             '/weft.v1.AdminService/SetLogLevel',
             weft_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/StartProfile',
+            weft_dot_v1_dot_admin__pb2.StartProfileRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/StopProfile',
+            weft_dot_v1_dot_admin__pb2.StopProfileRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.AdminService/ReadProfile',
+            weft_dot_v1_dot_admin__pb2.ReadProfileRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.ReadProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

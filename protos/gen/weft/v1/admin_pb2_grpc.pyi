@@ -44,6 +44,14 @@ class AdminServiceStub:
     """Returns the service's present state: ids and numbers, no texts and no tokens."""
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
     """Sets the least level that is logged, until the service ends."""
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartProfileRequest, _admin_pb2.StartProfileResponse]
+    """Begins to record an engine's next steps, on each of its ranks. Answers at once; one profile at a
+    time. FAILED_PRECONDITION unless the service is a worker with a folder for profiles.
+    """
+    StopProfile: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StopProfileRequest, _admin_pb2.StopProfileResponse]
+    """Ends a profile early; answers once the engine has ended it, not once its trace is written."""
+    ReadProfile: _grpc.UnaryStreamMultiCallable[_admin_pb2.ReadProfileRequest, _admin_pb2.ReadProfileResponse]
+    """Waits until a profile's trace is written, and sends it."""
     InjectFault: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]
     """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
     started with --enable-faults.
@@ -69,6 +77,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Returns the service's present state: ids and numbers, no texts and no tokens."""
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
     """Sets the least level that is logged, until the service ends."""
+    StartProfile: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartProfileRequest, _admin_pb2.StartProfileResponse]  # type: ignore[assignment]
+    """Begins to record an engine's next steps, on each of its ranks. Answers at once; one profile at a
+    time. FAILED_PRECONDITION unless the service is a worker with a folder for profiles.
+    """
+    StopProfile: _aio.UnaryUnaryMultiCallable[_admin_pb2.StopProfileRequest, _admin_pb2.StopProfileResponse]  # type: ignore[assignment]
+    """Ends a profile early; answers once the engine has ended it, not once its trace is written."""
+    ReadProfile: _aio.UnaryStreamMultiCallable[_admin_pb2.ReadProfileRequest, _admin_pb2.ReadProfileResponse]  # type: ignore[assignment]
+    """Waits until a profile's trace is written, and sends it."""
     InjectFault: _aio.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]  # type: ignore[assignment]
     """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
     started with --enable-faults.
@@ -109,6 +125,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_pb2.SetLogLevelResponse]]:
         """Sets the least level that is logged, until the service ends."""
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _admin_pb2.StartProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.StartProfileResponse, _abc.Awaitable[_admin_pb2.StartProfileResponse]]:
+        """Begins to record an engine's next steps, on each of its ranks. Answers at once; one profile at a
+        time. FAILED_PRECONDITION unless the service is a worker with a folder for profiles.
+        """
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _admin_pb2.StopProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.StopProfileResponse, _abc.Awaitable[_admin_pb2.StopProfileResponse]]:
+        """Ends a profile early; answers once the engine has ended it, not once its trace is written."""
+
+    @_abc_1.abstractmethod
+    def ReadProfile(
+        self,
+        request: _admin_pb2.ReadProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.ReadProfileResponse], _abc.AsyncIterator[_admin_pb2.ReadProfileResponse]]:
+        """Waits until a profile's trace is written, and sends it."""
 
     @_abc_1.abstractmethod
     def InjectFault(

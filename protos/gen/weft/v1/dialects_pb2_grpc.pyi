@@ -298,6 +298,13 @@ class ServerServiceStub:
     """200 once every served model has generated one token. Calls share one probe at a time."""
     TokenizerInfo: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.TokenizerInfoRequest, _httpbody_pb2.HttpBody]
     """Describes a model's tokenizer."""
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Begins a profile of all workers; bodies are vLLM's or SGLang's. With a number of steps it answers
+    once the trace is written, else at once. Needs the operators' token and the gateway's setting
+    `console = operate`.
+    """
+    StopProfile: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Ends that profile; answers before its trace is written."""
     Metrics: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
     gateway's settings allow it.
@@ -316,6 +323,13 @@ class ServerServiceAsyncStub(ServerServiceStub):
     """200 once every served model has generated one token. Calls share one probe at a time."""
     TokenizerInfo: _aio.UnaryUnaryMultiCallable[_dialects_pb2.TokenizerInfoRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Describes a model's tokenizer."""
+    StartProfile: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Begins a profile of all workers; bodies are vLLM's or SGLang's. With a number of steps it answers
+    once the trace is written, else at once. Needs the operators' token and the gateway's setting
+    `console = operate`.
+    """
+    StopProfile: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Ends that profile; answers before its trace is written."""
     Metrics: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
     gateway's settings allow it.
@@ -355,6 +369,25 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Describes a model's tokenizer."""
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Begins a profile of all workers; bodies are vLLM's or SGLang's. With a number of steps it answers
+        once the trace is written, else at once. Needs the operators' token and the gateway's setting
+        `console = operate`.
+        """
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Ends that profile; answers before its trace is written."""
 
     @_abc_1.abstractmethod
     def Metrics(

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from weft.v1 import profile_pb2 as _profile_pb2
 from weft.v1 import trace_pb2 as _trace_pb2
 import builtins as _builtins
 import sys
@@ -993,6 +994,163 @@ class SetMemberLogLevelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetMemberLogLevelResponse: _TypeAlias = SetMemberLogLevelResponse  # noqa: Y015
+
+@_typing.final
+class StartMeshProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_IDS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    """What the trace's name begins with: 1 to 64 letters, digits, `.`, `_` and `-`; empty: nothing."""
+    folder: _builtins.str
+    """Folder of the trace, below the gateway's folder for profiles; empty = that one."""
+    @_builtins.property
+    def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers; empty = all that are healthy."""
+
+    @_builtins.property
+    def options(self) -> _profile_pb2.ProfileOptions: ...
+    def __init__(
+        self,
+        *,
+        member_ids: _abc.Iterable[_builtins.str] | None = ...,
+        options: _profile_pb2.ProfileOptions | None = ...,
+        prefix: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "member_ids", b"member_ids", "options", b"options", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartMeshProfileRequest: _TypeAlias = StartMeshProfileRequest  # noqa: Y015
+
+@_typing.final
+class StartMeshProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    MEMBER_IDS_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    path: _builtins.str
+    """Where the trace will lie on the gateway's host."""
+    @_builtins.property
+    def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that are profiled."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is not profiled and why, in words."""
+
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+        member_ids: _abc.Iterable[_builtins.str] | None = ...,
+        path: _builtins.str = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_ids", b"member_ids", "notes", b"notes", "path", b"path", "profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartMeshProfileResponse: _TypeAlias = StartMeshProfileResponse  # noqa: Y015
+
+@_typing.final
+class StopMeshProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    """Empty = the one that runs."""
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopMeshProfileRequest: _TypeAlias = StopMeshProfileRequest  # noqa: Y015
+
+@_typing.final
+class StopMeshProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    path: _builtins.str
+    """Where the trace will lie on the gateway's host."""
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopMeshProfileResponse: _TypeAlias = StopMeshProfileResponse  # noqa: Y015
+
+@_typing.final
+class ReadMeshProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadMeshProfileRequest: _TypeAlias = ReadMeshProfileRequest  # noqa: Y015
+
+@_typing.final
+class ReadMeshProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The trace's next bytes, at most 1 MiB."""
+    @_builtins.property
+    def summary(self) -> _profile_pb2.ProfileSummary:
+        """In the first message alone."""
+
+    def __init__(
+        self,
+        *,
+        summary: _profile_pb2.ProfileSummary | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadMeshProfileResponse: _TypeAlias = ReadMeshProfileResponse  # noqa: Y015
 
 @_typing.final
 class LoadMeshAdapterRequest(_message.Message):

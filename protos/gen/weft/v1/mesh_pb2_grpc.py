@@ -73,6 +73,21 @@ class MeshServiceStub:
                 request_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelResponse.FromString,
                 _registered_method=True)
+        self.StartMeshProfile = channel.unary_unary(
+                '/weft.v1.MeshService/StartMeshProfile',
+                request_serializer=weft_dot_v1_dot_mesh__pb2.StartMeshProfileRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_mesh__pb2.StartMeshProfileResponse.FromString,
+                _registered_method=True)
+        self.StopMeshProfile = channel.unary_unary(
+                '/weft.v1.MeshService/StopMeshProfile',
+                request_serializer=weft_dot_v1_dot_mesh__pb2.StopMeshProfileRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_mesh__pb2.StopMeshProfileResponse.FromString,
+                _registered_method=True)
+        self.ReadMeshProfile = channel.unary_stream(
+                '/weft.v1.MeshService/ReadMeshProfile',
+                request_serializer=weft_dot_v1_dot_mesh__pb2.ReadMeshProfileRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_mesh__pb2.ReadMeshProfileResponse.FromString,
+                _registered_method=True)
         self.LoadMeshAdapter = channel.unary_unary(
                 '/weft.v1.MeshService/LoadMeshAdapter',
                 request_serializer=weft_dot_v1_dot_mesh__pb2.LoadMeshAdapterRequest.SerializeToString,
@@ -141,6 +156,28 @@ class MeshServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartMeshProfile(self, request, context):
+        """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
+        them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopMeshProfile(self, request, context):
+        """Ends a profile early; answers once the engines have ended it, not once the trace is written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadMeshProfile(self, request, context):
+        """Waits until a profile's trace is written, and sends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadMeshAdapter(self, request, context):
         """As GatewayService.LoadAdapter.
         """
@@ -187,6 +224,21 @@ def add_MeshServiceServicer_to_server(servicer, server):
                     servicer.SetMemberLogLevel,
                     request_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelRequest.FromString,
                     response_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelResponse.SerializeToString,
+            ),
+            'StartMeshProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartMeshProfile,
+                    request_deserializer=weft_dot_v1_dot_mesh__pb2.StartMeshProfileRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_mesh__pb2.StartMeshProfileResponse.SerializeToString,
+            ),
+            'StopMeshProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopMeshProfile,
+                    request_deserializer=weft_dot_v1_dot_mesh__pb2.StopMeshProfileRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_mesh__pb2.StopMeshProfileResponse.SerializeToString,
+            ),
+            'ReadMeshProfile': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadMeshProfile,
+                    request_deserializer=weft_dot_v1_dot_mesh__pb2.ReadMeshProfileRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_mesh__pb2.ReadMeshProfileResponse.SerializeToString,
             ),
             'LoadMeshAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadMeshAdapter,
@@ -370,6 +422,87 @@ class MeshService:
             '/weft.v1.MeshService/SetMemberLogLevel',
             weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelRequest.SerializeToString,
             weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartMeshProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.MeshService/StartMeshProfile',
+            weft_dot_v1_dot_mesh__pb2.StartMeshProfileRequest.SerializeToString,
+            weft_dot_v1_dot_mesh__pb2.StartMeshProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopMeshProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.MeshService/StopMeshProfile',
+            weft_dot_v1_dot_mesh__pb2.StopMeshProfileRequest.SerializeToString,
+            weft_dot_v1_dot_mesh__pb2.StopMeshProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadMeshProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.MeshService/ReadMeshProfile',
+            weft_dot_v1_dot_mesh__pb2.ReadMeshProfileRequest.SerializeToString,
+            weft_dot_v1_dot_mesh__pb2.ReadMeshProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

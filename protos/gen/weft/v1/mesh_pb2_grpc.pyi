@@ -58,6 +58,14 @@ class MeshServiceStub:
     """As AdminService.FlushCache, of one member."""
     SetMemberLogLevel: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.SetMemberLogLevelRequest, _mesh_pb2.SetMemberLogLevelResponse]
     """As AdminService.SetLogLevel, of one member."""
+    StartMeshProfile: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.StartMeshProfileRequest, _mesh_pb2.StartMeshProfileResponse]
+    """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
+    them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
+    """
+    StopMeshProfile: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.StopMeshProfileRequest, _mesh_pb2.StopMeshProfileResponse]
+    """Ends a profile early; answers once the engines have ended it, not once the trace is written."""
+    ReadMeshProfile: _grpc.UnaryStreamMultiCallable[_mesh_pb2.ReadMeshProfileRequest, _mesh_pb2.ReadMeshProfileResponse]
+    """Waits until a profile's trace is written, and sends it."""
     LoadMeshAdapter: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.LoadMeshAdapterRequest, _mesh_pb2.LoadMeshAdapterResponse]
     """As GatewayService.LoadAdapter."""
     UnloadMeshAdapter: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.UnloadMeshAdapterRequest, _mesh_pb2.UnloadMeshAdapterResponse]
@@ -93,6 +101,14 @@ class MeshServiceAsyncStub(MeshServiceStub):
     """As AdminService.FlushCache, of one member."""
     SetMemberLogLevel: _aio.UnaryUnaryMultiCallable[_mesh_pb2.SetMemberLogLevelRequest, _mesh_pb2.SetMemberLogLevelResponse]  # type: ignore[assignment]
     """As AdminService.SetLogLevel, of one member."""
+    StartMeshProfile: _aio.UnaryUnaryMultiCallable[_mesh_pb2.StartMeshProfileRequest, _mesh_pb2.StartMeshProfileResponse]  # type: ignore[assignment]
+    """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
+    them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
+    """
+    StopMeshProfile: _aio.UnaryUnaryMultiCallable[_mesh_pb2.StopMeshProfileRequest, _mesh_pb2.StopMeshProfileResponse]  # type: ignore[assignment]
+    """Ends a profile early; answers once the engines have ended it, not once the trace is written."""
+    ReadMeshProfile: _aio.UnaryStreamMultiCallable[_mesh_pb2.ReadMeshProfileRequest, _mesh_pb2.ReadMeshProfileResponse]  # type: ignore[assignment]
+    """Waits until a profile's trace is written, and sends it."""
     LoadMeshAdapter: _aio.UnaryUnaryMultiCallable[_mesh_pb2.LoadMeshAdapterRequest, _mesh_pb2.LoadMeshAdapterResponse]  # type: ignore[assignment]
     """As GatewayService.LoadAdapter."""
     UnloadMeshAdapter: _aio.UnaryUnaryMultiCallable[_mesh_pb2.UnloadMeshAdapterRequest, _mesh_pb2.UnloadMeshAdapterResponse]  # type: ignore[assignment]
@@ -161,6 +177,32 @@ class MeshServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.SetMemberLogLevelResponse, _abc.Awaitable[_mesh_pb2.SetMemberLogLevelResponse]]:
         """As AdminService.SetLogLevel, of one member."""
+
+    @_abc_1.abstractmethod
+    def StartMeshProfile(
+        self,
+        request: _mesh_pb2.StartMeshProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.StartMeshProfileResponse, _abc.Awaitable[_mesh_pb2.StartMeshProfileResponse]]:
+        """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
+        them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
+        """
+
+    @_abc_1.abstractmethod
+    def StopMeshProfile(
+        self,
+        request: _mesh_pb2.StopMeshProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.StopMeshProfileResponse, _abc.Awaitable[_mesh_pb2.StopMeshProfileResponse]]:
+        """Ends a profile early; answers once the engines have ended it, not once the trace is written."""
+
+    @_abc_1.abstractmethod
+    def ReadMeshProfile(
+        self,
+        request: _mesh_pb2.ReadMeshProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_mesh_pb2.ReadMeshProfileResponse], _abc.AsyncIterator[_mesh_pb2.ReadMeshProfileResponse]]:
+        """Waits until a profile's trace is written, and sends it."""
 
     @_abc_1.abstractmethod
     def LoadMeshAdapter(

@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from weft.v1 import profile_pb2 as weft_dot_v1_dot_profile__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/trace.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"U\n\x10ListSpansRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\tmax_spans\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61n_out\x18\x03 \x01(\x08\x42\x0c\n\n_max_spans\"Y\n\x11ListSpansResponse\x12\x1c\n\x05spans\x18\x01 \x03(\x0b\x32\r.weft.v1.Span\x12&\n\x06silent\x18\x02 \x03(\x0b\x32\x16.weft.v1.SilentService\"1\n\rSilentService\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\"\xb0\x02\n\x04Span\x12\x10\n\x08trace_id\x18\x01 \x01(\x0c\x12\x0f\n\x07span_id\x18\x02 \x01(\x0c\x12\x16\n\x0eparent_span_id\x18\x03 \x01(\x0c\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07service\x18\x05 \x01(\t\x12\x10\n\x08instance\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12.\n\nstart_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\nattributes\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12\x0f\n\x07sampled\x18\x0c \x01(\x08\x32R\n\x0cTraceService\x12\x42\n\tListSpans\x12\x19.weft.v1.ListSpansRequest\x1a\x1a.weft.v1.ListSpansResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/trace.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15weft/v1/profile.proto\"\xb3\x01\n\x10ListSpansRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\tmax_spans\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61n_out\x18\x03 \x01(\x08\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x0c\n\n_max_spans\"\x84\x01\n\x11ListSpansResponse\x12\x1c\n\x05spans\x18\x01 \x03(\x0b\x32\r.weft.v1.Span\x12&\n\x06silent\x18\x02 \x03(\x0b\x32\x16.weft.v1.SilentService\x12)\n\x08profiles\x18\x03 \x03(\x0b\x32\x17.weft.v1.ProfileSummary\"1\n\rSilentService\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\"\xb0\x02\n\x04Span\x12\x10\n\x08trace_id\x18\x01 \x01(\x0c\x12\x0f\n\x07span_id\x18\x02 \x01(\x0c\x12\x16\n\x0eparent_span_id\x18\x03 \x01(\x0c\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0f\n\x07service\x18\x05 \x01(\t\x12\x10\n\x08instance\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12.\n\nstart_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\nattributes\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x12\x0f\n\x07sampled\x18\x0c \x01(\x08\x32R\n\x0cTraceService\x12\x42\n\tListSpans\x12\x19.weft.v1.ListSpansRequest\x1a\x1a.weft.v1.ListSpansResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,14 +36,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.trace_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1'
-  _globals['_LISTSPANSREQUEST']._serialized_start=127
-  _globals['_LISTSPANSREQUEST']._serialized_end=212
-  _globals['_LISTSPANSRESPONSE']._serialized_start=214
-  _globals['_LISTSPANSRESPONSE']._serialized_end=303
-  _globals['_SILENTSERVICE']._serialized_start=305
-  _globals['_SILENTSERVICE']._serialized_end=354
-  _globals['_SPAN']._serialized_start=357
-  _globals['_SPAN']._serialized_end=661
-  _globals['_TRACESERVICE']._serialized_start=663
-  _globals['_TRACESERVICE']._serialized_end=745
+  _globals['_LISTSPANSREQUEST']._serialized_start=151
+  _globals['_LISTSPANSREQUEST']._serialized_end=330
+  _globals['_LISTSPANSRESPONSE']._serialized_start=333
+  _globals['_LISTSPANSRESPONSE']._serialized_end=465
+  _globals['_SILENTSERVICE']._serialized_start=467
+  _globals['_SILENTSERVICE']._serialized_end=516
+  _globals['_SPAN']._serialized_start=519
+  _globals['_SPAN']._serialized_end=823
+  _globals['_TRACESERVICE']._serialized_start=825
+  _globals['_TRACESERVICE']._serialized_end=907
 # @@protoc_insertion_point(module_scope)

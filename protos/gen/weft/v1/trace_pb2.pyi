@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from weft.v1 import profile_pb2 as _profile_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -28,22 +29,36 @@ class ListSpansRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     MAX_SPANS_FIELD_NUMBER: _builtins.int
     FAN_OUT_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The request's id as its client got it, or its trace id (32 lower-case hex digits)."""
+    """The request's id as its client got it, or its trace id (32 lower-case hex digits); empty = of
+    all requests, with `start_time` and `end_time`.
+    """
     max_spans: _builtins.int
     """Range 1..10,000, default 1,000."""
     fan_out: _builtins.bool
     """Ask the services behind this one too: a gateway asks its workers and their KV stores."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Only spans that end after it."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Only spans that begin before it."""
+
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         max_spans: _builtins.int | None = ...,
         fan_out: _builtins.bool = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans", "max_spans", b"max_spans"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans", "end_time", b"end_time", "max_spans", b"max_spans", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans", "fan_out", b"fan_out", "id", b"id", "max_spans", b"max_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans", "end_time", b"end_time", "fan_out", b"fan_out", "id", b"id", "max_spans", b"max_spans", "start_time", b"start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_spans: _TypeAlias = _typing.Literal["max_spans"]  # noqa: Y015
     _WhichOneofArgType__max_spans: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans"]  # noqa: Y015
@@ -57,6 +72,7 @@ class ListSpansResponse(_message.Message):
 
     SPANS_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
+    PROFILES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
         """In no particular order."""
@@ -65,15 +81,20 @@ class ListSpansResponse(_message.Message):
     def silent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SilentService]:
         """Services behind this one that did not answer."""
 
+    @_builtins.property
+    def profiles(self) -> _containers.RepeatedCompositeFieldContainer[_profile_pb2.ProfileSummary]:
+        """Profiles of this gateway that overlap the spans' time."""
+
     def __init__(
         self,
         *,
         spans: _abc.Iterable[Global___Span] | None = ...,
         silent: _abc.Iterable[Global___SilentService] | None = ...,
+        profiles: _abc.Iterable[_profile_pb2.ProfileSummary] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["silent", b"silent", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profiles", b"profiles", "silent", b"silent", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,7 +49,7 @@ class TraceServiceServicer:
     """
 
     def ListSpans(self, request, context):
-        """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+        """Returns the remembered spans of one request or trace, or of a time. Each service keeps a fixed number of its
         newest spans. A running request shows the spans that have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

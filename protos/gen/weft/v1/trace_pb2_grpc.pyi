@@ -36,7 +36,7 @@ class TraceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TraceServiceAsyncStub: ...
     ListSpans: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListSpansRequest, _trace_pb2.ListSpansResponse]
-    """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+    """Returns the remembered spans of one request or trace, or of a time. Each service keeps a fixed number of its
     newest spans. A running request shows the spans that have ended.
     """
 
@@ -48,7 +48,7 @@ class TraceServiceAsyncStub(TraceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListSpans: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListSpansRequest, _trace_pb2.ListSpansResponse]  # type: ignore[assignment]
-    """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+    """Returns the remembered spans of one request or trace, or of a time. Each service keeps a fixed number of its
     newest spans. A running request shows the spans that have ended.
     """
 
@@ -63,7 +63,7 @@ class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.ListSpansRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.ListSpansResponse, _abc.Awaitable[_trace_pb2.ListSpansResponse]]:
-        """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+        """Returns the remembered spans of one request or trace, or of a time. Each service keeps a fixed number of its
         newest spans. A running request shows the spans that have ended.
         """
 

@@ -8,7 +8,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,10 +21,18 @@ from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
-from weft.contract.codec.pairs import FAULT
-from weft.contract.errors import ConfigError, InvalidRequest, Unauthenticated
+from weft.common.telemetry.profile_folder import check_id
+from weft.contract.codec.pairs import FAULT, PROFILE_OPTIONS
+from weft.contract.errors import (
+    ConfigError,
+    InvalidRequest,
+    ProfileNotFound,
+    ProfilesDisabled,
+    Unauthenticated,
+)
 from weft.contract.faults import BOARD, FaultSpec, FaultState
-from weft.v1 import admin_pb2, admin_pb2_grpc
+from weft.contract.profiles import ProfileOptions
+from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +74,18 @@ class AdminBackend(Protocol):
         point.
         """
         return []
+
+    async def start_profile(self, profile: str, options: ProfileOptions) -> None:
+        raise ProfilesDisabled("this service has no engine to profile", stage="profile")
+
+    async def stop_profile(self, profile: str) -> None:
+        raise ProfileNotFound(f"there is no profile {profile!r}", stage="profile")
+
+    async def read_profile(
+        self, profile: str
+    ) -> tuple[profile_pb2.ProfileSummary, AsyncIterator[bytes]]:
+        """Waits until a profile's trace is written; returns what it has, and its bytes."""
+        raise ProfileNotFound(f"there is no profile {profile!r}", stage="profile")
 
     def set_log_level(self, level: LogLevel) -> None:
         """Sets the log level of the service's other processes; this process has it already."""
@@ -151,6 +171,34 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             message = f"the state has {len(state):,} bytes; ask for fewer max_entries"
             raise InvalidRequest(message, stage="admin", param="max_entries")
         return admin_pb2.DumpStateResponse(state=state)
+
+    async def StartProfile(
+        self,
+        request: admin_pb2.StartProfileRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.StartProfileResponse:
+        check_id(request.profile_id, "profile_id")
+        options = PROFILE_OPTIONS.decode(request.options)
+        await self._backend.start_profile(request.profile_id, options)
+        return admin_pb2.StartProfileResponse()
+
+    async def StopProfile(
+        self,
+        request: admin_pb2.StopProfileRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.StopProfileResponse:
+        await self._backend.stop_profile(request.profile_id)
+        return admin_pb2.StopProfileResponse()
+
+    async def ReadProfile(
+        self,
+        request: admin_pb2.ReadProfileRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[admin_pb2.ReadProfileResponse]:
+        summary, chunks = await self._backend.read_profile(request.profile_id)
+        yield admin_pb2.ReadProfileResponse(summary=summary)
+        async for chunk in chunks:
+            yield admin_pb2.ReadProfileResponse(data=chunk)
 
     async def InjectFault(
         self,

@@ -227,6 +227,14 @@ class ModelSettings(ServiceSettings):
         description="name of the served model; empty = the directory's name",
     )
     max_context_tokens: int | None = declared(MAX_CONTEXT_TOKENS, None)
+    profile_dir: Path | None = Field(
+        None,
+        description="folder for profiles of workers' steps (`weft profile`); none = they are "
+        "refused",
+    )
+    max_profiles: int = Field(
+        8, ge=1, le=1000, description="number of profiles kept in that folder, the newest ones"
+    )
     adapter_root: Path | None = Field(
         None,
         description="folder in which gateways register LoRA adapters and from which workers load "

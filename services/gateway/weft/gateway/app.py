@@ -14,6 +14,7 @@ from weft.common.admin import AdminServicer, read_token
 from weft.common.rpc.server import ServiceServer
 from weft.common.rpc.tls import load_identity
 from weft.common.tasks import start_logged
+from weft.common.telemetry.profile_folder import ProfileFolder
 from weft.common.telemetry.tracing import TraceServicer, make_tracer
 from weft.contract.errors import ConfigError
 from weft.gateway.adapters.cards import AdapterCards
@@ -31,10 +32,12 @@ from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.api.server.profiles import ProfileCalls
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.console.access import MeshAccess, OperatorsAccess
 from weft.gateway.console.flows import MeshFlows
+from weft.gateway.console.profiles import MeshProfiles
 from weft.gateway.console.recent import RecentRequests
 from weft.gateway.console.relay import OperatorsRelay
 from weft.gateway.console.service import MeshFace
@@ -210,7 +213,17 @@ class GatewayApp:
         )
         self._ending = asyncio.Event()
         self._admin = GatewayAdmin(self.fleet, self.catalogue, self.pipeline)
-        self._spans = TraceServicer(tracer, TraceFanOut(self.fleet, self._identity))
+        self._spans = TraceServicer(
+            tracer,
+            TraceFanOut(self.fleet, self._identity),
+            lambda start_ns, end_ns: self._profiles.covering(start_ns, end_ns),
+        )
+        self._profiles = MeshProfiles(
+            ProfileFolder(settings.profile_dir, settings.max_profiles),
+            self._relay(),
+            self.fleet,
+            self._spans,
+        )
         keys = _api_keys(settings)
         self.server = ServiceServer(
             settings,
@@ -292,7 +305,11 @@ class GatewayApp:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
             add_operators_calls(typed, adapters, workers, operators)
-        self._add_mesh_faces(adapters, workers, keys)
+        token = None
+        if self._settings.admin_token_file is not None:
+            token = read_token(self._settings.admin_token_file)
+        access = MeshAccess(self._settings.console, token, keys)
+        self._add_mesh_faces(adapters, workers, access)
         bodies = BodyParser(most, ignores_unknown=self._settings.ignore_unknown_fields)
         self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, bodies)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
@@ -305,28 +322,31 @@ class GatewayApp:
             registry=self.metrics.registry,
             gateway=self._gateway_id.removeprefix("gateway-"),
             responses=self._responses,
+            profiles=ProfileCalls(self._profiles, access),
         )
 
+    def _relay(self) -> OperatorsRelay:
+        return OperatorsRelay(self.fleet, self._view.stores, self._identity)
+
     def _add_mesh_faces(
-        self, adapters: AdapterCalls, workers: WorkerCalls, keys: ApiKeys | None
+        self, adapters: AdapterCalls, workers: WorkerCalls, access: MeshAccess
     ) -> None:
-        settings = self._settings
-        token = None if settings.admin_token_file is None else read_token(settings.admin_token_file)
-        servers = [(self.server.grpc, MeshAccess(settings.console, token, keys))]
+        servers = [(self.server.grpc, access)]
         if (operators := self.server.admin_grpc) is not None:
             servers.append((operators, OperatorsAccess()))
         for server, access in servers:
             face = MeshFace(
                 self._view,
                 access,
-                OperatorsRelay(self.fleet, self._view.stores, self._identity),
+                self._relay(),
                 AdminServicer(self._admin),
                 self._spans,
                 adapters,
                 workers,
+                self._profiles,
                 self._gateway_id,
                 self._ending,
-                settings.max_connection_age_s,
+                self._settings.max_connection_age_s,
             )
             mesh_pb2_grpc.add_MeshServiceServicer_to_server(face, server)
 

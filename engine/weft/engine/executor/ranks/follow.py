@@ -171,6 +171,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         pool=pool,
         blocks=blocks_of(config, shared, own, num_blocks),
         num_ranks=config.tp,
+        rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
     )
     others.agree("pool")

@@ -19,7 +19,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.encoder_attention import encoder_attention
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.rope.reference import rotated
-from weft.kernels.ops.stream import Normed, Sum
+from weft.kernels.ops.stream.additions import Normed, Sum
 
 _NO_POOL = torch.empty(0)
 

@@ -60,8 +60,7 @@ from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.activation import limited_silu
-from weft.kernels.ops.activation.spec import XIELU, Activation, Gating, GaussianTopK
+from weft.kernels.ops.activation.spec import XIELU, Activation, Gating, GaussianTopK, limited_silu
 from weft.kernels.ops.attention.spec import AttentionSpec
 from weft.kernels.ops.norm import AnyNorm, LayerNorm, Norm
 

@@ -25,7 +25,8 @@ from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
-from weft.kernels.ops.eagle_head import EagleHeadWeight, eagle_chain, eagle_entries
+from weft.kernels.ops.eagle_head import eagle_chain, eagle_entries
+from weft.kernels.ops.eagle_head.spec import EagleHeadWeight
 from weft.kernels.ops.linear.spec import LinearWeight
 
 

@@ -24,12 +24,13 @@ from weft.engine.model.weights.reader import ChangedWeights, CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.draft_head import DraftEntries, draft_chain, pack_draft_head, replace_layer
+from weft.kernels.ops.draft_head import DraftEntries, draft_chain
+from weft.kernels.ops.draft_head.pack import pack_draft_head, replace_layer
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.draft_tree import draft_tree
 from weft.kernels.ops.draft_tree.spec import DraftTrees
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.stream import Taps
+from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.shared.memory import WeightArena
 
 

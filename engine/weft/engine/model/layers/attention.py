@@ -20,7 +20,8 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.rope import check_rope, rope_and_cache
-from weft.kernels.ops.stream import Normed, Sum, can_fold
+from weft.kernels.ops.stream import can_fold
+from weft.kernels.ops.stream.additions import Normed, Sum
 
 
 def qkv_spec(

@@ -23,7 +23,7 @@ from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.short_conv import short_conv
 from weft.kernels.ops.slot_states import step_heads
 from weft.kernels.ops.slot_states.spec import Channels, HeadForm, LayerMemory, SlotRows
-from weft.kernels.ops.stream import Normed
+from weft.kernels.ops.stream.additions import Normed
 
 
 class _Projections(NamedTuple):

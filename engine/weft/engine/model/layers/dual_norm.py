@@ -8,7 +8,8 @@ from weft.engine.model.layers.mlp import PlainMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.step import Step
 from weft.kernels.ops.norm import AnyNorm
-from weft.kernels.ops.stream import Combine, Computed, Normed, Stream
+from weft.kernels.ops.stream import Stream
+from weft.kernels.ops.stream.additions import Combine, Computed, Normed
 
 
 class DualNorm(NamedTuple):

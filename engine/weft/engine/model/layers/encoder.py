@@ -19,7 +19,8 @@ from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora.spec import Group, LoraAddition
 from weft.kernels.ops.rope import rotate_heads
-from weft.kernels.ops.stream import Sum, norm_of_sum
+from weft.kernels.ops.stream import norm_of_sum
+from weft.kernels.ops.stream.additions import Sum
 
 
 @dataclass(frozen=True, slots=True)

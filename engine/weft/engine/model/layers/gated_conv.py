@@ -18,7 +18,7 @@ from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.short_conv import short_conv
 from weft.kernels.ops.slot_states import step_conv
 from weft.kernels.ops.slot_states.spec import LayerMemory, SlotRows
-from weft.kernels.ops.stream import Normed
+from weft.kernels.ops.stream.additions import Normed
 
 
 @dataclass(eq=False, kw_only=True)

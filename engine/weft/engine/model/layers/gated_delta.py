@@ -20,7 +20,7 @@ from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.short_conv import short_conv
 from weft.kernels.ops.slot_states import step_delta
 from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory, SlotRows
-from weft.kernels.ops.stream import Normed
+from weft.kernels.ops.stream.additions import Normed
 
 
 @dataclass(eq=False, kw_only=True)

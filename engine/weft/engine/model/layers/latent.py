@@ -35,7 +35,7 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.rope.reference import rotated
-from weft.kernels.ops.stream import Normed, Sum
+from weft.kernels.ops.stream.additions import Normed, Sum
 
 _EPS = 1e-6
 """Epsilon of the norms of latents. The configuration's epsilon does not apply to them."""

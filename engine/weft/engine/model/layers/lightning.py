@@ -14,7 +14,7 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
-from weft.kernels.ops.stream import Normed
+from weft.kernels.ops.stream.additions import Normed
 
 _TAPS = 2
 """Fewest taps that a convolution may have."""

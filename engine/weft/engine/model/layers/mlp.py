@@ -13,7 +13,8 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.activation import activate
 from weft.kernels.ops.activation.spec import XIELU, Activation, Gating, GaussianTopK
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.stream import Computed, GatedSum, Normed, Sum, can_fold
+from weft.kernels.ops.stream import can_fold
+from weft.kernels.ops.stream.additions import Computed, GatedSum, Normed, Sum
 
 
 def gate_up_spec(

@@ -12,11 +12,10 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.activation import limited_silu
-from weft.kernels.ops.activation.spec import GELU_TANH, SILU, Gating
+from weft.kernels.ops.activation.spec import GELU_TANH, SILU, Gating, limited_silu
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe.spec import RouterForm, SparseMlpWeight
-from weft.kernels.ops.stream import Combine, Normed, SharedCombine
+from weft.kernels.ops.stream.additions import Combine, Normed, SharedCombine
 
 
 @dataclass(frozen=True, slots=True, eq=False)

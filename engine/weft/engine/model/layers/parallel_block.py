@@ -8,7 +8,7 @@ from weft.engine.model.layers.layer import Query
 from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.step import Step
 from weft.kernels.ops.pages.pool import PlaneInPage
-from weft.kernels.ops.stream import Computed, Normed
+from weft.kernels.ops.stream.additions import Computed, Normed
 
 
 class ParallelBlock:

@@ -10,7 +10,7 @@ from weft.kernels.ops.activation.spec import Activation
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
-from weft.kernels.ops.stream import Normed, Sum
+from weft.kernels.ops.stream.additions import Normed, Sum
 
 
 class PerLayerEmbedding:

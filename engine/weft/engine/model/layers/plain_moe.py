@@ -17,8 +17,9 @@ from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe import route
 from weft.kernels.ops.moe.spec import RouterForm
-from weft.kernels.ops.plain_experts import PlainExperts, are_stacked, plain_experts, stack_experts
-from weft.kernels.ops.stream import Computed, Normed, Sum
+from weft.kernels.ops.plain_experts import are_stacked, plain_experts, stack_experts
+from weft.kernels.ops.plain_experts.spec import PlainExperts
+from weft.kernels.ops.stream.additions import Computed, Normed, Sum
 
 _LATENT = ("fc1_latent_proj", "fc2_latent_proj")
 

@@ -17,7 +17,7 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.slot_states.spec import LayerMemory, SlotRows
-from weft.kernels.ops.stream import Normed, Sum
+from weft.kernels.ops.stream.additions import Normed, Sum
 
 
 class Projected(NamedTuple):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.activation.spec import ACTIVATIONS, Activation, Gating
+from weft.kernels.ops.activation.spec import ACTIVATIONS, Activation
 from weft.kernels.shared import cpu
 from weft.kernels.shared.deferred import deferred
 
@@ -24,18 +23,6 @@ _GLU: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "
 """Activations that a GPU computes together with the multiplication by their factor."""
 _GRAIN = 32_768
 """Least number of elements that torch gives to each thread."""
-
-
-def limited_silu(limit: float) -> Gating:
-    """SwiGLU whose activated gate is at most `limit`, and what it gates no larger in magnitude.
-
-    SiLU rises wherever it is positive, so the gate is limited before it instead.
-    """
-    low, high = 0.0, limit + 1.0
-    while (middle := (low + high) / 2) not in (low, high):
-        is_beyond = middle / (1.0 + math.exp(-middle)) > limit
-        low, high = (low, middle) if is_beyond else (middle, high)
-    return Gating(limit=limit, gate_limit=low)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +96,7 @@ def glu(
     Args:
         x: [T, 2 * I], contiguous, columns of a first; not changed.
         function: The activation in torch, for devices that have no operation of that name.
-        is_fixed: As in `activate_alike`.
+        is_fixed: Whether a row's bits must not depend on the other rows.
 
     Returns:
         [T, I], dtype of `x`.

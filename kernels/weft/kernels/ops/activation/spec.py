@@ -101,3 +101,15 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: x.clamp(min=0).square(),
 }
+
+
+def limited_silu(limit: float) -> Gating:
+    """SwiGLU whose activated gate is at most `limit`, and what it gates no larger in magnitude.
+
+    SiLU rises wherever it is positive, so the gate is limited before it instead.
+    """
+    low, high = 0.0, limit + 1.0
+    while (middle := (low + high) / 2) not in (low, high):
+        is_beyond = middle / (1.0 + math.exp(-middle)) > limit
+        low, high = (low, middle) if is_beyond else (middle, high)
+    return Gating(limit=limit, gate_limit=low)

@@ -73,7 +73,7 @@ def paged_attention(
         check_ancestors(ancestors, q.shape[0], spec.window, step.max_q_len, earlier_rows)
         if ancestors is not None and ancestors.device != q.device:
             raise ValueError(f"ancestors on {ancestors.device}, q on {q.device}")
-    native = native_for(q, pool)
+    native = None if q.is_cuda else native_for(q, pool)
     if native is None and not q.is_cuda:
         return paged_attention_reference(q, pool, layer, spec, step, earlier_rows=earlier_rows)
     if not step.is_settled:
@@ -105,7 +105,7 @@ def settled(
     Args:
         spec: Constants of one of the layers, which may differ only in their windows.
         rows: T.
-        pool: As in `paged_attention`.
+        pool: The layers' pages, [num_pages, Hkv, layers, 2, page_size, D].
     """
     check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
     prompts = None

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.pages.cpu import describe_pool
 from weft.kernels.ops.pages.scaled_kv import SCALED_MULTIPLE, head_dim, is_scaled
 from weft.kernels.shared import cpu
 
@@ -33,7 +34,7 @@ def native_attention(
     earlier_rows: int,
 ) -> torch.Tensor:
     """`weft.kernels.ops.attention.paged_attention` for arguments that have been checked."""
-    described = cpu.describe_pool(pool, q.dtype)
+    described = describe_pool(pool, q.dtype)
     tokens, heads, dim = q.shape
     requests, max_pages = step.page_table.shape
     out = torch.empty((tokens, heads * dim), dtype=q.dtype)

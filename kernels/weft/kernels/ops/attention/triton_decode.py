@@ -94,7 +94,7 @@ def decode_attention(
         first_position: Rows do not attend to positions before it.
         max_rows: Most rows of a request, up to MAX_FEW_ROWS; a power of two.
         window: Most positions that a row attends to, or None; not with a `first_position`.
-        is_chunked: As in `AttentionSpec`.
+        is_chunked: Whether the window begins at a multiple of its length, and does not slide.
         ancestors: [T] int64 where rows form trees (`weft.kernels.ops.attention.paged_attention`),
             or None.
         earlier_rows: Earlier rows of each tree; 0 with a window.

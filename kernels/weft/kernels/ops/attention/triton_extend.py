@@ -106,7 +106,7 @@ def extend_attention(
         own: The step's K and V; None: they are read from the pool.
         first_position: Rows do not attend to positions before it; 0 with `own`.
         window: Most positions that a row attends to, or None; not with a `first_position`.
-        is_chunked: As in `AttentionSpec`.
+        is_chunked: Whether the window begins at a multiple of its length, and does not slide.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Cap of the scaled scores; 0: none.
 

@@ -66,7 +66,7 @@ def fixed_attention(
         max_kv_len: Bound of `kv_lens`; it decides on launches, and changes no bits.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Cap of the scaled scores; 0: none.
-        is_chunked: As in `AttentionSpec`.
+        is_chunked: Whether the window begins at a multiple of its length, and does not slide.
     """
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape

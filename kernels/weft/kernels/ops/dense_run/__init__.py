@@ -21,10 +21,11 @@ from weft.kernels.ops.lora.checks import check_addition
 from weft.kernels.ops.lora.cpu import NativeLora, describe_lora
 from weft.kernels.ops.lora.spec import Group, LoraStep
 from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.pages.cpu import describe_pool
 from weft.kernels.ops.pages.pool import check_rows, check_tables
 from weft.kernels.ops.peers.spec import CpuPeers
 from weft.kernels.ops.rope import check_rope_pool
-from weft.kernels.ops.stream import Taps
+from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.shared import cpu
 
 
@@ -209,7 +210,7 @@ class DenseRun:
                     f"a run of layers {first} to {first + count - 1} does not fit the step's pools "
                     f"of {sizes} layers"
                 )
-        described = tuple(cpu.describe_pool(own, dtype) for own in pools)
+        described = tuple(describe_pool(own, dtype) for own in pools)
         self._pools = _Pools(tuple(map(weakref.ref, pools)), first, described)
         return described
 

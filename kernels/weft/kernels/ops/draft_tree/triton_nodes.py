@@ -22,8 +22,8 @@ def grow(
     trees: DraftTrees,
     depth: int,
 ) -> Expanded:
-    """`weft.kernels.ops.draft_tree.grow_reference` for CUDA tensors; equally likely tokens come in
-    the order of their ids.
+    """`weft.kernels.ops.draft_tree.reference.grow_reference` for CUDA tensors. Equally likely
+    tokens come in the order of their ids.
     """
     (rows, vocab_size), width, device = logits.shape, trees.width, logits.device
     requests, tiles = len(trees.starts), cdiv(vocab_size, _TILE)

@@ -9,50 +9,16 @@ target's own LM head computes logits. K and V are a layer of the target's pool.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
-from weft.kernels.ops.draft_head import added
+from weft.kernels.ops.draft_head.operations import added
 from weft.kernels.ops.draft_head.spec import FIRST_POSITION, DraftChains, DraftRows
+from weft.kernels.ops.eagle_head.spec import EagleHeadWeight
 from weft.kernels.ops.linear import gate_up_silu, linear
-from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import rms_norm
-from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.rope import rope_and_cache
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleHeadWeight:
-    """Parameters of a head; H is its hidden size, and the target's."""
-
-    fc: LinearWeight
-    """[H, 2 * H]: for embedding and state, side by side."""
-    qkv: LinearWeight
-    """[(Hq + 2 * Hkv) * D, H]."""
-    kv: LinearWeight
-    """[2 * Hkv * D, 2 * H]: `qkv` without the rows of q."""
-    o: LinearWeight
-    """[H, Hq * D]."""
-    gate_up: LinearWeight
-    """[2 * I, H], from `pack_gate_up`."""
-    down: LinearWeight
-    """[H, I]."""
-    lm_head: LinearWeight
-    """[vocab, H]."""
-    post_norm: torch.Tensor
-    """[H]: norm before the MLP."""
-    embedding: torch.Tensor
-    """[vocab, H]."""
-    cos_sin: torch.Tensor
-    """[max_positions, D] float32, as in `rope_and_cache`."""
-    num_heads: int
-    eps: float
-    peers: Peers | None = None
-    """Ranks that hold the other shares of the layer's heads and MLP; None: this process has all of
-    it.
-    """
 
 
 def eagle_entries(
@@ -92,7 +58,7 @@ def eagle_chain(
     Args:
         state: [R, H]: f of the position before the last token; not changed.
         token_ids: [R] int64: last tokens.
-        pool: As in `eagle_entries`.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: Index of the head's layer in the pool.
 
     Returns:

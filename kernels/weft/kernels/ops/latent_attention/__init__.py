@@ -216,9 +216,9 @@ def write_latents(
 
     Args:
         latents: [T, D].
-        pool: As in `latent_attention`; changed.
+        pool: [num_pages, 1, layers, 1, page_size, D], contiguous within a page; changed.
         places: [T] int64: page * page_size + offset.
-        divided: As in `AttentionMetadata`.
+        divided: Page and offset of each of `places`, [T] int64 each; None: computed here.
     """
     pool[:, 0, layer, 0][divided or _divided(places, pool.shape[-2])] = latents
 

@@ -109,7 +109,7 @@ def normed_linear(
     Args:
         x: [M, K], contiguous, the weight's dtype.
         gain: [K]: weight of the norm.
-        out_dtype: As in `linear`; None where gated.
+        out_dtype: dtype of the result: that of `x` (default) or float32; None where gated.
 
     Returns:
         [M, N], or [M, I] where gated. On a GPU the product of a small input computes the norm in

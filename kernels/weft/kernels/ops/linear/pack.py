@@ -56,7 +56,7 @@ def pack_gate_up(
         weight: [2 * I, K], rows of gate first, in floats or quantised.
         bias: [2 * I], dtype of the layer, or None.
         arena: Where the packed weight goes; None: memory of its own.
-        dtype: As in `pack_linear`.
+        dtype: What the layer computes in; None: that of `weight`, which must be in floats.
         gating: How gate and up are combined; on a GPU only `SILU`.
     """
     if weight.shape[0] % 2:

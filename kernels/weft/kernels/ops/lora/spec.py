@@ -185,7 +185,7 @@ class LoraAddition:
     layer: int
     segments: LoraSegments
     are_given: bool = False
-    """As in `LoraStep`."""
+    """Whether the segments were on the device before the step's first kernel was launched."""
 
     def before(self, column: int) -> LoraAddition | None:
         """The addition to the columns before `column`, at which a projection begins; None: nothing
@@ -234,7 +234,7 @@ class LoraStep:
     """Parameters of the projection of the states' results back to the stream."""
     router: tuple[LoraWeights, ...] = ()
     w13: tuple[LoraWeights, ...] = ()
-    """As in `ExpertAddition`."""
+    """Parameters of the experts' gate and up; their slots are slot * num_places + place."""
     w2: tuple[LoraWeights, ...] = ()
     embed: tuple[LoraWeights, ...] = ()
     """Parameters of the embedding, at most one; its input is the vocabulary."""

@@ -36,7 +36,7 @@ def route(
         logits: [T, E] float32.
         top_k: 1 to the number of experts in the groups that a row may choose from.
         renormalise: Whether shares add up to 1, apart from the form's scale.
-        placement: As in `ExpertWeights`.
+        placement: [experts of all ranks] int32: each expert's place on this rank; None: it has all.
     """
     if logits.is_cuda:
         return Routing(*_triton_route.route(logits, top_k, renormalise, form, placement))

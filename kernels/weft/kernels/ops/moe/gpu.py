@@ -113,7 +113,6 @@ def routed_moe(
     """Routing and `moe` of a layer, with the norm that follows it, in as few launches as possible.
 
     Args:
-        x: As in `moe`, like all arguments that are not described here.
         logits: [T, E] float32, of the router; of the experts of all ranks.
         w13: [E, 2 * I, H].
         w2: [E, H, I].
@@ -268,7 +267,6 @@ def sorted_moe(
     """`moe` over pairs sorted by expert, cut as `tiles` says.
 
     Args:
-        x: As in `moe`, like all arguments that are not described here.
         blocks: The pairs in blocks of `tiles.rows`, if they have been sorted already.
         after: The norm that follows, whose result is then returned, or None; not with `residual`.
     """

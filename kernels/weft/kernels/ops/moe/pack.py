@@ -38,7 +38,7 @@ def pack_experts(
         arena: Where packed weights go; None: memory of their own.
         dtype: What they compute in; None: that of the weights, which must be in floats.
         biases: [E, 2 * I] and [E, H] of the dtype, or None.
-        placement: As in `ExpertWeights`.
+        placement: [experts of all ranks] int32: each expert's place on this rank; None: it has all.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together, or a matrix is rotated.

@@ -43,7 +43,7 @@ def gate_up_additions(
         inner: I.
         experts: E.
         items: The pairs in tiles; None: pair by pair.
-        is_fixed: As in `shrink_rows`; only pair by pair.
+        is_fixed: Whether a pair's sums must not depend on the number of pairs; only pair by pair.
 
     Returns:
         [T * k, 2 * I], dtype of `x`; None if nothing is added. In tiles it is undefined for experts
@@ -98,8 +98,8 @@ def down_additions(
         experts: E.
         onto: [T, H], contiguous: the result is added to it; or None.
         items: The pairs in tiles; None: pair by pair. Not with `onto`.
-        is_fixed: As in `shrink_rows`; only pair by pair.
-        is_share: As in `gate_up_additions`.
+        is_fixed: Whether a pair's sums must not depend on the number of pairs; only pair by pair.
+        is_share: Whether `ids` name experts of other ranks too, by E.
 
     Returns:
         [T, H], float32 unless `onto` is given. For pairs in tiles whose experts each have a B of

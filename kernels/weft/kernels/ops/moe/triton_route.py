@@ -226,8 +226,8 @@ def route_and_sort(
     Args:
         logits: [T, E] float32, contiguous, where `is_sorted_at_once` holds.
         top_k: 1 to E.
-        placement: As in `weft.kernels.ops.moe.spec.ExpertWeights`; pairs of others' experts are in
-            no block.
+        placement: [experts of all ranks] int32: each expert's place on this rank; pairs of other
+            ranks' experts are in no block. None: this rank has all.
         own: Number of experts on this rank; None: all.
     """
     rows, experts = logits.shape

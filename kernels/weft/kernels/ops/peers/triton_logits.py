@@ -39,7 +39,9 @@ class LogitsMemory(NamedTuple):
     turns: torch.Tensor
     """[rows] int32 on the device: number of programs that each rank has run for a row."""
     control: torch.Tensor
-    """As in `PeerMemory`."""
+    """[2] int64 on the device: addresses on the host of the stop word (uint32) and of the longest
+    wait in nanoseconds (int64); 0: there are none.
+    """
 
     @property
     def share(self) -> slice:

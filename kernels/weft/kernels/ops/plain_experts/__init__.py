@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from weft.kernels.ops.activation import activate
-from weft.kernels.ops.activation.spec import Activation
 from weft.kernels.ops.linear import linear
-from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe.spec import Routing
+from weft.kernels.ops.plain_experts.spec import PlainExperts
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
     from weft.kernels.ops.plain_experts import gpu as _gpu
 else:
     _gpu = deferred(__name__, "weft.kernels.ops.plain_experts.gpu")
-
-
-class PlainExperts(NamedTuple):
-    """The MLPs of all experts of a layer."""
-
-    up: tuple[LinearWeight, ...]
-    """[I, H] each; none on a GPU."""
-    down: tuple[LinearWeight, ...]
-    """[H, I] each; none on a GPU."""
-    activation: Activation
-    placement: torch.Tensor | None = None
-    """As in `weft.kernels.ops.moe.spec.ExpertWeights`."""
-    stacked: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The stacked weights on a GPU, [E, I, H] and [E, H, I]."""
 
 
 def are_stacked(device: torch.device) -> bool:

@@ -70,7 +70,7 @@ def rope_and_cache(
         return _triton_rope.rope_and_cache(
             *given, k_out, num_adjacent=num_adjacent, is_settled=True
         )
-    native, dim = native_for(qkv, pool), head_dim(pool)
+    native, dim = None if qkv.is_cuda else native_for(qkv, pool), head_dim(pool)
     if (native is None and not qkv.is_cuda) or dim % 2:
         return rope_and_cache_reference(
             qkv,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from weft.kernels.ops.pages.cpu import describe_pool
 from weft.kernels.ops.pages.scaled_kv import SCALED_MULTIPLE, head_dim, is_scaled
 from weft.kernels.shared import cpu
 
@@ -33,7 +34,7 @@ def native_rope(
 ) -> torch.Tensor:
     """`weft.kernels.ops.rope.rope_and_cache` for arguments that have been checked."""
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
-    described = cpu.describe_pool(pool, qkv.dtype)
+    described = describe_pool(pool, qkv.dtype)
     q = torch.empty((qkv.shape[0], num_heads, head_dim(pool)), dtype=qkv.dtype)
     status = native.rope_and_cache(
         ctypes.byref(described),

@@ -50,7 +50,7 @@ def rotated(
     Args:
         x: [T, heads, D].
         turns: [T, D] float32: rows of `cos_sin`.
-        num_adjacent: As in `rope_and_cache`.
+        num_adjacent: Pairs of adjacent elements, up to D/2; the others are halves.
         out: Where the result goes, of any strides, which may be `x` itself; None: new memory.
 
     Returns:

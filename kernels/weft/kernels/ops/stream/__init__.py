@@ -8,179 +8,22 @@ so `Stream` is the place for code that concerns every addition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.draft_head import DraftEntries
-from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.lora.spec import LoraAddition, LoraStep, addition_to, experts_addition
-from weft.kernels.ops.moe import by_pair, moe, route
-from weft.kernels.ops.moe.spec import SparseMlpWeight
+from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.norm import AnyNorm, add_layer_norm
 from weft.kernels.ops.peers.spec import Peers
-from weft.kernels.shared import cpu
+from weft.kernels.ops.stream.additions import Computed, GatedSum, Normed, Pending, Sum
+from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
     from weft.kernels.ops.stream import gpu as _gpu
 else:
     _gpu = deferred(__name__, "weft.kernels.ops.stream.gpu")
-
-
-class Normed:
-    """The normalised stream as a layer's products read it."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-        """[T, H]; later additions do not change it."""
-
-    def linear(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
-        """[T, N]: the product with `w`, plus what adapters add."""
-        return linear(self.value, w, lora=lora)
-
-    def gate_up_silu(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
-        """[T, I]: silu(gate) * up, with what adapters add to both."""
-        return gate_up_silu(self.value, w, lora)
-
-
-class Sum(NamedTuple):
-    """An addition x @ weight^T + bias, [T, H], plus what adapters add to it."""
-
-    x: torch.Tensor
-    """[T, K]."""
-    w: LinearWeight
-    lora: LoraAddition | None
-
-    def inner(self) -> Sum:
-        """Itself: only the product remains to be computed."""
-        return self
-
-    def value(self) -> torch.Tensor:
-        """[T, H]: the product, plus what adapters add."""
-        return linear(self.x, self.w, lora=self.lora)
-
-    def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, [T, H], plus this; `value` is not changed."""
-        return linear(self.x, self.w, value, lora=self.lora)
-
-    def partial(self) -> torch.Tensor:
-        """[T, H] float32: this rank's part of the sum, if each rank has a part of x."""
-        return linear(self.x, self.w, out_dtype=torch.float32, lora=self.lora)
-
-
-class GatedSum(NamedTuple):
-    """An addition down(silu(gate(x)) * up(x)) that is not computed yet."""
-
-    x: Normed
-    gate_up: LinearWeight
-    """[2 * I, H], from `pack_gate_up`."""
-    down: LinearWeight
-    """[H, I]."""
-    to_gate_up: LoraAddition | None
-    to_down: LoraAddition | None
-
-    def inner(self) -> Sum:
-        """The sum that remains once silu(gate(x)) * up(x) is computed."""
-        return Sum(self.x.gate_up_silu(self.gate_up, self.to_gate_up), self.down, self.to_down)
-
-    def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        return self.inner().added_to(value)
-
-    def partial(self) -> torch.Tensor:
-        return self.inner().partial()
-
-
-class Combine(NamedTuple):
-    """An addition of routed experts that is not computed yet."""
-
-    x: Normed
-    w: SparseMlpWeight
-    lora: LoraStep | None
-    layer: int
-    """Index of the layer, for `lora`."""
-    router_x: Normed | None = None
-    """Input of the router; None: `x`."""
-
-    def router_logits(self) -> torch.Tensor:
-        """[T, E] float32."""
-        added = addition_to(self.lora, "router", self.layer)
-        x = self.x if self.router_x is None else self.router_x
-        logits = linear(x.value, self.w.router, out_dtype=torch.float32, lora=added)
-        cap = self.w.form.softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        return self._experts(value)
-
-    def partial(self) -> torch.Tensor:
-        return self._experts(None)
-
-    def _experts(self, residual: torch.Tensor | None) -> torch.Tensor:
-        w = self.w
-        routing = route(
-            self.router_logits(),
-            w.top_k,
-            renormalise=w.renormalise,
-            form=w.form,
-            placement=w.experts.placement,
-        )
-        to_experts = experts_addition(self.lora, self.layer)
-        if not w.form.scales_input:
-            return moe(self.x.value, routing, w.experts, residual, to_experts)
-        assert to_experts is None, "adapters of experts are refused where shares scale the input"
-        of_pairs = moe(*by_pair(self.x.value, routing), w.experts)
-        total = of_pairs.view(-1, w.top_k, of_pairs.shape[1]).sum(dim=1)
-        return total if residual is None else total.add_(residual)
-
-
-class SharedCombine(NamedTuple):
-    """An addition of routed experts and a shared expert, which read the same rows."""
-
-    shared: GatedSum | Sum
-    gate: LinearWeight | None
-    """[1, H]: the sigmoid of its product scales the shared expert's part; None: no gate."""
-    routed: Combine
-    factor: float = 1.0
-    """Factor on the shared expert's part."""
-
-    def shared_sum(self) -> Sum:
-        """The shared expert's part."""
-        found = self.shared.inner()
-        if self.factor != 1.0:
-            found = found._replace(x=found.x * self.factor)
-        if self.gate is None:
-            return found
-        weight = linear(self.routed.x.value, self.gate, out_dtype=torch.float32).sigmoid_()
-        # Multiplied in float32 and rounded, by one launch on a GPU.
-        return found._replace(x=torch.mul(found.x, weight, out=torch.empty_like(found.x)))
-
-    def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        return self.routed.added_to(self.shared_sum().added_to(value))
-
-    def partial(self) -> torch.Tensor:
-        return self.shared_sum().partial().add_(self.routed.partial())
-
-
-class Computed(NamedTuple):
-    """An addition that is computed already."""
-
-    value: torch.Tensor
-    """[T, H], contiguous."""
-    is_partial: bool = False
-    """Whether it is this rank's part of a sum over ranks; if not, all ranks have it whole."""
-
-    def added_to(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.value
-
-    def partial(self) -> torch.Tensor:
-        return self.value
-
-
-Pending = Sum | GatedSum | Combine | SharedCombine | Computed
-"""An addition to the stream, as far as a layer has computed it."""
 
 
 class Stream:
@@ -293,67 +136,3 @@ def can_fold(
     if not first.data.is_cuda:
         return False
     return _gpu.can_fold(rows, first, to_first, last, to_last)
-
-
-class Taps:
-    """Collects the residual stream, side by side, as it enters some layers.
-
-    Args:
-        layers: Indices in the pool; a layer may be listed twice.
-        out: [T, len(layers) * H], contiguous, for a step of T rows; written.
-        follower: Work that begins once all states are tapped, or None. If these layers cannot begin
-            it, the caller must.
-
-    Raises:
-        ValueError: There are too many layers, or `out` cannot be divided among them.
-    """
-
-    def __init__(
-        self, layers: Sequence[int], out: torch.Tensor, follower: DraftEntries | None = None
-    ) -> None:
-        count, width = len(layers), out.shape[1]
-        if not 0 < count <= cpu.MAX_TAPS or width % count or not out.is_contiguous():
-            raise ValueError(f"{count} inputs of layers do not fit {tuple(out.shape)}")
-        self._layers = tuple(layers)
-        self._out = out
-        self._follower = follower
-
-    def take(self, layer: int, hidden: torch.Tensor) -> None:
-        """Copies `hidden`, [T, H], if the stream that enters `layer` is wanted."""
-        for place in self.places_of(layer):
-            place.copy_(hidden)
-
-    def have_taken(self, layer: int) -> None:
-        """Begins the follower if `layer`, whose stream has been taken, is the last that is
-        wanted.
-        """
-        if self._follower is not None and layer == max(self._layers):
-            self._follower.begin()
-
-    def places_of(self, layer: int) -> list[torch.Tensor]:
-        """Where the stream that enters `layer` goes, [T, H] each: columns of a wider matrix."""
-        places = self._out.chunk(len(self._layers), dim=1)
-        return [
-            place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer
-        ]
-
-    def follower_of(self, first: int, count: int) -> DraftEntries | None:
-        """The work that can run directly after these layers, if any."""
-        ends = (min(self._layers), max(self._layers))
-        return self._follower if first <= ends[0] and ends[1] < first + count else None
-
-    def native(self, hidden: torch.Tensor) -> cpu.TapsStruct:
-        """The taps as the native operation on `hidden` reads them; valid as long as this object
-        lives.
-        """
-        rows, width = hidden.shape
-        count = len(self._layers)
-        if self._out.shape != (rows, count * width) or self._out.dtype != hidden.dtype:
-            raise ValueError(
-                f"{count} inputs of layers {tuple(hidden.shape)} {hidden.dtype} do not fit "
-                f"{tuple(self._out.shape)} {self._out.dtype}"
-            )
-        described = cpu.TapsStruct(self._out.data_ptr(), count * width, count)
-        for index, layer in enumerate(self._layers):
-            described.layers[index], described.columns[index] = layer, index * width
-        return described

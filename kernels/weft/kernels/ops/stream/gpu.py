@@ -29,17 +29,17 @@ from weft.kernels.ops.moe.triton_parts import ExpertParts, SharedExpert
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.norm.triton_rms import add_rms_norm, add_rounding_norm
 from weft.kernels.ops.peers.spec import GpuPeers
-from weft.kernels.ops.stream import (
+from weft.kernels.ops.stream import Stream
+from weft.kernels.ops.stream.additions import (
     Combine,
     Computed,
     GatedSum,
     Normed,
     Pending,
     SharedCombine,
-    Stream,
     Sum,
-    Taps,
 )
+from weft.kernels.ops.stream.taps import Taps
 
 
 class GpuStream(Stream):

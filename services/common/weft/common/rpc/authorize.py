@@ -87,6 +87,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.ServerService/HealthGenerate": _FRONT,
     "/weft.v1.ServerService/TokenizerInfo": _FRONT,
     "/weft.v1.ServerService/Metrics": _CONSOLE,
+    "/weft.v1.ServerService/StartProfile": _CONSOLE,
+    "/weft.v1.ServerService/StopProfile": _CONSOLE,
     # The gateway itself checks who may watch, and who may change something.
     "/weft.v1.MeshService/WatchMesh": _CONSOLE,
     "/weft.v1.MeshService/ListRequestSpans": _CONSOLE,
@@ -94,6 +96,9 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.MeshService/UndrainMember": _CONSOLE,
     "/weft.v1.MeshService/FlushMember": _CONSOLE,
     "/weft.v1.MeshService/SetMemberLogLevel": _CONSOLE,
+    "/weft.v1.MeshService/StartMeshProfile": _CONSOLE,
+    "/weft.v1.MeshService/StopMeshProfile": _CONSOLE,
+    "/weft.v1.MeshService/ReadMeshProfile": _CONSOLE,
     "/weft.v1.MeshService/LoadMeshAdapter": _CONSOLE,
     "/weft.v1.MeshService/UnloadMeshAdapter": _CONSOLE,
     # Only gateways may submit requests, because they have checked tenants and limits.
@@ -123,6 +128,9 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.AdminService/FlushCache": OPERATORS,
     "/weft.v1.AdminService/DumpState": OPERATORS,
     "/weft.v1.AdminService/SetLogLevel": OPERATORS,
+    "/weft.v1.AdminService/StartProfile": OPERATORS,
+    "/weft.v1.AdminService/StopProfile": OPERATORS,
+    "/weft.v1.AdminService/ReadProfile": OPERATORS,
     "/weft.v1.AdminService/InjectFault": OPERATORS,
     "/weft.v1.AdminService/ListFaults": OPERATORS,
     "/weft.v1.AdminService/ClearFaults": OPERATORS,
@@ -134,7 +142,15 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPERATORS | {"client"},
 }
 """Services that may call each method, by its full path."""
-RELAYED = frozenset({"/weft.v1.AdminService/FlushCache", "/weft.v1.AdminService/SetLogLevel"})
+RELAYED = frozenset(
+    {
+        "/weft.v1.AdminService/FlushCache",
+        "/weft.v1.AdminService/SetLogLevel",
+        "/weft.v1.AdminService/StartProfile",
+        "/weft.v1.AdminService/StopProfile",
+        "/weft.v1.AdminService/ReadProfile",
+    }
+)
 """Methods that a gateway may call on operators' ports too, with the token that an operator sent it.
 """
 

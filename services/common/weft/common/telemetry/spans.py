@@ -10,6 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping
+from weakref import WeakSet
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -115,6 +116,15 @@ class RecentSpans:
             ]
         return found[-limit:]
 
+    def within(self, start_ns: int, end_ns: int, limit: int) -> list[ReadableSpan]:
+        """The newest spans that overlap a time, in Unix nanoseconds, oldest first."""
+        found = [
+            span
+            for span in self._spans
+            if (span.end_time or 0) >= start_ns and (span.start_time or 0) <= end_ns
+        ]
+        return found[-limit:]
+
 
 class _OpenSpan(NonRecordingSpan):
     """A span that a `Tracer` has begun. The SDK's own takes five times as long to make, which a
@@ -173,6 +183,8 @@ class Tracer:
         self._ids = RandomIdGenerator()
         self._of_new_traces = TraceIdRatioBased(sample_ratio)
         self._offset_s = wall_offset_s()
+        self._open = WeakSet[_OpenSpan]()
+        """Spans that have begun and not ended."""
         self._resource = _resource(service, instance)
         self._scope = InstrumentationScope("weft", version())
 
@@ -201,7 +213,7 @@ class Tracer:
             is_exported = decision is Decision.RECORD_AND_SAMPLE
             flags = TraceFlags(TraceFlags.SAMPLED if is_exported else 0)
         span_id = span_id or self._ids.generate_span_id()
-        return _OpenSpan(
+        begun = _OpenSpan(
             name,
             SpanContext(trace_id, span_id, False, flags, caller.trace_state),
             caller if caller.is_valid else None,
@@ -209,26 +221,51 @@ class Tracer:
             {REQUEST_ID: request_id, **(attributes or {})},
             self._wall_ns(start_s),
         )
+        self._open.add(begun)
+        return begun
 
     def end(self, span: Span, error: str = "", end_s: float | None = None) -> None:
         """Ends a span, now or at `end_s`; `error` says why its work failed."""
         if not isinstance(span, _OpenSpan):
             return
-        ended = ReadableSpan(
+        self._open.discard(span)
+        status = Status(StatusCode.ERROR, error) if error else _UNSET
+        ended = self._ended(span, status, self._wall_ns(end_s))
+        self.recent.add(ended)
+        for processor in self.processors:
+            processor.on_end(ended)
+
+    def within(self, start_ns: int, end_ns: int, limit: int) -> list[ReadableSpan]:
+        """The newest spans that overlap a time, in Unix nanoseconds, oldest first. Those that have
+        not ended are among them, up to now, with the attribute `weft.is_open`.
+        """
+        now_ns = self._wall_ns(None)
+        begun = [
+            self._ended(span, _UNSET, max(now_ns, span.start_ns), {"weft.is_open": True})
+            for span in self._open
+            if span.start_ns <= end_ns and now_ns >= start_ns
+        ]
+        return [*self.recent.within(start_ns, end_ns, limit), *begun][-limit:]
+
+    def _ended(
+        self,
+        span: _OpenSpan,
+        status: Status,
+        end_ns: int,
+        more: Mapping[str, AttributeValue] | None = None,
+    ) -> ReadableSpan:
+        return ReadableSpan(
             span.name,
             context=span.get_span_context(),
             parent=span.parent,
             resource=self._resource,
-            attributes=span.attributes,
+            attributes={**span.attributes, **more} if more else span.attributes,
             kind=span.kind,
-            status=Status(StatusCode.ERROR, error) if error else _UNSET,
+            status=status,
             start_time=span.start_ns,
-            end_time=self._wall_ns(end_s),
+            end_time=end_ns,
             instrumentation_scope=self._scope,
         )
-        self.recent.add(ended)
-        for processor in self.processors:
-            processor.on_end(ended)
 
     def record(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from weft.common.settings import ServiceSettings
 from weft.common.telemetry.spans import REQUEST_ID, Tracer
 from weft.contract.errors import InvalidRequest
-from weft.v1 import trace_pb2, trace_pb2_grpc
+from weft.v1 import profile_pb2, trace_pb2, trace_pb2_grpc
 
 SERVICE_NAME = "weft.v1.TraceService"
 DEFAULT_SPANS, MAX_SPANS = 1000, 10_000
@@ -18,6 +18,7 @@ MAX_ID_BYTES = 128
 
 FanOut = Callable[[trace_pb2.ListSpansRequest], Awaitable[trace_pb2.ListSpansResponse]]
 """Collects spans from the services that this one calls."""
+FindProfiles = Callable[[int, int], Iterable[profile_pb2.ProfileSummary]]
 
 
 def make_tracer(settings: ServiceSettings, instance: str) -> Tracer:
@@ -33,31 +34,54 @@ def make_tracer(settings: ServiceSettings, instance: str) -> Tracer:
 
 class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
     """Implements weft.v1.TraceService over a tracer. `fan_out` asks the services that this one
-    calls, if there are any.
+    calls, if there are any; `profiles` finds this service's profiles that overlap a time in Unix
+    nanoseconds.
     """
 
-    def __init__(self, tracer: Tracer, fan_out: FanOut | None = None) -> None:
+    def __init__(
+        self, tracer: Tracer, fan_out: FanOut | None = None, profiles: FindProfiles | None = None
+    ) -> None:
         self._tracer = tracer
         self._fan_out = fan_out
+        self._profiles = profiles
 
     async def ListSpans(
         self,
         request: trace_pb2.ListSpansRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> trace_pb2.ListSpansResponse:
+        return await self.find(request)
+
+    async def find(self, request: trace_pb2.ListSpansRequest) -> trace_pb2.ListSpansResponse:
         limit = request.max_spans if request.HasField("max_spans") else DEFAULT_SPANS
         if not 1 <= limit <= MAX_SPANS:
             message = f"max_spans is {limit}; give 1 to {MAX_SPANS:,}"
             raise InvalidRequest(message, stage="validate", param="max_spans")
-        if not 0 < len(request.id.encode()) <= MAX_ID_BYTES:
+        is_of_time = request.HasField("start_time") and request.HasField("end_time")
+        if not (is_of_time and not request.id) and not (
+            0 < len(request.id.encode()) <= MAX_ID_BYTES
+        ):
             message = f"give the id of a request or a trace, at most {MAX_ID_BYTES} bytes"
             raise InvalidRequest(message, stage="validate", param="id")
         response = trace_pb2.ListSpansResponse()
         if request.fan_out and self._fan_out is not None:
-            behind = trace_pb2.ListSpansRequest(id=request.id, max_spans=limit)
+            behind = trace_pb2.ListSpansRequest()
+            behind.CopyFrom(request)
+            behind.fan_out, behind.max_spans = False, limit
             response = await self._fan_out(behind)
-        own = self._tracer.recent.find(request.id, limit)
+        if request.id:
+            own = self._tracer.recent.find(request.id, limit)
+        else:
+            times = request.start_time.ToNanoseconds(), request.end_time.ToNanoseconds()
+            own = self._tracer.within(*times, limit)
         response.spans.extend(span_to_proto(span, self._tracer) for span in own)
+        if request.id and self._profiles is not None and response.spans:
+            starts = [span.start_time.ToNanoseconds() for span in response.spans]
+            ends = [
+                start + span.duration.ToNanoseconds()
+                for start, span in zip(starts, response.spans, strict=True)
+            ]
+            response.profiles.extend(self._profiles(min(starts), max(ends)))
         return response
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
 from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.profiles import WorkerProfiles
 from weft.common.worker.service import Queries
 from weft.contract.errors import PeerUnavailable
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.messages import Inbox
+from weft.contract.profiles import ProfileOptions
+from weft.v1 import profile_pb2
 
 
 class WorkerAdmin:
@@ -21,10 +24,15 @@ class WorkerAdmin:
     """
 
     def __init__(
-        self, engine: EngineClient, queries: Queries, sizes: Callable[[], Mapping[str, int]]
+        self,
+        engine: EngineClient,
+        queries: Queries,
+        profiles: WorkerProfiles,
+        sizes: Callable[[], Mapping[str, int]],
     ) -> None:
         self._engine = engine
         self._queries = queries
+        self._profiles = profiles
         self._sizes = sizes
 
     async def flush_cache(self) -> int:
@@ -41,6 +49,17 @@ class WorkerAdmin:
         self, *, add: FaultSpec | None = None, clear: str | None = None
     ) -> list[FaultState]:
         return await self._queries.order_faults(add=add, clear=clear)
+
+    async def start_profile(self, profile: str, options: ProfileOptions) -> None:
+        await self._profiles.start(profile, options)
+
+    async def stop_profile(self, profile: str) -> None:
+        await self._profiles.stop(profile)
+
+    async def read_profile(
+        self, profile: str
+    ) -> tuple[profile_pb2.ProfileSummary, AsyncIterator[bytes]]:
+        return await self._profiles.read(profile)
 
     def set_log_level(self, level: LogLevel) -> None:
         # The engine is gone, and this process ends with it.

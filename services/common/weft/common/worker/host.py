@@ -18,6 +18,7 @@ from weft.common.rpc.server import QUARANTINE_STATUS, ServiceServer
 from weft.common.rpc.tls import load_identity
 from weft.common.tasks import has_returned, start_logged
 from weft.common.telemetry.logging import configure_logging
+from weft.common.telemetry.profile_folder import ProfileFolder
 from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.telemetry.tracing import make_tracer
 from weft.common.worker.adapter_needs import with_adapter_needs
@@ -29,6 +30,7 @@ from weft.common.worker.fill_client import FillClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.metrics import EngineCollector
 from weft.common.worker.placements import notes_of, place_worker
+from weft.common.worker.profiles import WorkerProfiles
 from weft.common.worker.service import HAND_BACK_S, Queries, WorkerServicer
 from weft.common.worker.settings import WorkerSettings
 from weft.common.worker.start_server import StartServer
@@ -130,6 +132,12 @@ class WorkerHost:
         )
         self._starting = StartServer(settings, self._identity, self._worker_id)
         self._queries = Queries(self._engine)
+        self._profiles = WorkerProfiles(
+            ProfileFolder(settings.profile_dir, settings.max_profiles),
+            self._engine,
+            self._queries,
+            self._worker_id,
+        )
         self._tracer = make_tracer(settings, self._worker_id)
         self._fills = FillClient(self._engine, self._identity)
         self._adapters: AdapterFollower | None = None
@@ -169,7 +177,7 @@ class WorkerHost:
         server = ServiceServer(
             self._settings,
             registry,
-            admin=WorkerAdmin(self._engine, self._queries, self._sizes),
+            admin=WorkerAdmin(self._engine, self._queries, self._profiles, self._sizes),
             identity=self._identity,
             tracer=self._tracer,
         )
@@ -233,6 +241,7 @@ class WorkerHost:
 
     def _on_outbox(self, outbox: Outbox) -> None:
         self._queries.on_outbox(outbox)
+        self._profiles.on_outbox(outbox)
         if self._adapters is not None:
             self._adapters.on_outbox(outbox)
         if outbox.kv_changes and self._kv_feed is not None:

@@ -17,12 +17,14 @@ from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.placements import told
 from weft.contract.codec.pairs import INFO, LOAD
 from weft.contract.codec.walk import duration
-from weft.contract.errors import Draining, PeerUnavailable
+from weft.contract.errors import Draining, PeerUnavailable, error_class
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.fills import LeaseQuery, ProcessExited
 from weft.contract.layout import StatePlane
 from weft.contract.messages import FaultOrder, Inbox, Outbox
+from weft.contract.profiles import ProfileCommand, ProfileOptions
 from weft.contract.reports import QUIET_REPORT_S, EngineInfo
+from weft.contract.submits import Failure
 from weft.engine.base.placement import RankPlacement
 from weft.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
 
@@ -51,6 +53,8 @@ class Queries:
             self._resolve(query, value)
         for query, states in outbox.fault_replies:
             self._resolve(query, states)
+        for query, failure in outbox.profile_replies:
+            self._resolve(query, failure)
 
     async def lease_state(self, lease_id: bytes) -> str:
         """State of a lease, which this stops."""
@@ -83,6 +87,18 @@ class Queries:
         inbox = Inbox(fault_orders=[order])
         states: list[FaultState] = await self._ask(query, inbox, self._engine.order)
         return states
+
+    async def command_profile(
+        self, profile: str, folder: str = "", options: ProfileOptions | None = None
+    ) -> None:
+        """Begins a profile, or without `options` ends it. Raises what the engine has against it."""
+        query = next(self._ids)
+        command = ProfileCommand(query=query, profile=profile, folder=folder, options=options)
+        failure: Failure | None = await self._ask(query, Inbox(profile_commands=[command]))
+        if failure is not None:
+            raise error_class(failure.reason)(
+                failure.message, stage=failure.stage, param=failure.param
+            )
 
     async def _ask(
         self, query: int, inbox: Inbox, send: Callable[[Inbox], None] | None = None

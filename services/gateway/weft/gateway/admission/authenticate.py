@@ -34,6 +34,9 @@ KEYLESS = frozenset(
         # These two refuse callers without an operator's certificate.
         "/weft.v1.GatewayService/DrainWorker",
         "/weft.v1.GatewayService/UndrainWorker",
+        # These two need the operators' token.
+        "/weft.v1.ServerService/StartProfile",
+        "/weft.v1.ServerService/StopProfile",
     }
 )
 """Methods of the faces that need no key."""

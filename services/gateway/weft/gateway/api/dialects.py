@@ -13,6 +13,7 @@ from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.api.pooling.service import PoolingFace
 from weft.gateway.api.responses.service import ResponsesFace
 from weft.gateway.api.responses.store import MemoryResponses, ResponseStore
+from weft.gateway.api.server.profiles import ProfileCalls
 from weft.gateway.api.server.service import ServerFace
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
@@ -51,6 +52,7 @@ def add_dialects(
     registry: CollectorRegistry,
     gateway: str,
     responses: ResponseStore,
+    profiles: ProfileCalls,
 ) -> None:
     """Adds the services of all dialects to the server. `openai` shares its body parser and its
     readiness with them; `gateway` names this gateway in ids of responses: letters and digits.
@@ -69,6 +71,8 @@ def add_dialects(
         models,
         registry,
         openai.check_ready,
+        bodies,
+        profiles,
         serves_metrics=settings.rest_metrics,
         asks_for_keys=settings.has_api_keys,
     )

@@ -32,6 +32,7 @@ from weft.gateway.api.pooling.bodies import (
 from weft.gateway.api.responses import answers as responses
 from weft.gateway.api.responses.bodies import ResponsesBody
 from weft.gateway.api.server import answers as server
+from weft.gateway.api.server.profiles import ProfileBody, StopProfileBody
 
 _EVENTS, _LINES, _JSON = "text/event-stream", "application/x-ndjson", "application/json"
 _REF = "#/components/schemas/{name}"
@@ -242,6 +243,20 @@ _DIALECTS = (
                 "Describes a model's tokenizer.",
                 server.TokenizerAnswer,
                 query=("model",),
+            ),
+            Route(
+                "post",
+                "/start_profile",
+                "Begins a profile of all workers, for operators.",
+                server.ProfileAnswer,
+                ProfileBody,
+            ),
+            Route(
+                "post",
+                "/stop_profile",
+                "Ends the profile, for operators.",
+                server.ProfileAnswer,
+                StopProfileBody,
             ),
             Route(
                 "get",

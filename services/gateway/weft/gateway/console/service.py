@@ -11,12 +11,14 @@ from google.protobuf.duration_pb2 import Duration
 from weft.common.admin import AdminServicer
 from weft.common.mesh import MAX_INTERVAL_S, MIN_INTERVAL_S
 from weft.common.telemetry.tracing import TraceServicer
+from weft.contract.codec.pairs import PROFILE_OPTIONS
 from weft.contract.errors import Draining
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.call import Context
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.console.access import MeshAccess
+from weft.gateway.console.profiles import MeshProfiles
 from weft.gateway.console.relay import OperatorsRelay
 from weft.gateway.console.view import Cursor, MeshView
 from weft.gateway.validate import invalid
@@ -48,6 +50,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         spans: TraceServicer,
         adapters: AdapterCalls,
         workers: WorkerCalls,
+        profiles: MeshProfiles,
         gateway_id: str,
         ending: asyncio.Event,
         max_watch_s: float,
@@ -59,6 +62,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         self._spans = spans
         self._adapters = adapters
         self._workers = workers
+        self._profiles = profiles
         self._gateway_id = gateway_id
         self._ending = ending
         self._max_watch_s = max_watch_s
@@ -135,6 +139,42 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         return mesh_pb2.SetMemberLogLevelResponse(
             previous_level=_LEVEL_NAMES.get(answer.previous_level, "")
         )
+
+    async def StartMeshProfile(
+        self, request: mesh_pb2.StartMeshProfileRequest, context: Context
+    ) -> mesh_pb2.StartMeshProfileResponse:
+        self._access.check_operate(context)
+        profile = await self._profiles.start(
+            PROFILE_OPTIONS.decode(request.options),
+            bearer(context.invocation_metadata()),
+            members=request.member_ids,
+            prefix=request.prefix,
+            folder=request.folder,
+        )
+        return mesh_pb2.StartMeshProfileResponse(
+            profile_id=profile.profile_id,
+            member_ids=profile.members,
+            path=str(profile.out),
+            notes=profile.notes,
+        )
+
+    async def StopMeshProfile(
+        self, request: mesh_pb2.StopMeshProfileRequest, context: Context
+    ) -> mesh_pb2.StopMeshProfileResponse:
+        self._access.check_operate(context)
+        profile = await self._profiles.stop(request.profile_id)
+        return mesh_pb2.StopMeshProfileResponse(
+            profile_id=profile.profile_id, path=str(profile.out)
+        )
+
+    async def ReadMeshProfile(
+        self, request: mesh_pb2.ReadMeshProfileRequest, context: Context
+    ) -> AsyncIterator[mesh_pb2.ReadMeshProfileResponse]:
+        self._access.check_operate(context)
+        summary, chunks = await self._profiles.read(request.profile_id)
+        yield mesh_pb2.ReadMeshProfileResponse(summary=summary)
+        async for chunk in chunks:
+            yield mesh_pb2.ReadMeshProfileResponse(data=chunk)
 
     async def LoadMeshAdapter(
         self, request: mesh_pb2.LoadMeshAdapterRequest, context: Context

@@ -501,13 +501,15 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\n" +
 	"GetVersion\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\x12\f/api/version\x1a/\xaa\xd4\x18+\n" +
 	"\x13{\"error\":{message}}\x12\x14{\"error\":{message}}\n" +
-	"2\xb0\x03\n" +
+	"2\xdc\x04\n" +
 	"\rServerService\x12M\n" +
 	"\vShowVersion\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
 	"\x12\b/version\x12L\n" +
 	"\x04Ping\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10Z\a\"\x05/ping\x12\x05/ping\x12X\n" +
 	"\x0eHealthGenerate\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/health_generate\x12]\n" +
-	"\rTokenizerInfo\x12\x1d.weft.v1.TokenizerInfoRequest\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/tokenizer_info\x12I\n" +
+	"\rTokenizerInfo\x12\x1d.weft.v1.TokenizerInfoRequest\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/tokenizer_info\x12U\n" +
+	"\fStartProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/start_profile\x12S\n" +
+	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
 	"\x12\b/metrics2\xcd\x04\n" +
 	"\x0ePoolingService\x12[\n" +
@@ -573,42 +575,46 @@ var file_weft_v1_dialects_proto_depIdxs = []int32{
 	9,  // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
 	9,  // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
 	6,  // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
-	9,  // 23: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
-	8,  // 24: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	8,  // 25: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	8,  // 26: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	8,  // 27: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	8,  // 28: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	8,  // 29: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	8,  // 30: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	8,  // 31: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	8,  // 32: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	8,  // 33: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	8,  // 34: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	8,  // 35: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	8,  // 36: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	8,  // 37: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	8,  // 38: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	8,  // 39: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	8,  // 40: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	8,  // 41: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	8,  // 42: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	8,  // 43: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	8,  // 44: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	8,  // 45: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	8,  // 46: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	8,  // 47: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	8,  // 48: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	8,  // 49: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	8,  // 50: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	8,  // 51: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	8,  // 52: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	8,  // 53: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	8,  // 54: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	8,  // 55: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	8,  // 56: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	30, // [30:57] is the sub-list for method output_type
-	3,  // [3:30] is the sub-list for method input_type
+	8,  // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
+	8,  // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
+	9,  // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	8,  // 26: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	8,  // 27: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	8,  // 28: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	8,  // 29: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	8,  // 30: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	8,  // 31: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	8,  // 32: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	8,  // 33: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	8,  // 34: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	8,  // 35: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	8,  // 36: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	8,  // 37: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	8,  // 38: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	8,  // 39: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	8,  // 40: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	8,  // 41: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	8,  // 42: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	8,  // 43: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	8,  // 44: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	8,  // 45: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	8,  // 46: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	8,  // 47: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	8,  // 48: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	8,  // 49: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	8,  // 50: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	8,  // 51: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	8,  // 52: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	8,  // 53: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	8,  // 54: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	8,  // 55: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	8,  // 56: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	8,  // 57: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	8,  // 58: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	8,  // 59: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	8,  // 60: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	32, // [32:61] is the sub-list for method output_type
+	3,  // [3:32] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name

@@ -892,6 +892,8 @@ const (
 	ServerService_Ping_FullMethodName           = "/weft.v1.ServerService/Ping"
 	ServerService_HealthGenerate_FullMethodName = "/weft.v1.ServerService/HealthGenerate"
 	ServerService_TokenizerInfo_FullMethodName  = "/weft.v1.ServerService/TokenizerInfo"
+	ServerService_StartProfile_FullMethodName   = "/weft.v1.ServerService/StartProfile"
+	ServerService_StopProfile_FullMethodName    = "/weft.v1.ServerService/StopProfile"
 	ServerService_Metrics_FullMethodName        = "/weft.v1.ServerService/Metrics"
 )
 
@@ -909,6 +911,12 @@ type ServerServiceClient interface {
 	HealthGenerate(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Describes a model's tokenizer.
 	TokenizerInfo(ctx context.Context, in *TokenizerInfoRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Begins a profile of all workers; bodies are vLLM's or SGLang's. With a number of steps it answers
+	// once the trace is written, else at once. Needs the operators' token and the gateway's setting
+	// `console = operate`.
+	StartProfile(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Ends that profile; answers before its trace is written.
+	StopProfile(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
 	// gateway's settings allow it.
 	Metrics(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
@@ -962,6 +970,26 @@ func (c *serverServiceClient) TokenizerInfo(ctx context.Context, in *TokenizerIn
 	return out, nil
 }
 
+func (c *serverServiceClient) StartProfile(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ServerService_StartProfile_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *serverServiceClient) StopProfile(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ServerService_StopProfile_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *serverServiceClient) Metrics(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -986,6 +1014,12 @@ type ServerServiceServer interface {
 	HealthGenerate(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// Describes a model's tokenizer.
 	TokenizerInfo(context.Context, *TokenizerInfoRequest) (*httpbody.HttpBody, error)
+	// Begins a profile of all workers; bodies are vLLM's or SGLang's. With a number of steps it answers
+	// once the trace is written, else at once. Needs the operators' token and the gateway's setting
+	// `console = operate`.
+	StartProfile(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Ends that profile; answers before its trace is written.
+	StopProfile(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
 	// gateway's settings allow it.
 	Metrics(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
@@ -1010,6 +1044,12 @@ func (UnimplementedServerServiceServer) HealthGenerate(context.Context, *emptypb
 }
 func (UnimplementedServerServiceServer) TokenizerInfo(context.Context, *TokenizerInfoRequest) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method TokenizerInfo not implemented")
+}
+func (UnimplementedServerServiceServer) StartProfile(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method StartProfile not implemented")
+}
+func (UnimplementedServerServiceServer) StopProfile(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method StopProfile not implemented")
 }
 func (UnimplementedServerServiceServer) Metrics(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method Metrics not implemented")
@@ -1107,6 +1147,42 @@ func _ServerService_TokenizerInfo_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ServerService_StartProfile_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).StartProfile(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_StartProfile_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).StartProfile(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ServerService_StopProfile_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).StopProfile(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_StopProfile_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).StopProfile(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ServerService_Metrics_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
 	if err := dec(in); err != nil {
@@ -1147,6 +1223,14 @@ var ServerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "TokenizerInfo",
 			Handler:    _ServerService_TokenizerInfo_Handler,
+		},
+		{
+			MethodName: "StartProfile",
+			Handler:    _ServerService_StartProfile_Handler,
+		},
+		{
+			MethodName: "StopProfile",
+			Handler:    _ServerService_StopProfile_Handler,
 		},
 		{
 			MethodName: "Metrics",

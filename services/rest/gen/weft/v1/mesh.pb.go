@@ -2043,6 +2043,344 @@ func (x *SetMemberLogLevelResponse) GetPreviousLevel() string {
 	return ""
 }
 
+type StartMeshProfileRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Workers; empty = all that are healthy.
+	MemberIds []string        `protobuf:"bytes,1,rep,name=member_ids,json=memberIds,proto3" json:"member_ids,omitempty"`
+	Options   *ProfileOptions `protobuf:"bytes,2,opt,name=options,proto3" json:"options,omitempty"`
+	// What the trace's name begins with: 1 to 64 letters, digits, `.`, `_` and `-`; empty: nothing.
+	Prefix string `protobuf:"bytes,3,opt,name=prefix,proto3" json:"prefix,omitempty"`
+	// Folder of the trace, below the gateway's folder for profiles; empty = that one.
+	Folder        string `protobuf:"bytes,4,opt,name=folder,proto3" json:"folder,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartMeshProfileRequest) Reset() {
+	*x = StartMeshProfileRequest{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartMeshProfileRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartMeshProfileRequest) ProtoMessage() {}
+
+func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartMeshProfileRequest.ProtoReflect.Descriptor instead.
+func (*StartMeshProfileRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *StartMeshProfileRequest) GetMemberIds() []string {
+	if x != nil {
+		return x.MemberIds
+	}
+	return nil
+}
+
+func (x *StartMeshProfileRequest) GetOptions() *ProfileOptions {
+	if x != nil {
+		return x.Options
+	}
+	return nil
+}
+
+func (x *StartMeshProfileRequest) GetPrefix() string {
+	if x != nil {
+		return x.Prefix
+	}
+	return ""
+}
+
+func (x *StartMeshProfileRequest) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
+}
+
+type StartMeshProfileResponse struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	ProfileId string                 `protobuf:"bytes,1,opt,name=profile_id,json=profileId,proto3" json:"profile_id,omitempty"`
+	// Those that are profiled.
+	MemberIds []string `protobuf:"bytes,2,rep,name=member_ids,json=memberIds,proto3" json:"member_ids,omitempty"`
+	// Where the trace will lie on the gateway's host.
+	Path string `protobuf:"bytes,3,opt,name=path,proto3" json:"path,omitempty"`
+	// What is not profiled and why, in words.
+	Notes         []string `protobuf:"bytes,4,rep,name=notes,proto3" json:"notes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartMeshProfileResponse) Reset() {
+	*x = StartMeshProfileResponse{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartMeshProfileResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartMeshProfileResponse) ProtoMessage() {}
+
+func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartMeshProfileResponse.ProtoReflect.Descriptor instead.
+func (*StartMeshProfileResponse) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *StartMeshProfileResponse) GetProfileId() string {
+	if x != nil {
+		return x.ProfileId
+	}
+	return ""
+}
+
+func (x *StartMeshProfileResponse) GetMemberIds() []string {
+	if x != nil {
+		return x.MemberIds
+	}
+	return nil
+}
+
+func (x *StartMeshProfileResponse) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *StartMeshProfileResponse) GetNotes() []string {
+	if x != nil {
+		return x.Notes
+	}
+	return nil
+}
+
+type StopMeshProfileRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Empty = the one that runs.
+	ProfileId     string `protobuf:"bytes,1,opt,name=profile_id,json=profileId,proto3" json:"profile_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StopMeshProfileRequest) Reset() {
+	*x = StopMeshProfileRequest{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StopMeshProfileRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StopMeshProfileRequest) ProtoMessage() {}
+
+func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StopMeshProfileRequest.ProtoReflect.Descriptor instead.
+func (*StopMeshProfileRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *StopMeshProfileRequest) GetProfileId() string {
+	if x != nil {
+		return x.ProfileId
+	}
+	return ""
+}
+
+type StopMeshProfileResponse struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	ProfileId string                 `protobuf:"bytes,1,opt,name=profile_id,json=profileId,proto3" json:"profile_id,omitempty"`
+	// Where the trace will lie on the gateway's host.
+	Path          string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StopMeshProfileResponse) Reset() {
+	*x = StopMeshProfileResponse{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StopMeshProfileResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StopMeshProfileResponse) ProtoMessage() {}
+
+func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StopMeshProfileResponse.ProtoReflect.Descriptor instead.
+func (*StopMeshProfileResponse) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *StopMeshProfileResponse) GetProfileId() string {
+	if x != nil {
+		return x.ProfileId
+	}
+	return ""
+}
+
+func (x *StopMeshProfileResponse) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+type ReadMeshProfileRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	ProfileId     string                 `protobuf:"bytes,1,opt,name=profile_id,json=profileId,proto3" json:"profile_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadMeshProfileRequest) Reset() {
+	*x = ReadMeshProfileRequest{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadMeshProfileRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadMeshProfileRequest) ProtoMessage() {}
+
+func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadMeshProfileRequest.ProtoReflect.Descriptor instead.
+func (*ReadMeshProfileRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *ReadMeshProfileRequest) GetProfileId() string {
+	if x != nil {
+		return x.ProfileId
+	}
+	return ""
+}
+
+type ReadMeshProfileResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the first message alone.
+	Summary *ProfileSummary `protobuf:"bytes,1,opt,name=summary,proto3" json:"summary,omitempty"`
+	// The trace's next bytes, at most 1 MiB.
+	Data          []byte `protobuf:"bytes,2,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadMeshProfileResponse) Reset() {
+	*x = ReadMeshProfileResponse{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadMeshProfileResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadMeshProfileResponse) ProtoMessage() {}
+
+func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadMeshProfileResponse.ProtoReflect.Descriptor instead.
+func (*ReadMeshProfileResponse) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *ReadMeshProfileResponse) GetSummary() *ProfileSummary {
+	if x != nil {
+		return x.Summary
+	}
+	return nil
+}
+
+func (x *ReadMeshProfileResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
 type LoadMeshAdapterRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -2058,7 +2396,7 @@ type LoadMeshAdapterRequest struct {
 
 func (x *LoadMeshAdapterRequest) Reset() {
 	*x = LoadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2070,7 +2408,7 @@ func (x *LoadMeshAdapterRequest) String() string {
 func (*LoadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2083,7 +2421,7 @@ func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LoadMeshAdapterRequest) GetName() string {
@@ -2131,7 +2469,7 @@ type LoadMeshAdapterResponse struct {
 
 func (x *LoadMeshAdapterResponse) Reset() {
 	*x = LoadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2143,7 +2481,7 @@ func (x *LoadMeshAdapterResponse) String() string {
 func (*LoadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2156,7 +2494,7 @@ func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadMeshAdapterResponse) GetDigest() string {
@@ -2175,7 +2513,7 @@ type UnloadMeshAdapterRequest struct {
 
 func (x *UnloadMeshAdapterRequest) Reset() {
 	*x = UnloadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2187,7 +2525,7 @@ func (x *UnloadMeshAdapterRequest) String() string {
 func (*UnloadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2200,7 +2538,7 @@ func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *UnloadMeshAdapterRequest) GetName() string {
@@ -2220,7 +2558,7 @@ type UnloadMeshAdapterResponse struct {
 
 func (x *UnloadMeshAdapterResponse) Reset() {
 	*x = UnloadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2232,7 +2570,7 @@ func (x *UnloadMeshAdapterResponse) String() string {
 func (*UnloadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2245,7 +2583,7 @@ func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *UnloadMeshAdapterResponse) GetDigest() string {
@@ -2259,7 +2597,7 @@ var File_weft_v1_mesh_proto protoreflect.FileDescriptor
 
 const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\n" +
-	"\x12weft/v1/mesh.proto\x12\aweft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13weft/v1/trace.proto\"I\n" +
+	"\x12weft/v1/mesh.proto\x12\aweft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15weft/v1/profile.proto\x1a\x13weft/v1/trace.proto\"I\n" +
 	"\x10WatchMeshRequest\x125\n" +
 	"\binterval\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\binterval\"\xe3\x03\n" +
 	"\x11WatchMeshResponse\x12.\n" +
@@ -2430,7 +2768,33 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\x12\x14\n" +
 	"\x05level\x18\x02 \x01(\tR\x05level\"B\n" +
 	"\x19SetMemberLogLevelResponse\x12%\n" +
-	"\x0eprevious_level\x18\x01 \x01(\tR\rpreviousLevel\"\x88\x01\n" +
+	"\x0eprevious_level\x18\x01 \x01(\tR\rpreviousLevel\"\x9b\x01\n" +
+	"\x17StartMeshProfileRequest\x12\x1d\n" +
+	"\n" +
+	"member_ids\x18\x01 \x03(\tR\tmemberIds\x121\n" +
+	"\aoptions\x18\x02 \x01(\v2\x17.weft.v1.ProfileOptionsR\aoptions\x12\x16\n" +
+	"\x06prefix\x18\x03 \x01(\tR\x06prefix\x12\x16\n" +
+	"\x06folder\x18\x04 \x01(\tR\x06folder\"\x82\x01\n" +
+	"\x18StartMeshProfileResponse\x12\x1d\n" +
+	"\n" +
+	"profile_id\x18\x01 \x01(\tR\tprofileId\x12\x1d\n" +
+	"\n" +
+	"member_ids\x18\x02 \x03(\tR\tmemberIds\x12\x12\n" +
+	"\x04path\x18\x03 \x01(\tR\x04path\x12\x14\n" +
+	"\x05notes\x18\x04 \x03(\tR\x05notes\"7\n" +
+	"\x16StopMeshProfileRequest\x12\x1d\n" +
+	"\n" +
+	"profile_id\x18\x01 \x01(\tR\tprofileId\"L\n" +
+	"\x17StopMeshProfileResponse\x12\x1d\n" +
+	"\n" +
+	"profile_id\x18\x01 \x01(\tR\tprofileId\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\tR\x04path\"7\n" +
+	"\x16ReadMeshProfileRequest\x12\x1d\n" +
+	"\n" +
+	"profile_id\x18\x01 \x01(\tR\tprofileId\"`\n" +
+	"\x17ReadMeshProfileResponse\x121\n" +
+	"\asummary\x18\x01 \x01(\v2\x17.weft.v1.ProfileSummaryR\asummary\x12\x12\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\"\x88\x01\n" +
 	"\x16LoadMeshAdapterRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04path\x18\x02 \x01(\tR\x04path\x12\x14\n" +
@@ -2454,14 +2818,17 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x15FLOW_KIND_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FLOW_KIND_REQUESTS\x10\x01\x12\x13\n" +
 	"\x0fFLOW_KIND_PAGES\x10\x02\x12\x12\n" +
-	"\x0eFLOW_KIND_PUTS\x10\x032\xee\x06\n" +
+	"\x0eFLOW_KIND_PUTS\x10\x032\xf5\b\n" +
 	"\vMeshService\x12Y\n" +
 	"\tWatchMesh\x12\x19.weft.v1.WatchMeshRequest\x1a\x1a.weft.v1.WatchMeshResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/watch0\x01\x12l\n" +
 	"\x10ListRequestSpans\x12 .weft.v1.ListRequestSpansRequest\x1a!.weft.v1.ListRequestSpansResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/spans\x12`\n" +
 	"\vDrainMember\x12\x1b.weft.v1.DrainMemberRequest\x1a\x1c.weft.v1.DrainMemberResponse\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/mesh/drain\x12h\n" +
 	"\rUndrainMember\x12\x1d.weft.v1.UndrainMemberRequest\x1a\x1e.weft.v1.UndrainMemberResponse\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/mesh/undrain\x12`\n" +
 	"\vFlushMember\x12\x1b.weft.v1.FlushMemberRequest\x1a\x1c.weft.v1.FlushMemberResponse\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/mesh/flush\x12v\n" +
-	"\x11SetMemberLogLevel\x12!.weft.v1.SetMemberLogLevelRequest\x1a\".weft.v1.SetMemberLogLevelResponse\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/mesh/log_level\x12s\n" +
+	"\x11SetMemberLogLevel\x12!.weft.v1.SetMemberLogLevelRequest\x1a\".weft.v1.SetMemberLogLevelResponse\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/mesh/log_level\x12W\n" +
+	"\x10StartMeshProfile\x12 .weft.v1.StartMeshProfileRequest\x1a!.weft.v1.StartMeshProfileResponse\x12T\n" +
+	"\x0fStopMeshProfile\x12\x1f.weft.v1.StopMeshProfileRequest\x1a .weft.v1.StopMeshProfileResponse\x12V\n" +
+	"\x0fReadMeshProfile\x12\x1f.weft.v1.ReadMeshProfileRequest\x1a .weft.v1.ReadMeshProfileResponse0\x01\x12s\n" +
 	"\x0fLoadMeshAdapter\x12\x1f.weft.v1.LoadMeshAdapterRequest\x1a .weft.v1.LoadMeshAdapterResponse\"\x1d\x82\xd3\xe4\x93\x02\x17:\x01*\"\x12/mesh/load_adapter\x12{\n" +
 	"\x11UnloadMeshAdapter\x12!.weft.v1.UnloadMeshAdapterRequest\x1a\".weft.v1.UnloadMeshAdapterResponse\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/mesh/unload_adapterB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3"
 
@@ -2478,7 +2845,7 @@ func file_weft_v1_mesh_proto_rawDescGZIP() []byte {
 }
 
 var file_weft_v1_mesh_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_weft_v1_mesh_proto_goTypes = []any{
 	(MemberRole)(0),                   // 0: weft.v1.MemberRole
 	(FlowKind)(0),                     // 1: weft.v1.FlowKind
@@ -2505,18 +2872,26 @@ var file_weft_v1_mesh_proto_goTypes = []any{
 	(*FlushMemberResponse)(nil),       // 22: weft.v1.FlushMemberResponse
 	(*SetMemberLogLevelRequest)(nil),  // 23: weft.v1.SetMemberLogLevelRequest
 	(*SetMemberLogLevelResponse)(nil), // 24: weft.v1.SetMemberLogLevelResponse
-	(*LoadMeshAdapterRequest)(nil),    // 25: weft.v1.LoadMeshAdapterRequest
-	(*LoadMeshAdapterResponse)(nil),   // 26: weft.v1.LoadMeshAdapterResponse
-	(*UnloadMeshAdapterRequest)(nil),  // 27: weft.v1.UnloadMeshAdapterRequest
-	(*UnloadMeshAdapterResponse)(nil), // 28: weft.v1.UnloadMeshAdapterResponse
-	(*durationpb.Duration)(nil),       // 29: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 30: google.protobuf.Timestamp
-	(*Span)(nil),                      // 31: weft.v1.Span
-	(*SilentService)(nil),             // 32: weft.v1.SilentService
+	(*StartMeshProfileRequest)(nil),   // 25: weft.v1.StartMeshProfileRequest
+	(*StartMeshProfileResponse)(nil),  // 26: weft.v1.StartMeshProfileResponse
+	(*StopMeshProfileRequest)(nil),    // 27: weft.v1.StopMeshProfileRequest
+	(*StopMeshProfileResponse)(nil),   // 28: weft.v1.StopMeshProfileResponse
+	(*ReadMeshProfileRequest)(nil),    // 29: weft.v1.ReadMeshProfileRequest
+	(*ReadMeshProfileResponse)(nil),   // 30: weft.v1.ReadMeshProfileResponse
+	(*LoadMeshAdapterRequest)(nil),    // 31: weft.v1.LoadMeshAdapterRequest
+	(*LoadMeshAdapterResponse)(nil),   // 32: weft.v1.LoadMeshAdapterResponse
+	(*UnloadMeshAdapterRequest)(nil),  // 33: weft.v1.UnloadMeshAdapterRequest
+	(*UnloadMeshAdapterResponse)(nil), // 34: weft.v1.UnloadMeshAdapterResponse
+	(*durationpb.Duration)(nil),       // 35: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 36: google.protobuf.Timestamp
+	(*Span)(nil),                      // 37: weft.v1.Span
+	(*SilentService)(nil),             // 38: weft.v1.SilentService
+	(*ProfileOptions)(nil),            // 39: weft.v1.ProfileOptions
+	(*ProfileSummary)(nil),            // 40: weft.v1.ProfileSummary
 }
 var file_weft_v1_mesh_proto_depIdxs = []int32{
-	29, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
-	30, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
+	35, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
+	36, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
 	7,  // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
 	8,  // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
 	9,  // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
@@ -2524,44 +2899,52 @@ var file_weft_v1_mesh_proto_depIdxs = []int32{
 	12, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
 	14, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
 	14, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
-	29, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
+	35, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
 	0,  // 10: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
 	6,  // 11: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
 	4,  // 12: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
 	5,  // 13: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
 	1,  // 14: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
 	11, // 15: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
-	30, // 16: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
-	29, // 17: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
+	36, // 16: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
+	35, // 17: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
 	13, // 18: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
 	13, // 19: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
 	4,  // 20: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
-	30, // 21: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
-	29, // 22: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
-	29, // 23: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
-	31, // 24: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
-	32, // 25: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
-	2,  // 26: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
-	15, // 27: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
-	17, // 28: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
-	19, // 29: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
-	21, // 30: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
-	23, // 31: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
-	25, // 32: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
-	27, // 33: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
-	3,  // 34: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
-	16, // 35: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
-	18, // 36: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
-	20, // 37: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
-	22, // 38: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
-	24, // 39: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
-	26, // 40: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
-	28, // 41: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
-	34, // [34:42] is the sub-list for method output_type
-	26, // [26:34] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	36, // 21: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
+	35, // 22: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
+	35, // 23: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
+	37, // 24: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
+	38, // 25: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
+	39, // 26: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
+	40, // 27: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
+	2,  // 28: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
+	15, // 29: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
+	17, // 30: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
+	19, // 31: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
+	21, // 32: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
+	23, // 33: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
+	25, // 34: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
+	27, // 35: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
+	29, // 36: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
+	31, // 37: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
+	33, // 38: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
+	3,  // 39: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
+	16, // 40: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
+	18, // 41: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
+	20, // 42: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
+	22, // 43: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
+	24, // 44: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
+	26, // 45: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
+	28, // 46: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
+	30, // 47: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
+	32, // 48: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
+	34, // 49: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
+	39, // [39:50] is the sub-list for method output_type
+	28, // [28:39] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_weft_v1_mesh_proto_init() }
@@ -2569,6 +2952,7 @@ func file_weft_v1_mesh_proto_init() {
 	if File_weft_v1_mesh_proto != nil {
 		return
 	}
+	file_weft_v1_profile_proto_init()
 	file_weft_v1_trace_proto_init()
 	file_weft_v1_mesh_proto_msgTypes[3].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[4].OneofWrappers = []any{}
@@ -2581,7 +2965,7 @@ func file_weft_v1_mesh_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_mesh_proto_rawDesc), len(file_weft_v1_mesh_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   27,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -25,6 +25,9 @@ const (
 	MeshService_UndrainMember_FullMethodName     = "/weft.v1.MeshService/UndrainMember"
 	MeshService_FlushMember_FullMethodName       = "/weft.v1.MeshService/FlushMember"
 	MeshService_SetMemberLogLevel_FullMethodName = "/weft.v1.MeshService/SetMemberLogLevel"
+	MeshService_StartMeshProfile_FullMethodName  = "/weft.v1.MeshService/StartMeshProfile"
+	MeshService_StopMeshProfile_FullMethodName   = "/weft.v1.MeshService/StopMeshProfile"
+	MeshService_ReadMeshProfile_FullMethodName   = "/weft.v1.MeshService/ReadMeshProfile"
 	MeshService_LoadMeshAdapter_FullMethodName   = "/weft.v1.MeshService/LoadMeshAdapter"
 	MeshService_UnloadMeshAdapter_FullMethodName = "/weft.v1.MeshService/UnloadMeshAdapter"
 )
@@ -57,6 +60,13 @@ type MeshServiceClient interface {
 	FlushMember(ctx context.Context, in *FlushMemberRequest, opts ...grpc.CallOption) (*FlushMemberResponse, error)
 	// As AdminService.SetLogLevel, of one member.
 	SetMemberLogLevel(ctx context.Context, in *SetMemberLogLevelRequest, opts ...grpc.CallOption) (*SetMemberLogLevelResponse, error)
+	// Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
+	// them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
+	StartMeshProfile(ctx context.Context, in *StartMeshProfileRequest, opts ...grpc.CallOption) (*StartMeshProfileResponse, error)
+	// Ends a profile early; answers once the engines have ended it, not once the trace is written.
+	StopMeshProfile(ctx context.Context, in *StopMeshProfileRequest, opts ...grpc.CallOption) (*StopMeshProfileResponse, error)
+	// Waits until a profile's trace is written, and sends it.
+	ReadMeshProfile(ctx context.Context, in *ReadMeshProfileRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadMeshProfileResponse], error)
 	// As GatewayService.LoadAdapter.
 	LoadMeshAdapter(ctx context.Context, in *LoadMeshAdapterRequest, opts ...grpc.CallOption) (*LoadMeshAdapterResponse, error)
 	// As GatewayService.UnloadAdapter.
@@ -140,6 +150,45 @@ func (c *meshServiceClient) SetMemberLogLevel(ctx context.Context, in *SetMember
 	return out, nil
 }
 
+func (c *meshServiceClient) StartMeshProfile(ctx context.Context, in *StartMeshProfileRequest, opts ...grpc.CallOption) (*StartMeshProfileResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(StartMeshProfileResponse)
+	err := c.cc.Invoke(ctx, MeshService_StartMeshProfile_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *meshServiceClient) StopMeshProfile(ctx context.Context, in *StopMeshProfileRequest, opts ...grpc.CallOption) (*StopMeshProfileResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(StopMeshProfileResponse)
+	err := c.cc.Invoke(ctx, MeshService_StopMeshProfile_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *meshServiceClient) ReadMeshProfile(ctx context.Context, in *ReadMeshProfileRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadMeshProfileResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &MeshService_ServiceDesc.Streams[1], MeshService_ReadMeshProfile_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ReadMeshProfileRequest, ReadMeshProfileResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type MeshService_ReadMeshProfileClient = grpc.ServerStreamingClient[ReadMeshProfileResponse]
+
 func (c *meshServiceClient) LoadMeshAdapter(ctx context.Context, in *LoadMeshAdapterRequest, opts ...grpc.CallOption) (*LoadMeshAdapterResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(LoadMeshAdapterResponse)
@@ -188,6 +237,13 @@ type MeshServiceServer interface {
 	FlushMember(context.Context, *FlushMemberRequest) (*FlushMemberResponse, error)
 	// As AdminService.SetLogLevel, of one member.
 	SetMemberLogLevel(context.Context, *SetMemberLogLevelRequest) (*SetMemberLogLevelResponse, error)
+	// Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
+	// them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
+	StartMeshProfile(context.Context, *StartMeshProfileRequest) (*StartMeshProfileResponse, error)
+	// Ends a profile early; answers once the engines have ended it, not once the trace is written.
+	StopMeshProfile(context.Context, *StopMeshProfileRequest) (*StopMeshProfileResponse, error)
+	// Waits until a profile's trace is written, and sends it.
+	ReadMeshProfile(*ReadMeshProfileRequest, grpc.ServerStreamingServer[ReadMeshProfileResponse]) error
 	// As GatewayService.LoadAdapter.
 	LoadMeshAdapter(context.Context, *LoadMeshAdapterRequest) (*LoadMeshAdapterResponse, error)
 	// As GatewayService.UnloadAdapter.
@@ -219,6 +275,15 @@ func (UnimplementedMeshServiceServer) FlushMember(context.Context, *FlushMemberR
 }
 func (UnimplementedMeshServiceServer) SetMemberLogLevel(context.Context, *SetMemberLogLevelRequest) (*SetMemberLogLevelResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method SetMemberLogLevel not implemented")
+}
+func (UnimplementedMeshServiceServer) StartMeshProfile(context.Context, *StartMeshProfileRequest) (*StartMeshProfileResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method StartMeshProfile not implemented")
+}
+func (UnimplementedMeshServiceServer) StopMeshProfile(context.Context, *StopMeshProfileRequest) (*StopMeshProfileResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method StopMeshProfile not implemented")
+}
+func (UnimplementedMeshServiceServer) ReadMeshProfile(*ReadMeshProfileRequest, grpc.ServerStreamingServer[ReadMeshProfileResponse]) error {
+	return status.Error(codes.Unimplemented, "method ReadMeshProfile not implemented")
 }
 func (UnimplementedMeshServiceServer) LoadMeshAdapter(context.Context, *LoadMeshAdapterRequest) (*LoadMeshAdapterResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method LoadMeshAdapter not implemented")
@@ -348,6 +413,53 @@ func _MeshService_SetMemberLogLevel_Handler(srv interface{}, ctx context.Context
 	return interceptor(ctx, in, info, handler)
 }
 
+func _MeshService_StartMeshProfile_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(StartMeshProfileRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MeshServiceServer).StartMeshProfile(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MeshService_StartMeshProfile_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MeshServiceServer).StartMeshProfile(ctx, req.(*StartMeshProfileRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _MeshService_StopMeshProfile_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(StopMeshProfileRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MeshServiceServer).StopMeshProfile(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MeshService_StopMeshProfile_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MeshServiceServer).StopMeshProfile(ctx, req.(*StopMeshProfileRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _MeshService_ReadMeshProfile_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ReadMeshProfileRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(MeshServiceServer).ReadMeshProfile(m, &grpc.GenericServerStream[ReadMeshProfileRequest, ReadMeshProfileResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type MeshService_ReadMeshProfileServer = grpc.ServerStreamingServer[ReadMeshProfileResponse]
+
 func _MeshService_LoadMeshAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(LoadMeshAdapterRequest)
 	if err := dec(in); err != nil {
@@ -412,6 +524,14 @@ var MeshService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _MeshService_SetMemberLogLevel_Handler,
 		},
 		{
+			MethodName: "StartMeshProfile",
+			Handler:    _MeshService_StartMeshProfile_Handler,
+		},
+		{
+			MethodName: "StopMeshProfile",
+			Handler:    _MeshService_StopMeshProfile_Handler,
+		},
+		{
 			MethodName: "LoadMeshAdapter",
 			Handler:    _MeshService_LoadMeshAdapter_Handler,
 		},
@@ -424,6 +544,11 @@ var MeshService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "WatchMesh",
 			Handler:       _MeshService_WatchMesh_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ReadMeshProfile",
+			Handler:       _MeshService_ReadMeshProfile_Handler,
 			ServerStreams: true,
 		},
 	},

@@ -26,12 +26,17 @@ const (
 
 type ListSpansRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The request's id as its client got it, or its trace id (32 lower-case hex digits).
+	// The request's id as its client got it, or its trace id (32 lower-case hex digits); empty = of
+	// all requests, with `start_time` and `end_time`.
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	// Range 1..10,000, default 1,000.
 	MaxSpans *uint32 `protobuf:"varint,2,opt,name=max_spans,json=maxSpans,proto3,oneof" json:"max_spans,omitempty"`
 	// Ask the services behind this one too: a gateway asks its workers and their KV stores.
-	FanOut        bool `protobuf:"varint,3,opt,name=fan_out,json=fanOut,proto3" json:"fan_out,omitempty"`
+	FanOut bool `protobuf:"varint,3,opt,name=fan_out,json=fanOut,proto3" json:"fan_out,omitempty"`
+	// Only spans that end after it.
+	StartTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=start_time,json=startTime,proto3" json:"start_time,omitempty"`
+	// Only spans that begin before it.
+	EndTime       *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -87,12 +92,28 @@ func (x *ListSpansRequest) GetFanOut() bool {
 	return false
 }
 
+func (x *ListSpansRequest) GetStartTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.StartTime
+	}
+	return nil
+}
+
+func (x *ListSpansRequest) GetEndTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.EndTime
+	}
+	return nil
+}
+
 type ListSpansResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// In no particular order.
 	Spans []*Span `protobuf:"bytes,1,rep,name=spans,proto3" json:"spans,omitempty"`
 	// Services behind this one that did not answer.
-	Silent        []*SilentService `protobuf:"bytes,2,rep,name=silent,proto3" json:"silent,omitempty"`
+	Silent []*SilentService `protobuf:"bytes,2,rep,name=silent,proto3" json:"silent,omitempty"`
+	// Profiles of this gateway that overlap the spans' time.
+	Profiles      []*ProfileSummary `protobuf:"bytes,3,rep,name=profiles,proto3" json:"profiles,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -137,6 +158,13 @@ func (x *ListSpansResponse) GetSpans() []*Span {
 func (x *ListSpansResponse) GetSilent() []*SilentService {
 	if x != nil {
 		return x.Silent
+	}
+	return nil
+}
+
+func (x *ListSpansResponse) GetProfiles() []*ProfileSummary {
+	if x != nil {
+		return x.Profiles
 	}
 	return nil
 }
@@ -341,16 +369,20 @@ var File_weft_v1_trace_proto protoreflect.FileDescriptor
 
 const file_weft_v1_trace_proto_rawDesc = "" +
 	"\n" +
-	"\x13weft/v1/trace.proto\x12\aweft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"k\n" +
+	"\x13weft/v1/trace.proto\x12\aweft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15weft/v1/profile.proto\"\xdd\x01\n" +
 	"\x10ListSpansRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12 \n" +
 	"\tmax_spans\x18\x02 \x01(\rH\x00R\bmaxSpans\x88\x01\x01\x12\x17\n" +
-	"\afan_out\x18\x03 \x01(\bR\x06fanOutB\f\n" +
+	"\afan_out\x18\x03 \x01(\bR\x06fanOut\x129\n" +
 	"\n" +
-	"_max_spans\"h\n" +
+	"start_time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x125\n" +
+	"\bend_time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\aendTimeB\f\n" +
+	"\n" +
+	"_max_spans\"\x9d\x01\n" +
 	"\x11ListSpansResponse\x12#\n" +
 	"\x05spans\x18\x01 \x03(\v2\r.weft.v1.SpanR\x05spans\x12.\n" +
-	"\x06silent\x18\x02 \x03(\v2\x16.weft.v1.SilentServiceR\x06silent\"C\n" +
+	"\x06silent\x18\x02 \x03(\v2\x16.weft.v1.SilentServiceR\x06silent\x123\n" +
+	"\bprofiles\x18\x03 \x03(\v2\x17.weft.v1.ProfileSummaryR\bprofiles\"C\n" +
 	"\rSilentService\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x18\n" +
 	"\aproblem\x18\x02 \x01(\tR\aproblem\"\xa4\x03\n" +
@@ -394,22 +426,26 @@ var file_weft_v1_trace_proto_goTypes = []any{
 	(*SilentService)(nil),         // 2: weft.v1.SilentService
 	(*Span)(nil),                  // 3: weft.v1.Span
 	(*timestamppb.Timestamp)(nil), // 4: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 5: google.protobuf.Duration
-	(*structpb.Struct)(nil),       // 6: google.protobuf.Struct
+	(*ProfileSummary)(nil),        // 5: weft.v1.ProfileSummary
+	(*durationpb.Duration)(nil),   // 6: google.protobuf.Duration
+	(*structpb.Struct)(nil),       // 7: google.protobuf.Struct
 }
 var file_weft_v1_trace_proto_depIdxs = []int32{
-	3, // 0: weft.v1.ListSpansResponse.spans:type_name -> weft.v1.Span
-	2, // 1: weft.v1.ListSpansResponse.silent:type_name -> weft.v1.SilentService
-	4, // 2: weft.v1.Span.start_time:type_name -> google.protobuf.Timestamp
-	5, // 3: weft.v1.Span.duration:type_name -> google.protobuf.Duration
-	6, // 4: weft.v1.Span.attributes:type_name -> google.protobuf.Struct
-	0, // 5: weft.v1.TraceService.ListSpans:input_type -> weft.v1.ListSpansRequest
-	1, // 6: weft.v1.TraceService.ListSpans:output_type -> weft.v1.ListSpansResponse
-	6, // [6:7] is the sub-list for method output_type
-	5, // [5:6] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	4, // 0: weft.v1.ListSpansRequest.start_time:type_name -> google.protobuf.Timestamp
+	4, // 1: weft.v1.ListSpansRequest.end_time:type_name -> google.protobuf.Timestamp
+	3, // 2: weft.v1.ListSpansResponse.spans:type_name -> weft.v1.Span
+	2, // 3: weft.v1.ListSpansResponse.silent:type_name -> weft.v1.SilentService
+	5, // 4: weft.v1.ListSpansResponse.profiles:type_name -> weft.v1.ProfileSummary
+	4, // 5: weft.v1.Span.start_time:type_name -> google.protobuf.Timestamp
+	6, // 6: weft.v1.Span.duration:type_name -> google.protobuf.Duration
+	7, // 7: weft.v1.Span.attributes:type_name -> google.protobuf.Struct
+	0, // 8: weft.v1.TraceService.ListSpans:input_type -> weft.v1.ListSpansRequest
+	1, // 9: weft.v1.TraceService.ListSpans:output_type -> weft.v1.ListSpansResponse
+	9, // [9:10] is the sub-list for method output_type
+	8, // [8:9] is the sub-list for method input_type
+	8, // [8:8] is the sub-list for extension type_name
+	8, // [8:8] is the sub-list for extension extendee
+	0, // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_weft_v1_trace_proto_init() }
@@ -417,6 +453,7 @@ func file_weft_v1_trace_proto_init() {
 	if File_weft_v1_trace_proto != nil {
 		return
 	}
+	file_weft_v1_profile_proto_init()
 	file_weft_v1_trace_proto_msgTypes[0].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

@@ -29,7 +29,7 @@ const (
 // Spans of a service's recent requests. Every service has it, on its main port and on the
 // operators' port. Spans hold ids, times and sizes, no texts and no tokens.
 type TraceServiceClient interface {
-	// Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+	// Returns the remembered spans of one request or trace, or of a time. Each service keeps a fixed number of its
 	// newest spans. A running request shows the spans that have ended.
 	ListSpans(ctx context.Context, in *ListSpansRequest, opts ...grpc.CallOption) (*ListSpansResponse, error)
 }
@@ -59,7 +59,7 @@ func (c *traceServiceClient) ListSpans(ctx context.Context, in *ListSpansRequest
 // Spans of a service's recent requests. Every service has it, on its main port and on the
 // operators' port. Spans hold ids, times and sizes, no texts and no tokens.
 type TraceServiceServer interface {
-	// Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+	// Returns the remembered spans of one request or trace, or of a time. Each service keeps a fixed number of its
 	// newest spans. A running request shows the spans that have ended.
 	ListSpans(context.Context, *ListSpansRequest) (*ListSpansResponse, error)
 	mustEmbedUnimplementedTraceServiceServer()

@@ -13,7 +13,7 @@ from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.lora.spec import ExpertAddition, LoraWeights
 from weft.kernels.ops.moe.reference import route_reference
 from weft.kernels.ops.moe.spec import ExpertWeights, Routing, SparseMlpWeight
-from weft.kernels.ops.stream import Combine, GatedSum, Normed, SharedCombine
+from weft.kernels.ops.stream.additions import Combine, GatedSum, Normed, SharedCombine
 from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
 from weft.kernels.shared.formats.quantised import Fp8Experts
 from weft.testing.kernels.fp8_cases import draw_matrix

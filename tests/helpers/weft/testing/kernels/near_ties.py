@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import pytest
 import torch
-from weft.kernels.ops import draft_head
 from weft.kernels.ops import moe as moe_module
+from weft.kernels.ops.draft_head import operations as draft_operations
 from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm, Routing
 
 CLEAR = 1e-4
@@ -74,7 +74,7 @@ def noting_gaps() -> Iterator[list[float]]:
     the least difference of scores, or of logits, of each call.
     """
     gaps: list[float] = []
-    route, choose = moe_module.route_reference, draft_head._choose
+    route, choose = moe_module.route_reference, draft_operations._choose
 
     def route_noted(
         logits: torch.Tensor, top_k: int, *, renormalise: bool, form: RouterForm = SOFTMAX
@@ -90,7 +90,7 @@ def noting_gaps() -> Iterator[list[float]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_module, "route_reference", route_noted)
-        patch.setattr(draft_head, "_choose", choose_noted)
+        patch.setattr(draft_operations, "_choose", choose_noted)
         yield gaps
 
 

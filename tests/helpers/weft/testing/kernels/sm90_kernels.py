@@ -34,11 +34,8 @@ from weft.kernels.ops.activation.spec import Gating
 from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention import triton_extend as extend_attention
 from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata, AttentionSpec
-from weft.kernels.ops.draft_head import (
-    draft_chain_reference,
-    draft_entries_reference,
-    pack_draft_head,
-)
+from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
+from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
 from weft.kernels.ops.encoder_attention import triton_ragged as encoder_attention
 from weft.kernels.ops.greedy import triton_rows as greedy
@@ -79,7 +76,7 @@ from weft.kernels.ops.step_requests import triton_requests as step_requests
 from weft.kernels.ops.step_requests.spec import DecodeColumns
 from weft.kernels.ops.step_rows import triton_rows as step_rows
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
-from weft.kernels.ops.stream import Taps
+from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.ops.tree_rows import triton_rows as tree_rows
 from weft.kernels.shared import copied_tiles, dependent_launch
 from weft.kernels.shared.formats.fp8 import FP8

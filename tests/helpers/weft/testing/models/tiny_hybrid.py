@@ -29,7 +29,7 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.recurrence.sequences import Sequences
-from weft.kernels.ops.stream import Normed, Sum
+from weft.kernels.ops.stream.additions import Normed, Sum
 from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import make_tiny
 

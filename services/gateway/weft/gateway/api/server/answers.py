@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, Field, RootModel
 
 
 class VersionAnswer(BaseModel):
@@ -37,3 +37,13 @@ class TokenizerAnswer(BaseModel):
 
 class MetricsAnswer(RootModel[str]):
     """Answer to GET /metrics: Prometheus' text format."""
+
+
+class ProfileAnswer(BaseModel):
+    """Answer to POST /start_profile and /stop_profile."""
+
+    profile_id: str
+    path: str = Field(description="of the trace on the gateway's host, there once it is whole")
+    workers: list[str]
+    steps: dict[str, int] | None = Field(None, description="recorded by each worker, once known")
+    notes: list[str] = Field(description="what is missing and why")

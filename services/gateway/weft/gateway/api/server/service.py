@@ -15,7 +15,14 @@ from weft.contract.errors import PermissionDenied, WeftError
 from weft.contract.tasks import Task
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.answer import JSON, json_body
-from weft.gateway.api.call import Context
+from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.server.profiles import (
+    ProfileBody,
+    ProfileCalls,
+    StopProfileBody,
+    profile_order,
+)
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.request import CallFacts, PoolingOptions, RawRequest, TokenPrompt
@@ -88,6 +95,8 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         models: Catalogue,
         registry: CollectorRegistry,
         ready: Callable[[], Awaitable[object]],
+        bodies: BodyParser,
+        profiles: ProfileCalls,
         *,
         serves_metrics: bool,
         asks_for_keys: bool,
@@ -99,6 +108,8 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         self._models = models
         self._registry = registry
         self._ready = ready
+        self._bodies = bodies
+        self._profiles = profiles
         self._serves_metrics = serves_metrics
         self._asks_for_keys = asks_for_keys
         self._probe = GenerationProbe(pipeline, models)
@@ -151,3 +162,24 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
             )
         text = await asyncio.to_thread(generate_latest, self._registry)
         return HttpBody(content_type=CONTENT_TYPE_LATEST, data=text)
+
+    async def StartProfile(self, request: HttpBody, context: Context) -> HttpBody:
+        self._profiles.check_caller(context)
+        facts = call_facts(context, "profile")
+        _, order = await self._bodies.parse(ProfileBody, _or_empty(request), profile_order)
+        answer = await self._profiles.start(order, context)
+        await begin_answer(context, facts.request_id)
+        return json_body(answer)
+
+    async def StopProfile(self, request: HttpBody, context: Context) -> HttpBody:
+        self._profiles.check_caller(context)
+        facts = call_facts(context, "profile")
+        await self._bodies.parse(StopProfileBody, _or_empty(request), lambda body: None)
+        answer = await self._profiles.stop()
+        await begin_answer(context, facts.request_id)
+        return json_body(answer)
+
+
+def _or_empty(request: HttpBody) -> HttpBody:
+    """Clients of both servers may send no body."""
+    return request if request.data else HttpBody(content_type=JSON, data=b"{}")

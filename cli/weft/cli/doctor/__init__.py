@@ -1,0 +1,1 @@
+"""`weft doctor`: facts about this host, and findings of them."""

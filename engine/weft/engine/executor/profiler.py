@@ -1,0 +1,111 @@
+"""Records the steps of one process with PyTorch's profiler.
+
+    prepare  in a thread: starting CUPTI on a GPU may take seconds, without the interpreter's lock
+    start    takes less than a millisecond
+    stop     waits for the device and collects events, some 10 us for each operation of PyTorch
+    writing  in a thread, which holds the interpreter's lock for some 5 ms a megabyte
+
+The events are not handed to a forked process, because a fork copies memory that is pinned for a GPU
+or registered with a NIC. Merging and compressing is the work of another process. `torch.profiler`
+is not used, since it imports PyTorch's compiler, which takes seconds. A profile that fails leaves a
+file `rank-N.error`, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch.autograd.profiler import profile, record_function
+from weft.engine.executor.step_input import StepInput
+
+logger = logging.getLogger(__name__)
+
+PREPARE_LIMIT_S = 20.0
+"""Longest time for which `StepProfiler.start` waits for a preparation that has not ended."""
+
+
+class StepProfiler:
+    """Belongs to the thread that runs the steps of one rank."""
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._profile: profile | None = None
+        self._preparing: threading.Thread | None = None
+        self._problem = ""
+        self._num_steps = 0
+        self.is_recording = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `start` would not wait."""
+        return self._preparing is None or not self._preparing.is_alive()
+
+    def prepare(self, *, host: bool, device: bool) -> None:
+        self._problem, self._num_steps = "", 0
+        self._preparing = threading.Thread(
+            target=self._guarded, args=(lambda: self._prepare(host, device),), daemon=True
+        )
+        self._preparing.start()
+
+    def start(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join(PREPARE_LIMIT_S)
+        if not self.is_ready:
+            self._problem = f"the profiler was not ready within {PREPARE_LIMIT_S:.0f} s"
+        elif self._profile is not None:
+            self._guarded(self._profile._start_trace)
+            self.is_recording = not self._problem
+
+    def step(self, step: StepInput) -> AbstractContextManager[object]:
+        """Names what is recorded within as the next step."""
+        self._num_steps += 1
+        first_chunk = step.num_decodes + step.num_verified
+        counts = {
+            "decodes": step.num_decodes,
+            "verified": step.num_verified,
+            "prompt tokens": int(step.counts[first_chunk:].sum()),
+        }
+        words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return record_function(f"step {self._num_steps}: {words}")
+
+    def stop(self, folder: str) -> None:
+        if not self.is_recording:
+            # What was prepared must be started and stopped, or the next one could not be prepared.
+            self.start()
+        recorded, self._profile = self._profile, None
+        if self.is_recording and recorded is not None:
+            self.is_recording = False
+            self._guarded(lambda: recorded.__exit__(None, None, None))  # type: ignore[no-untyped-call]
+        path = Path(folder) / f"rank-{self._rank}.json"
+        threading.Thread(target=_write, args=(recorded, path, self._problem), daemon=True).start()
+
+    def _prepare(self, host: bool, device: bool) -> None:
+        on_gpu = device and self._device.type == "cuda"
+        prepared = profile(use_cpu=host or not on_gpu, use_device="cuda" if on_gpu else None)
+        prepared._prepare_trace()  # type: ignore[no-untyped-call]
+        self._profile = prepared
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            logger.exception("profiling failed")
+            self._problem = self._problem or f"{type(error).__name__}: {error}"
+
+
+def _write(recorded: profile | None, path: Path, problem: str) -> None:
+    unfinished = path.with_suffix(".part")
+    try:
+        if recorded is None or problem:
+            raise RuntimeError(problem or "nothing was recorded")
+        recorded.export_chrome_trace(str(unfinished))  # type: ignore[no-untyped-call]
+        unfinished.replace(path)
+    except Exception as error:
+        logger.exception("a profile was not written")
+        path.with_suffix(".error").write_text(problem or f"{type(error).__name__}: {error}")
