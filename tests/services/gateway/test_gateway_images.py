@@ -24,7 +24,7 @@ from weft.testing.models.tiny_images import (
     random_image,
 )
 from weft.testing.services.fake_decode import Script
-from weft.testing.services.gateway_harness import Harness, gateway
+from weft.testing.services.gateway_harness import MODEL, Harness, gateway
 from weft.v1 import decode_pb2, dialects_pb2_grpc
 
 WIDE = encoded(random_image(1, 120, 20))
@@ -313,3 +313,17 @@ async def test_metrics_count_images(mesh: Harness) -> None:
     assert value("weft_media_jobs", state="running") == 0
     assert value("weft_media_bytes", holder="memo") == mesh.app.images.memo.num_bytes > 0
     await mesh.wait(lambda: value("weft_media_bytes", holder="requests") == 0)
+
+
+async def test_details_are_checked(mesh: Harness) -> None:
+    for detail in ("auto", "high"):
+        await chat(mesh, user({"type": "image_url", "image_url": {"url": URL, "detail": detail}}))
+        assert WIDE_TEXT in last_prompt(mesh)
+    part = {"type": "image_url", "image_url": {"url": URL, "detail": "ultra"}}
+    error = await refusal(chat(mesh, user(part)))
+    assert error.param == "messages[0].content[0].image_url.detail"
+
+
+async def test_ollamas_clients_see_that_the_model_takes_images(mesh: Harness) -> None:
+    shown = await dialect(mesh, "Ollama", "ShowModel", {"model": MODEL})
+    assert "vision" in shown["capabilities"]

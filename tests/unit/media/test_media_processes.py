@@ -262,3 +262,47 @@ def test_a_gateway_without_images_loads_no_decoder(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert ran.stdout.strip() == "False"
+
+
+async def test_images_that_nobody_waits_for_leave_the_queue() -> None:
+    async with reading(media_processes=1, media_timeout_s=30) as reader:
+        await process(reader, [picture(0)])
+        (pid,) = reader.pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        first = asyncio.create_task(process(reader, [picture(1)]))
+        await until(lambda: reader.pool.num_running == 1)
+        left = [asyncio.create_task(process(reader, [picture(2)])) for _ in range(3)]
+        await until(lambda: reader.pool.num_queued == 1)
+        for job in left:
+            job.cancel()
+        await until(lambda: reader.pool.num_queued == 0)
+        again = asyncio.create_task(process(reader, [picture(2)]))
+        os.kill(pid, signal.SIGCONT)
+        assert len(await first) == len(await again) == 1
+
+
+async def test_processes_get_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_GATEWAY_RESPONSE_STORE_URL", "valkey://user:password@host")
+    async with reading() as reader:
+        await process(reader, [picture(1)])
+        (pid,) = reader.pool.pids
+        assert "password" not in str(psutil.Process(pid).environ())
+
+
+def test_processes_end_with_a_gateway_that_was_killed() -> None:
+    code = (
+        "import asyncio, sys, time\n"
+        "from weft.gateway.media.pool import MediaPool\n"
+        "async def main():\n"
+        "    pool, until = MediaPool(1, 1, 30.0), asyncio.get_running_loop().time() + 30\n"
+        "    head = {'max_pixels': 1, 'measures': True}\n"
+        "    await pool.run(head, b'x', deadline=until)\n"
+        "    print(*pool.pids, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as ran:
+        assert ran.stdout is not None
+        media = psutil.Process(int(ran.stdout.readline()))
+        ran.kill()
+    media.wait(60)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from weft.gateway.request import ImageFile
 from weft.gateway.text.parts import IMAGE, Content, Part, instead_of, text_part
+from weft.gateway.validate import invalid
 from weft.gateway.warnings import warn
 
 _COARSE = "low"
+_DETAILS = (None, "auto", "low", "high", "original")
 
 
 class ContentBuilder:
@@ -30,10 +32,13 @@ class ContentBuilder:
         where: str,
         type_param: str,
         detail: str | None = None,
+        detail_param: str = "",
     ) -> None:
         """Adds an image from a URL or base64; None: the part has none, which is refused once it is
-        read. The other arguments are of `ImageFile`, but for OpenAI's `detail`.
+        read. The other arguments are of `ImageFile`, but for OpenAI's `detail`, and its path.
         """
+        if detail not in _DETAILS:
+            raise invalid(detail_param, "must be auto, low or high")
         source = source or ""
         if self._is_of_tool and ":" in source[:16] and not source.startswith("data:"):
             # A conversation goes on, whatever its tools return.

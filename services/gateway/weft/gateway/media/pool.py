@@ -24,6 +24,10 @@ _RETRY_AFTER_S = 1.0
 _BUFFER_BYTES = 1 << 20
 _MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 """Has glibc return the memory of large blocks at once, however often that is asked of it."""
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LANG", "TMPDIR")
+"""Names of the environment that a process gets. Others may be secrets, and decoders read bytes of
+strangers.
+"""
 
 Reply = tuple[dict[str, Any], bytearray]
 
@@ -40,7 +44,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(other.fileno(),),
-                env={**os.environ, **_MEMORY},
+                env={name: os.environ[name] for name in _KEPT if name in os.environ} | _MEMORY,
             )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import socket
 import sys
 import warnings
@@ -17,6 +18,11 @@ from typing import Any
 from weft.gateway.media.decode import BadImage, open_image, to_rgb, upright_size
 from weft.gateway.media.forms import FORMS
 from weft.gateway.media.frames import PeerGone, receive, send
+
+_NICENESS = 5
+"""Streams of tokens go ahead of images."""
+_MAX_BYTES = 8 << 30
+"""Address space, whatever a file makes of its decoder: a billion pixels in 4 bytes, twice."""
 
 
 def serve(peer: socket.socket) -> None:
@@ -50,6 +56,9 @@ def _answer(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], b
 
 def main() -> int:
     """Serves the socket whose number is the first argument."""
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")  # Strangers' files would fill the log.
     with socket.socket(fileno=int(sys.argv[1])) as peer:
         os.set_inheritable(peer.fileno(), False)

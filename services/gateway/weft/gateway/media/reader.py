@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from weft.contract.errors import Overloaded
@@ -42,6 +43,14 @@ class ProcessedImage(NamedTuple):
         return _ENTRY_BYTES + sum(len(one.data) for one in self.media)
 
 
+@dataclass(slots=True)
+class _Flight:
+    """The work on one image, for which several requests may wait."""
+
+    task: asyncio.Task[ProcessedImage]
+    num_waiters: int = 0
+
+
 class ImageReader:
     """Reads images for all models of a gateway. Belongs to the event loop."""
 
@@ -59,7 +68,7 @@ class ImageReader:
         """Images that were processed before."""
         self.held = HeldMedia(settings.media_held_bytes)
         """What running requests hold."""
-        self._flights: dict[bytes, asyncio.Task[ProcessedImage]] = {}
+        self._flights: dict[bytes, _Flight] = {}
         self.num_images = 0
         """Images of requests so far."""
         self.num_repeated = 0
@@ -123,11 +132,18 @@ class ImageReader:
                 return known
             flight = self._flights.get(key)
             if flight is None:
-                flight = asyncio.create_task(self._process(form, image, source, deadline, tenant))
-                self._flights[key] = flight
-                flight.add_done_callback(lambda done: self._landed(key, done))
-            # Others may wait for the same image.
-            return await _blamed(asyncio.shield(flight), image)
+                work = self._process(form, image, source, deadline, tenant)
+                flight = self._flights[key] = _Flight(asyncio.create_task(work))
+                flight.task.add_done_callback(lambda done: self._landed(key, done))
+            flight.num_waiters += 1
+            try:
+                return await _blamed(asyncio.shield(flight.task), image)
+            finally:
+                flight.num_waiters -= 1
+                if not flight.num_waiters and not flight.task.done():
+                    # All have left. Whoever comes now begins anew.
+                    del self._flights[key]
+                    flight.task.cancel()
 
         return await self._each(one, images, sources)
 
@@ -148,9 +164,10 @@ class ImageReader:
         return list(await asyncio.gather(*[placed(image, source) for image, source in pairs]))
 
     def _landed(self, key: bytes, flight: asyncio.Task[ProcessedImage]) -> None:
+        if flight.cancelled():
+            return
         del self._flights[key]
-        # Reads the error, since all that waited may have left.
-        if not flight.cancelled() and flight.exception() is None:
+        if flight.exception() is None:  # Reads it, since all that waited may have left.
             self.memo.put(key, flight.result())
 
     async def _process(

@@ -213,6 +213,8 @@ def _capabilities(task: Task, card: ModelCard) -> list[str]:
     if task != "generate":
         return ["embedding"] if task == "embed" else []
     found = ["completion"]
+    if card.images is not None:
+        found.append("vision")
     if card.template is not None:
         found.append("tools")
     if card.reasoning is not None:

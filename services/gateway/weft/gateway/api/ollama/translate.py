@@ -122,7 +122,7 @@ def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest | None:
 
 def generation_request(body: GenerateBody, facts: CallFacts) -> RawRequest | None:
     """Translates a generation; None and errors as in `chat_request`."""
-    if not body.prompt:
+    if not body.prompt and not body.images:
         return None
     if body.raw:
         if body.images:
@@ -131,9 +131,9 @@ def generation_request(body: GenerateBody, facts: CallFacts) -> RawRequest | Non
             raise invalid("system", "contradicts raw: write it into the prompt")
         if body.think is not None:
             raise invalid("think", "contradicts raw: write it into the prompt")
-        return _request(body, facts, TextPrompt(text=body.prompt), NO_TOOLS)
+        return _request(body, facts, TextPrompt(text=body.prompt or ""), NO_TOOLS)
     images: list[ImageFile] = []
-    content = _content(ContentBuilder(images), body.images, "images", body.prompt)
+    content = _content(ContentBuilder(images), body.images, "images", body.prompt or "")
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": body.system})

@@ -281,6 +281,7 @@ def _content(
                 where=f"{place}.image_url.url" if is_object else f"{place}.image_url",
                 type_param=f"{place}.type",
                 detail=given.detail if isinstance(given, ImageUrlBody) else None,
+                detail_param=f"{place}.image_url.detail",
             )
         elif is_of_tool:
             content.leave_out(part.type, place)

@@ -353,6 +353,7 @@ class Conversation:
                     where=f"{place}.image_url",
                     type_param=f"{place}.type",
                     detail=part.detail,
+                    detail_param=f"{place}.detail",
                 )
             elif is_of_tool and part.type not in (*_TEXTS, "refusal"):
                 built.leave_out(part.type, place)
