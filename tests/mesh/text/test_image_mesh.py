@@ -1,0 +1,218 @@
+"""Images through a whole mesh: from a client's bytes over the media processes, a prefill worker and
+the KV store to an answer, which is transformers'.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    Idefics3Processor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from weft.testing.meshes.local_mesh import LocalMesh, wait_until
+from weft.testing.meshes.mesh_kinds import PATIENT
+from weft.testing.models.tiny_vision import CHAT_TEMPLATE, make_vision
+
+pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(400)]
+
+NUM_NEW = 20
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "seeing"
+    return make_vision("idefics3", folder, random.randrange(2**31))
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
+) -> Iterator[LocalMesh]:
+    """Prompts are computed by the prefill worker."""
+    flags = ("--model", str(model_dir), "--dtype", "float32", "--kvstore", "1")
+    flags += ("--local-prefill-max-tokens", "0", "--decode-args", PATIENT)
+    mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
+    try:
+        mesh.wait_ready()
+        mesh.wait_healthy()
+        yield mesh
+        assert mesh.stop() == 0, mesh.text
+    finally:
+        mesh.process.kill()
+        mesh.process.wait()
+
+
+class Reference:
+    """transformers' processor and model in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = json.loads((folder / "preprocessor_config.json").read_text())
+        whole = json.loads((folder / "processor_config.json").read_text())
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"),
+            pad_token="<|im_end|>",
+            eos_token="<end_of_utterance>",
+        )
+        self._processor = Idefics3Processor(
+            Idefics3ImageProcessorPil(
+                size=settings["size"],
+                max_image_size=settings["max_image_size"],
+                image_mean=settings["image_mean"],
+                image_std=settings["image_std"],
+            ),
+            tokenizer,
+            image_seq_len=whole["image_seq_len"],
+            chat_template=CHAT_TEMPLATE,
+        )
+        self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+
+    @torch.no_grad()
+    def answer(
+        self, content: list[str | Image.Image], count: int = NUM_NEW
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt and of the answer to one message of texts and images."""
+        parts = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in content
+        ]
+        images = [part for part in content if not isinstance(part, str)]
+        text = self._processor.apply_chat_template(
+            [{"role": "user", "content": parts}], add_generation_prompt=True
+        )
+        inputs = self._processor(text=text, images=[images], return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        made = self._model.generate(
+            **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+        prompt = inputs["input_ids"][0].tolist()
+        return prompt, made[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Reference:
+    return Reference(model_dir)
+
+
+def picture(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng().integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def url_of(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def body(content: list[str | Image.Image], count: int = NUM_NEW, **more: Any) -> dict[str, Any]:
+    parts = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": url_of(part)}}
+        for part in content
+    ]
+    return {
+        "model": "seeing",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+def ask(mesh: LocalMesh, content: list[str | Image.Image], **more: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{mesh.url}/v1/chat/completions", json=body(content, **more), timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+
+def test_answers_are_those_of_transformers(mesh: LocalMesh, reference: Reference) -> None:
+    """One to three images of several sizes, in their places among texts."""
+    for content in (
+        ["What is this?", picture(64, 64)],
+        [picture(200, 90), "and", picture(40, 130), "What differs?"],
+        [picture(20, 30), picture(256, 256), "first", picture(70, 64), "?"],
+    ):
+        prompt, tokens = reference.answer(list(content))
+        answer = ask(mesh, list(content))
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        assert answer["choices"][0]["token_ids"] == tokens
+
+
+def test_an_image_seen_before_is_found_again(mesh: LocalMesh, reference: Reference) -> None:
+    """With another question. Another image with the same question is not taken for it."""
+    image, other = picture(150, 150), picture(150, 150)
+    ask(mesh, [image, "What is it?"])
+    question = [image, "Which colour has it?"]
+    prompt, tokens = reference.answer(list(question))
+    again = ask(mesh, list(question))
+    assert again["choices"][0]["token_ids"] == tokens
+    assert cached(again) > len(prompt) // 2
+    question[0] = other
+    fresh = ask(mesh, list(question))
+    assert fresh["choices"][0]["token_ids"] == reference.answer(list(question))[1]
+    assert cached(fresh) < len(prompt) // 4
+
+
+def test_an_answer_survives_its_worker(mesh: LocalMesh, reference: Reference) -> None:
+    """The decode worker's engine is killed in the middle. Its successor was never brought the
+    image.
+    """
+    content: list[str | Image.Image] = [picture(100, 180), "Tell me all."]
+    _, tokens = reference.answer(list(content), 400)
+    ids: list[int] = []
+    with httpx.stream(
+        "POST",
+        f"{mesh.url}/v1/chat/completions",
+        json=body(content, 400, stream=True),
+        timeout=120,
+    ) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            before = len(ids)
+            for choice in event["choices"]:
+                ids += choice.get("token_ids") or []
+            if before < 20 <= len(ids):
+                os.kill(mesh.service("decode-0")["engine_pid"], signal.SIGKILL)
+    assert ids == tokens
+    wait_until(lambda: mesh.is_idle("decode-0"), 60, "the worker is idle")
+    mesh.wait_healthy()
+
+
+def test_a_prefill_worker_that_was_restarted_is_brought_the_images(
+    mesh: LocalMesh, reference: Reference
+) -> None:
+    content: list[str | Image.Image] = [picture(64, 64), "What is this?"]
+    ask(mesh, list(content))
+    os.kill(mesh.service("prefill-0")["engine_pid"], signal.SIGKILL)
+    mesh.wait_healthy()
+    content = [content[0], picture(90, 64), "And these?"]
+    answer = ask(mesh, list(content))
+    assert answer["choices"][0]["token_ids"] == reference.answer(list(content))[1]
