@@ -270,6 +270,29 @@ async def test_damaged_files_are_400(mesh: Harness) -> None:
         assert (error.http_status, error.param) == (400, "messages[0].content[0].image_url.url")
 
 
+async def test_damaged_images_of_tools_become_a_text(mesh: Harness) -> None:
+    bad = [
+        {"type": "image_url", "image_url": {"url": url}}
+        for url in (data_url(b"<svg/>", "image/svg+xml"), "data:,x", data_url(WIDE[:150]))
+    ]
+    content = [text_part("seen"), bad[0], PART, bad[1], bad[2]]
+    result = {"role": "tool", "tool_call_id": "a", "content": content}
+    messages = [user(LOW), result]
+    answer = await chat(mesh, *messages)
+    text = last_prompt(mesh)
+    told = text.split("[The tool returned an image. ")[1:]
+    assert [piece.partition("]")[0] for piece in told] == [
+        "It is no image that can be read; give one of JPEG, PNG, WEBP, GIF.",
+        "It must have the form data:image/...;base64,....",
+        "It is damaged: OSError.",
+    ]
+    assert f"GIF.]{WIDE_TEXT}[The tool" in text
+    assert f"User:{COARSE_TEXT}<end" in text
+    assert answer["usage"]["prompt_tokens"] == len(mesh.workers[0].prompts[-1])
+    error = await refusal(chat(mesh, user(bad[0]), result))
+    assert error.param == "messages[0].content[0].image_url.url"
+
+
 async def test_models_whose_images_are_not_served_say_why(tmp_path: Path) -> None:
     change = partial(add_images, image_processor_type="OddProcessor")
     async with serving(tmp_path, change=change) as mesh:

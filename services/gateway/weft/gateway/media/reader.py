@@ -13,10 +13,9 @@ from weft.contract.errors import Overloaded
 from weft.contract.spans import Media
 from weft.gateway.media.forms import ImageForm
 from weft.gateway.media.pool import MediaPool
-from weft.gateway.media.sources import Source, SourceLimits, read_sources
+from weft.gateway.media.sources import ImageRefused, Source, SourceLimits, read_sources
 from weft.gateway.request import ImageFile
 from weft.gateway.settings import GatewaySettings
-from weft.gateway.validate import invalid
 
 T = TypeVar("T")
 
@@ -117,7 +116,7 @@ class ImageReader:
         a process.
 
         Raises:
-            InvalidRequest: A file is no image, is damaged or has too many pixels.
+            ImageRefused: A file is no image, is damaged or has too many pixels.
             Overloaded: Too many images wait.
             DeadlineExceeded: An image took too long, or no process became free in time.
             PeerUnavailable: A process died.
@@ -272,7 +271,7 @@ async def _blamed(work: Awaitable[T], image: ImageFile) -> T:
     try:
         return await work
     except _BadFile as error:
-        raise invalid(image.where, str(error)) from None
+        raise ImageRefused(image, str(error)) from None
 
 
 def _key(form: ImageForm, image: ImageFile, source: Source) -> bytes:

@@ -7,10 +7,20 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weft.contract.errors import InvalidRequest
 from weft.gateway.request import ImageFile
 from weft.gateway.validate import invalid
 
 _SHOWN_CHARS = 40
+
+
+class ImageRefused(InvalidRequest):
+    """One image cannot be read; the others may be."""
+
+    def __init__(self, image: ImageFile, problem: str) -> None:
+        super().__init__(f"{image.where}: {problem}", stage="validate", param=image.where)
+        self.image = image
+        self.problem = problem
 
 
 class SourceLimits(NamedTuple):
@@ -58,21 +68,21 @@ def read_sources(images: Sequence[ImageFile], limits: SourceLimits) -> list[Sour
 def _encoded(image: ImageFile) -> str:
     source = image.source
     if not source:
-        raise invalid(image.where, "is missing; give an image as data:image/...;base64,...")
+        raise ImageRefused(image, "is missing; give an image as data:image/...;base64,...")
     scheme, colon, _ = source[:_SHOWN_CHARS].partition(":")
     if not colon:
         return source
     if scheme.lower() in ("http", "https"):
-        raise invalid(
-            image.where, "URLs are not fetched; send the image itself as data:image/...;base64,..."
+        raise ImageRefused(
+            image, "URLs are not fetched; send the image itself as data:image/...;base64,..."
         )
     if scheme.lower() != "data":
-        raise invalid(
-            image.where, f"a URL `{scheme[:_SHOWN_CHARS]}:` is not read; give data:image/...;base64"
+        raise ImageRefused(
+            image, f"a URL `{scheme[:_SHOWN_CHARS]}:` is not read; give data:image/...;base64"
         )
     begin, comma, text = source.partition(",")
     if not comma or not begin.lower().endswith(";base64"):
-        raise invalid(image.where, "must have the form data:image/...;base64,...")
+        raise ImageRefused(image, "must have the form data:image/...;base64,...")
     return text
 
 
@@ -80,9 +90,9 @@ def _source(image: ImageFile, text: str) -> Source:
     try:
         data = _decode(text)
     except ValueError:  # binascii's errors are of this kind
-        raise invalid(image.where, "is not valid base64") from None
+        raise ImageRefused(image, "is not valid base64") from None
     if not data:
-        raise invalid(image.where, "is empty")
+        raise ImageRefused(image, "is empty")
     return Source(data, hashlib.blake2b(data, digest_size=32).digest())
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weft.gateway.request import ChatPrompt
+from weft.gateway.request import ChatPrompt, ImageFile
 from weft.gateway.validate import unsupported
 from weft.gateway.warnings import warn
 
@@ -79,6 +80,28 @@ def without_images(prompt: ChatPrompt, problem: str) -> ChatPrompt:
             texts.append(instead_of(image.kind))
         messages.append({**message, "content": "\n".join(texts)})
     return replace(prompt, messages=tuple(messages), images=())
+
+
+def without_image(prompt: ChatPrompt, image: ImageFile, problem: str) -> ChatPrompt:
+    """The conversation with a text in place of one of its images."""
+    place = next(number for number, one in enumerate(prompt.images) if one is image)
+    warn(image.where, f"left out: {problem}")
+    text = text_part(f"[The tool returned an image. It {problem}.]")
+    numbers = itertools.count()
+    messages = tuple(
+        {
+            **message,
+            "content": [
+                text if part == IMAGE and next(numbers) == place else part
+                for part in message["content"]
+            ],
+        }
+        if isinstance(message.get("content"), list)
+        else message
+        for message in prompt.messages
+    )
+    images = (*prompt.images[:place], *prompt.images[place + 1 :])
+    return replace(prompt, messages=messages, images=images)
 
 
 def _merged(parts: list[Part]) -> list[Part]:

@@ -12,11 +12,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
-from weft.contract.spans import check_spans
 from weft.gateway.admission.admission import Admission
-from weft.gateway.media.load import Expansion, ImagePrompts, put_in
 from weft.gateway.media.reader import ImageReader
-from weft.gateway.media.sources import Source
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -33,6 +30,7 @@ from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.answer.make import final_constraint
 from weft.gateway.text.control_tokens import Rendered
+from weft.gateway.text.image_prompts import PromptImages
 from weft.gateway.text.model_card import ModelCard, least_tokens
 from weft.gateway.text.parts import text_of, without_images
 from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, encode_parts
@@ -54,7 +52,6 @@ class Preparer:
         """Starts the threads. `context_tokens` returns the context length that all owners
         have now. `images` reads those of all models; None: no model takes any.
         """
-        self._images = images
         self._context_tokens = context_tokens
         num_threads = settings.tokenizer_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
@@ -62,6 +59,11 @@ class Preparer:
         # requests rarely wait for them.
         self._bare = Admission(max(1, num_threads // 2), settings.max_queued_tokenizations)
         self._timeout_s = settings.request_timeout_s
+        self._images: PromptImages | None = None
+        if images is not None:
+            self._images = PromptImages(
+                images, self._again, self._refuse_above, context_tokens, self._timeout_s
+            )
 
     def close(self) -> None:
         """Stops the threads."""
@@ -93,7 +95,7 @@ class Preparer:
             )
         for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
             if isinstance(prompt, ChatPrompt) and prompt.images:
-                await self._add_images(model, prompt, given, request)
+                await self._reading().add(model, prompt, given, request)
             self._fit(prompt, given, request)
             given.seed, given.constraint = seed, final_constraint(request, model, given)
         return prepared
@@ -112,10 +114,7 @@ class Preparer:
             prompt = without_images(prompt, model.images_problem)
         (given,) = await self._bounded(lambda: self._tokenize_all(model, (prompt,)))
         if isinstance(prompt, ChatPrompt) and prompt.images:
-            reader, images = self._of_images(model)
-            sources = await reader.sources(prompt.images)
-            expansions = await self._measured(reader, images, prompt, sources)
-            given.ids, _ = put_in(given.ids, images.image_id, [(one, ()) for one in expansions])
+            await self._reading().count(model, prompt, given)
         return given.ids
 
     async def detokenize(self, model: ModelCard, many: Sequence[Sequence[int]]) -> list[str]:
@@ -127,59 +126,13 @@ class Preparer:
         """
         return await self._bounded(lambda: decode(model.tokenizer, many))
 
-    def _of_images(self, model: ModelCard) -> tuple[ImageReader, ImagePrompts]:
+    def _reading(self) -> PromptImages:
         assert self._images is not None, "the gateway has a reader for models that take images"
-        assert model.images is not None, "other models get no images"
-        return self._images, model.images
+        return self._images
 
-    async def _add_images(
-        self,
-        model: ModelCard,
-        prompt: ChatPrompt,
-        given: PreparedPrompt,
-        request: GenerateRequest,
-    ) -> None:
-        """Processes a prompt's images and puts their tokens in place of their placeholders."""
-        reader, images = self._of_images(model)
-        tenant = request.tenant_name
-        reader.held.take(request.request_id, sum(len(one.source) for one in prompt.images))
-        sources = await reader.sources(prompt.images)
-        num_texts = len(given.ids) - len(prompt.images)
-        if num_texts + images.most_tokens * len(prompt.images) > self._context_tokens():
-            # Headers tell whether the images are worth decoding.
-            measured = await self._measured(reader, images, prompt, sources, tenant)
-            self._refuse_above(prompt, num_texts + sum(len(one.ids) for one in measured))
-        processed = await reader.process(
-            images.form, prompt.images, sources, deadline=self._deadline(), tenant=tenant
-        )
-        expanded = [
-            (images.expansion(one.height, one.width, is_coarse=image.is_coarse), one.media)
-            for image, one in zip(prompt.images, processed, strict=True)
-        ]
-        given.ids, given.spans = put_in(given.ids, images.image_id, expanded)
-        given.media = tuple({one.digest: one for _, many in expanded for one in many}.values())
-        reader.held.take(request.request_id, sum(len(one.data) for one in given.media))
-        check_spans(given.spans, len(given.ids))
-
-    async def _measured(
-        self,
-        reader: ImageReader,
-        images: ImagePrompts,
-        prompt: ChatPrompt,
-        sources: Sequence[Source],
-        tenant: str = "",
-    ) -> list[Expansion]:
-        sizes = await reader.sizes(
-            images.form, prompt.images, sources, deadline=self._deadline(), tenant=tenant
-        )
-        return [
-            images.expansion(*size, is_coarse=image.is_coarse)
-            for image, size in zip(prompt.images, sizes, strict=True)
-        ]
-
-    def _deadline(self) -> float:
-        """By when the work on images has begun at the latest; the caller may give up earlier."""
-        return asyncio.get_running_loop().time() + self._timeout_s
+    async def _again(self, model: ModelCard, prompt: ChatPrompt) -> PreparedPrompt:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._tokenize, model, prompt)
 
     async def _bounded(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
