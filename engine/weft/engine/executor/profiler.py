@@ -88,9 +88,11 @@ class StepProfiler:
 
     def _prepare(self, host: bool, device: bool) -> None:
         on_gpu = device and self._device.type == "cuda"
-        if on_gpu and ProfilerActivity.CUDA not in supported_activities():
-            self._problem = "this build of PyTorch cannot record a GPU"
-            return
+        if on_gpu:
+            torch.cuda.set_device(self._device)  # Of this thread.
+            if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
+                self._problem = "this build of PyTorch cannot record a GPU"
+                return
         prepared = profile(
             use_cpu=host or not on_gpu, use_device="cuda" if on_gpu else None, use_kineto=True
         )
