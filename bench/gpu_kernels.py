@@ -24,8 +24,7 @@ from harness import Harness, Run, spread
 from weft.kernels.ops.activation import silu_and_mul
 from weft.kernels.ops.attention import gpu as gpu_attention
 from weft.kernels.ops.attention.library_flash import prompt_rows, supports
-from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
-from weft.kernels.ops.attention.triton_extend import OwnKv
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec, OwnKv
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.triton_tiled import tiled_linear

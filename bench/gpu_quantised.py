@@ -44,17 +44,13 @@ from weft.kernels.ops.linear.triton_groups_few_rows import (
     few_rows_launch_config,
     multiply_few,
 )
-from weft.kernels.ops.linear.triton_groups_few_rows import (
-    FewRowsLaunchConfig as FewRows,
-)
+from weft.kernels.ops.linear.triton_groups_few_rows import FewRowsLaunchConfig as FewRows
 from weft.kernels.ops.linear.triton_groups_product import (
     Experts,
     multiply_groups,
     product_launch_config,
 )
-from weft.kernels.ops.linear.triton_groups_product import (
-    GroupsLaunchConfig as Groups,
-)
+from weft.kernels.ops.linear.triton_groups_product import GroupsLaunchConfig as Groups
 from weft.kernels.ops.linear.triton_groups_tensor_cores import MAX_ROWS as MOST_WIDE_ROWS
 from weft.kernels.ops.linear.triton_groups_tensor_cores import (
     TensorCoresLaunchConfig as TensorCores,
@@ -64,8 +60,8 @@ from weft.kernels.ops.linear.triton_groups_tensor_cores import (
     tensor_cores_launch_config,
 )
 from weft.kernels.ops.moe.gpu import MAX_PACKED_ROWS
+from weft.kernels.ops.moe.spec import PLAIN_EXPERTS
 from weft.kernels.ops.moe.tiles import packed_tiles
-from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS
 from weft.kernels.ops.moe.triton_sort import sort_pairs
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups

@@ -10,10 +10,11 @@ token: a prefill and a decode worker (on two GPUs where there are two) beside on
 both, alone and beside running streams, with the gaps between the streams' tokens meanwhile; and the
 throughput of requests that come at once: the one worker mixes their prompts with decode steps.
 
-NIXL moves the pages, once between staging areas in host memory and once between areas in the GPUs'
-own. Weights are made up, in the model's real shape. Damaged or missing pages fail the run,
-and so do tokens: those of prompts whose answers are not one worker's, from either, must be the
-choice of transformers in float32 up to near-ties (`gpu_reference.py`).
+Pages are moved by NIXL, in shared memory (CUDA IPC between GPUs) and as messages, the former two
+between staging areas in host memory and between areas in the GPUs' own. Messages go from engine to
+engine here, without gRPC. Weights are made up, in the model's real shape. Damaged or missing pages
+fail the run, and so do tokens: those of prompts whose answers are not one worker's, from either,
+must be the choice of transformers in float32 up to near-ties (`gpu_reference.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import PinnedStagingPages
 from weft.kernels.ops.page_digest import page_digests
 from weft.kernels.ops.pages import gather_pages, scatter_pages
+from weft.pages.transfer.nixl_binding import nixl_available
 
 PAGE_SIZE = 16
 STREAM_TOKENS = 512
@@ -49,6 +51,10 @@ STREAM_TOKENS = 512
 STREAM_LIFE = 4096
 """Most tokens of a stream; it is cancelled before."""
 NEW_TOKENS = 4
+WAYS = (
+    *(("nixl", "host"), ("nixl", "device"), ("shared", "host"), ("shared", "device")),
+    ("data", "host"),
+)
 LOAD_TOKENS = 128
 """New ones of each request that comes with others at once."""
 MODELS_HERE: dict[str, dict[str, Any]] = {
@@ -343,10 +349,14 @@ def transfer(run: Run) -> None:
     decode = settings | {"device": devices[0]}
     alone = decode | {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
     systems: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [("one worker", alone, None)]
-    for memory in ("host", "device"):
-        way = {"transport": "nixl", "staging_memory": memory}
+    for transport, memory in WAYS:
+        if transport == "nixl" and not nixl_available()[0]:
+            print(f"no NIXL: {nixl_available()[1]}")
+            continue
+        way = {"transport": transport, "staging_memory": memory}
         apart = decode | way | {"local_prefill_max_tokens": 0}
-        systems.append((f"apart, {memory}", apart, settings | way | {"device": devices[1]}))
+        name = f"apart, {transport}, {memory}"
+        systems.append((name, apart, settings | way | {"device": devices[1]}))
     vocab = model["vocab_size"]
     run.keep(page_bytes=page_bytes)
     rows: list[FirstToken] = []

@@ -1,6 +1,7 @@
-"""Bandwidth of page writes between two processes: Weft's send agents beside raw NIXL calls.
+"""Bandwidth of page writes between two processes: Weft's send agents beside raw NIXL calls, and
+copies into shared memory.
 
-Both write the same scattered pages to the same pool in the same run, by turns; digests of the
+All write the same scattered pages to the same pool in the same run, by turns; digests of the
 arrived pages are compared. Copies and digests of the same pages run beside, with one thread.
 """
 
@@ -8,13 +9,14 @@ import multiprocessing
 import multiprocessing.connection
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 from harness import Harness, Run, ratio_of, spread, timed
 from numpy.typing import NDArray
-from weft.contract.handle import NixlTargetInfo
+from weft.contract.handle import NixlTargetInfo, SharedTargetInfo
 from weft.pages.transfer.digest import digest_pages, native_digest
 from weft.pages.transfer.nixl import (
     PoolRegion,
@@ -25,6 +27,8 @@ from weft.pages.transfer.nixl import (
 )
 from weft.pages.transfer.nixl_binding import load_binding
 from weft.pages.transfer.nixl_wire import strided_row
+from weft.pages.transfer.shared import SharedPool, SharedSenders
+from weft.pages.transfer.shared_memory import MemoryFile
 
 PAGE_KIB = (180, 360)
 POLL_S = 2e-4
@@ -35,9 +39,11 @@ def owner(
     connection: multiprocessing.connection.Connection, num_pages: int, page_bytes: int
 ) -> None:
     """The owner's process: registers a pool, then answers questions about it."""
-    pool = np.zeros((num_pages, page_bytes), np.uint8)
+    memory = MemoryFile(num_pages * page_bytes)
+    pool = memory.array.reshape(num_pages, page_bytes)
     agent = ReceiveAgent("bench-owner", PoolRegion.of_array(pool))
-    connection.send(agent.target())
+    sharer = SharedPool("bench-owner", memory, page_bytes, num_pages)
+    connection.send((agent.target(), sharer.target()))
     while (question := connection.recv()) is not None:
         if isinstance(question, str):
             agent.poll()
@@ -46,6 +52,7 @@ def owner(
         else:
             connection.send(digest_pages(pool, question))
     agent.close()
+    sharer.close()
 
 
 class RawWriter:
@@ -85,6 +92,16 @@ def weft_write(
         time.sleep(POLL_S)
 
 
+def shared_write(
+    senders: SharedSenders,
+    target: SharedTargetInfo,
+    local: NDArray[np.int32],
+    remote: NDArray[np.int32],
+) -> None:
+    """Copies pages into the owner's memory, as the filler does."""
+    senders.write(("owner", 1), target, local.tolist(), remote.tolist(), lambda: None)
+
+
 def copy_pages(
     source: NDArray[np.uint8],
     local: NDArray[np.int32],
@@ -106,7 +123,9 @@ class Owner:
         self._process = context.Process(target=owner, args=arguments, daemon=True)
         self._process.start()
         there.close()
-        self.target: NixlTargetInfo = self._here.recv()
+        self.target: NixlTargetInfo
+        self.shared: SharedTargetInfo
+        self.target, self.shared = self._here.recv()
 
     def clear(self) -> None:
         """Zeroes the owner's pool and drops its notifications."""
@@ -134,19 +153,22 @@ def measure(page_kib: int, chunk_mib: int, repeats: int) -> dict[str, Any]:
     peer = Owner(num_pages, page_bytes)
     raw = RawWriter(pool, peer.target)
     agents = SendAgents("bench-weft", PoolRegion.of_array(pool))
+    senders = SharedSenders(PoolRegion.of_array(pool))
+    writes: dict[str, Callable[[NDArray[np.int32], NDArray[np.int32]], None]] = {
+        "raw": raw.write,
+        "weft": partial(weft_write, agents, peer.target),
+        "shared": partial(shared_write, senders, peer.shared),
+    }
     is_verified = True
-    times: dict[str, list[float]] = {"raw": [], "weft": [], "copy": [], "digest": []}
+    times: dict[str, list[float]] = {name: [] for name in (*writes, "copy", "digest")}
     for turn in range(repeats + 1):
         local = rng.permutation(num_pages).astype(np.int32)
         remote = rng.permutation(num_pages).astype(np.int32)
         expected = digest_pages(pool, local)
         took: dict[str, float] = {}
-        for name in ("raw", "weft") if turn % 2 else ("weft", "raw"):
+        for name in writes if turn % 2 else reversed(writes):
             peer.clear()
-            if name == "raw":
-                took[name] = timed(partial(raw.write, local, remote))
-            else:
-                took[name] = timed(partial(weft_write, agents, peer.target, local, remote))
+            took[name] = timed(partial(writes[name], local, remote))
             is_verified &= bool((peer.digests(remote) == expected).all())
         took["copy"] = timed(partial(copy_pages, pool, local, copied, remote))
         took["digest"] = timed(partial(digest_pages, pool, local))
@@ -154,6 +176,7 @@ def measure(page_kib: int, chunk_mib: int, repeats: int) -> dict[str, Any]:
             for name, duration in took.items():
                 times[name].append(duration)
     agents.close()
+    senders.close()
     peer.end()
     rates = {
         f"{name}_gb_per_s": spread([pool.nbytes / seconds / 1e9 for seconds in values])
@@ -164,6 +187,7 @@ def measure(page_kib: int, chunk_mib: int, repeats: int) -> dict[str, Any]:
         "pages": num_pages,
         **rates,
         "ratio": ratio_of(times["raw"], times["weft"]),
+        "shared_ratio": ratio_of(times["raw"], times["shared"]),
         "best_ratio": min(times["raw"]) / min(times["weft"]),
         "verified": is_verified,
     }

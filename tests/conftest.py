@@ -93,6 +93,12 @@ def _missing_valkey() -> str | None:
     return "no `valkey-server` or `redis-server`; scripts/get_valkey.py unpacks Debian's"
 
 
+def _missing_rootfs() -> str | None:
+    if os.geteuid():
+        return "needs root"
+    return None if shutil.which("debootstrap") else "no `debootstrap` on the PATH; Debian has it"
+
+
 CLIENTS = ROOT / ".venv-clients"
 NOT_INSTALLED = "not installed; `make test-clients` installs them"
 
@@ -127,6 +133,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "nixl": _missing_nixl,
     "node-clients": _missing_node_clients,
     "python-clients": _missing_python_clients,
+    "rootfs": _missing_rootfs,
     "triton-interpreter": _missing_triton_interpreter,
     "valkey": _missing_valkey,
 }

@@ -1,4 +1,4 @@
-# Not built in this repository; tests/k8s/test_images.py runs its install steps.
+# Not published. Without Docker scripts/build_rootfs.py carries these instructions out.
 # Build from the root of the repository: make wheel && docker build -f k8s/images/kvstore.Dockerfile .
 ARG PYTHON=python:3.12-slim-bookworm
 FROM ${PYTHON} AS build

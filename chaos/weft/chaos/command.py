@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,7 @@ from weft.cli.up.ports import free_run
 from weft.cli.up.process import ExitedEarly
 from weft.cli.up.settings import UpSettings
 from weft.contract.errors import WeftError
+from weft.contract.settings import TransportName
 
 # Stalled fills are given up soon and pages are few, so that the effects of faults overlap.
 _FILLS = "--lease-s 4 --renew-interval-s 1 --fill-progress-timeout-s 1.5 --poison-free-pages"
@@ -219,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tp", type=whole_number(1, 64), default=1, help="ranks of each worker (default 1)"
     )
     parser.add_argument(
-        "--transport", choices=("auto", "nixl", "data"), default="auto", help="how pages travel"
+        "--transport", choices=get_args(TransportName), default="auto", help="how pages travel"
     )
     parser.add_argument(
         "--gateways", type=whole_number(1, 64), default=2, help="gateways (default 2)"

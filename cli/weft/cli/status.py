@@ -37,6 +37,7 @@ _BREAKERS = {
 _TRANSPORTS = {
     common_pb2.TRANSPORT_KIND_DATA: "data",
     common_pb2.TRANSPORT_KIND_NIXL: "nixl",
+    common_pb2.TRANSPORT_KIND_SHARED: "shared",
 }
 
 _NUMBERS = ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "pages")

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.contract.request import MAX_PRIORITY, MAX_TENANT_BYTES
-from weft.contract.spans import MAX_SPANS, Span
+from weft.contract.spans import MAX_SPANS, MediaSpan
 from weft.contract.token_ids import TokenIds
 from weft.contract.wire import wire
 
 DATA_CHUNK_BYTES = 1 << 20
 """Most bytes in one `data` event."""
 LEASE_ID_BYTES = 16
+SHARE_SECRET_BYTES = 16
 ADAPTER_DIGEST_BYTES = 32
 
 
@@ -32,6 +33,20 @@ class NixlTargetInfo:
     memory_type: str = "DRAM"
     max_notified_digests: int = 0
     """Most digests of a chunk that its notification may carry; 0: the owner reads none there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTargetInfo:
+    """Data that a filler on the owner's host needs to map the owner's pool."""
+
+    socket: str = field(metadata=wire(least=1, most=64))
+    """Name of the abstract Unix socket at which the owner hands out its memory."""
+    secret: bytes = field(
+        repr=False, metadata=wire(least=SHARE_SECRET_BYTES, most=SHARE_SECRET_BYTES)
+    )
+    page_bytes: int
+    num_pages: int
+    memory_type: str = "DRAM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +71,8 @@ class KvHandle:
     """
     filler_epoch: int
     nixl: NixlTargetInfo | None = None
-    """NIXL target; None: the owner wants `data` events."""
+    shared: SharedTargetInfo | None = None
+    """What the owner offers besides `data` events: at most one of the two."""
     priority: int = field(default=0, metadata=wire(low=-MAX_PRIORITY, high=MAX_PRIORITY))
     """Priority of the request; a lower number is more urgent."""
     tenant: str = field(default="", metadata=wire(most=MAX_TENANT_BYTES))
@@ -75,7 +91,7 @@ class KvHandle:
     """
     state_pages: int = 0
     """Asks a KV store for so many pages before those blocks (`PieceShape.state_pages`)."""
-    spans: list[Span] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
+    spans: list[MediaSpan] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
     """Media among the tokens, in order."""
     encoder_digest: bytes = b""
     """With media: the owner's encoder of them, which keys name."""

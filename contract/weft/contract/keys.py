@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.contract.arrays import Int64Array
-from weft.contract.spans import Span
+from weft.contract.spans import MediaSpan
 
 HASH_VERSION = 2
 """Version of keys and digests: workers of different versions exchange no pages."""
@@ -40,7 +40,7 @@ def _page_digest(parent: bytes, namespace: bytes, tokens: bytes, media: bytes = 
 class PromptMedia(NamedTuple):
     """Media among a prompt's tokens, as the keys of its pages name them."""
 
-    spans: Sequence[Span] = ()
+    spans: Sequence[MediaSpan] = ()
     encoder: bytes = b""
     """Digest of the encoder that makes their rows; empty: there are no media."""
 
@@ -115,7 +115,7 @@ class MediaNames:
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._next = 1
 
-    def of_rows(self, span: Span) -> Int64Array:
+    def of_rows(self, span: MediaSpan) -> Int64Array:
         """[length] int64: a number for each of the span's rows."""
         number = self._numbers.get(span.digest)
         if number is None:

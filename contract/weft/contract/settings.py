@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import field, fields
 from typing import Any, Literal, NamedTuple
 
-TransportName = Literal["auto", "nixl", "data"]
+TransportName = Literal["auto", "nixl", "shared", "data"]
 """How KV pages travel."""
 
 

@@ -17,7 +17,7 @@ MediaKind = Literal["image"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class MediaSpan:
     """Consecutive placeholder tokens of a prompt, which take their rows from one medium."""
 
     position: int = field(metadata=wire(low=0))
@@ -71,7 +71,7 @@ def media_digest(kind: MediaKind, processor: str, shape: Sequence[int], data: by
     return state.digest()
 
 
-def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
+def check_spans(spans: Sequence[MediaSpan], num_tokens: int) -> None:
     """Raises InvalidRequest unless the spans are in order, apart from each other and within the
     prompt.
     """

@@ -18,7 +18,7 @@ from weft.contract.request import (
     StopCriteria,
     TokenLogprob,
 )
-from weft.contract.spans import MAX_SPANS, Span
+from weft.contract.spans import MAX_SPANS, MediaSpan
 from weft.contract.tasks import PooledVectors, PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.contract.token_ids import TokenIds
@@ -87,7 +87,7 @@ class Submit:
     """Whether this is the last request of the session."""
     progress: list[SampleProgress] = field(default_factory=list)
     """Progress in earlier attempts; samples without an entry start afresh."""
-    spans: list[Span] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
+    spans: list[MediaSpan] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
     """Media of the prompt, in order."""
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 from weft.contract.errors import InvalidRequest, MediaMissing
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.contract.spans import Media, Span
+from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_vision import IMAGE_TOKEN_ID, make_vision
 
@@ -27,7 +27,7 @@ STOP = StopCriteria(max_tokens=12, ignore_eos=True)
 
 class Prompt(NamedTuple):
     ids: list[int]
-    spans: list[Span]
+    spans: list[MediaSpan]
     media: list[Media]
 
 
@@ -47,9 +47,9 @@ def text(most: int = 24) -> list[int]:
 
 def prompt_of(tiles: list[Media], begin: list[int] | None = None) -> Prompt:
     """Text, the tiles with text between some of them, text."""
-    ids, spans = list(begin or text()), list[Span]()
+    ids, spans = list(begin or text()), list[MediaSpan]()
     for one in tiles:
-        spans.append(Span(position=len(ids), length=TOKENS, digest=one.digest))
+        spans.append(MediaSpan(position=len(ids), length=TOKENS, digest=one.digest))
         ids += [IMAGE_TOKEN_ID] * TOKENS
         if random.random() < 0.7:
             ids += text()
@@ -120,20 +120,20 @@ def test_cached_prefixes_are_those_of_the_same_images(folder: Path, reference: R
     # Ends inside of the second image's tokens.
     cut = Prompt(
         [*seen.ids[: seen.spans[1].position + 5], *text()],
-        [seen.spans[0], Span(position=seen.spans[1].position, length=5, digest=second.digest)],
+        [seen.spans[0], MediaSpan(position=seen.spans[1].position, length=5, digest=second.digest)],
         seen.media,
     )
     spans = [
-        Span(position=span.position, length=span.length, digest=other.digest)
+        MediaSpan(position=span.position, length=span.length, digest=other.digest)
         for span, other in zip(seen.spans, (first, tile()), strict=True)
     ]
     third = tile()
-    spans[1] = Span(position=spans[1].position, length=TOKENS, digest=third.digest)
+    spans[1] = MediaSpan(position=spans[1].position, length=TOKENS, digest=third.digest)
     other = Prompt(seen.ids, spans, [first, third])
     swapped = Prompt(
         seen.ids,
         [
-            Span(position=span.position, length=TOKENS, digest=one.digest)
+            MediaSpan(position=span.position, length=TOKENS, digest=one.digest)
             for span, one in zip(seen.spans, (second, first), strict=True)
         ],
         seen.media,
@@ -207,7 +207,7 @@ def test_a_missing_image_is_told_and_disturbs_nobody(folder: Path, reference: Re
             llm.generate([prompt.ids], stop=STOP, spans=[prompt.spans])
         wrong = Media.of("image", "test", (SIZE, SIZE // 2, 3), bytes(SIZE * SIZE // 2 * 3))
         llm.put([wrong])
-        span = Span(position=0, length=4, digest=wrong.digest)
+        span = MediaSpan(position=0, length=4, digest=wrong.digest)
         with pytest.raises(InvalidRequest, match="shape"):
             llm.generate([prompt.ids], stop=STOP, spans=[[span]])
         assert run(llm, prompt) == [reference.tokens(prompt)]

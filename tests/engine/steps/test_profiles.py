@@ -9,6 +9,7 @@ import pytest
 from weft.contract.errors import InvalidRequest, ProfileRunning
 from weft.contract.profiles import MAX_STEPS, ProfileOptions
 from weft.contract.request import StopCriteria
+from weft.engine.executor import profiler
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.profiled import EngineProfiles, step_names
 from weft.testing.models.tiny_models import make_tiny
@@ -90,6 +91,30 @@ def test_an_idle_engine_ends_a_profile_in_time(tmp_path: Path, seed: int) -> Non
         names = step_names(profiles.parts(end)[0])
         assert len(names) == 4
         assert any(name.endswith("1 decodes") for name in names)
+
+
+def test_an_engine_outlives_its_profiler(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no profiler today")
+
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, **SIZES)
+    with LLM(folder, dtype="float32", num_pages=48) as llm:
+        profiles = EngineProfiles(llm.engine, tmp_path)
+        before = llm.generate(PROMPTS, stop=StopCriteria(max_tokens=9))
+        monkeypatch.setattr(profiler, "profile", fail)
+        profiles.begin("failed", steps=3)
+        while not profiles.ends:
+            after = llm.generate(PROMPTS, stop=StopCriteria(max_tokens=9))
+        assert [one.token_ids for one in after] == [one.token_ids for one in before]
+        with pytest.raises(AssertionError, match="no profiler today"):
+            profiles.parts(profiles.ends[0])
+        monkeypatch.undo()
+        profiles.begin("again", steps=3)
+        while len(profiles.ends) < 2:
+            llm.generate(PROMPTS, stop=StopCriteria(max_tokens=9))
+        assert len(step_names(profiles.parts(profiles.ends[1])[0])) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -466,7 +466,7 @@ def test_a_filler_with_other_memory_sends_data(start: Start) -> None:
     prompt = new_prompt(10)
     expected = alone(pair, prompt)
     for memory_type, transport in (("DRAM", "nixl"), ("VRAM", "data")):
-        filler.filler._memory_type = memory_type
+        filler.filler._lanes = replace(filler.filler._lanes, memory_type=memory_type)
         pair.owner.memory.flush_cache()
         request_id = pair.submit(prompt)
         assert pair.finish(request_id) == [expected]

@@ -13,7 +13,7 @@ from weft.kernels.ops.attention import gpu as gpu_attention
 from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention.library_cudnn import is_faster
 from weft.kernels.ops.attention.library_flash import prompt_rows, supports
-from weft.kernels.ops.attention.triton_extend import OwnKv
+from weft.kernels.ops.attention.spec import OwnKv
 from weft.kernels.ops.greedy import greedy_rows, greedy_rows_reference
 from weft.kernels.ops.linear import gate_up_silu, linear, normed_linear
 from weft.kernels.ops.linear import gpu as gpu_linear
@@ -452,7 +452,7 @@ def test_the_checks_see_a_dropped_tile(name: str, change: tuple[str, str], tmp_p
             else:
                 module.extend_attention(
                     out, case.q, case.pool, LAYER, *lengths_and_scale, 300,
-                    module.OwnKv(*own) if own else None,
+                    OwnKv(*own) if own else None,
                 )  # fmt: skip
         if applied is None:
             assert_as_exact(out, eager_attention(case), exact_attention(case))

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from weft.kernels.ops.moe import gpu as gpu_moe
 from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.pack import pack_experts
-from weft.kernels.ops.moe.spec import Routing
+from weft.kernels.ops.moe.spec import ExpertParts, Routing
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.moe.triton_direct import joins_shared
-from weft.kernels.ops.moe.triton_parts import ExpertParts
 from weft.kernels.ops.moe.triton_route import route
 from weft.kernels.ops.moe.triton_sort import sort_pairs
 from weft.kernels.ops.norm import Norm

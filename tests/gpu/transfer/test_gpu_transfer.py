@@ -79,6 +79,8 @@ def devices(request: pytest.FixtureRequest) -> tuple[str, str]:
         ("data", "host"),
         ("data", "device"),
         ("local", "host"),
+        ("shared", "host"),
+        ("shared", "device"),
         pytest.param(("nixl", "host"), marks=pytest.mark.needs("nixl")),
         pytest.param(("nixl", "device"), marks=pytest.mark.needs("nixl")),
     ],
@@ -91,7 +93,7 @@ def pair(
     transport, memory = request.param
     clock = ManualClock()
     settings = {
-        "transport": "nixl" if transport == "nixl" else "data",
+        "transport": "data" if transport == "local" else transport,
         "staging_memory": memory,
     }
     owner = gpu_engine(model_dir, "decode", clock, devices[0], **settings)

@@ -15,8 +15,7 @@ from weft.kernels.ops.moe import gpu, moe, route, triton_listed
 from weft.kernels.ops.moe import triton_direct as moe_direct
 from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.reference import moe_reference, route_reference
-from weft.kernels.ops.moe.spec import Routing
-from weft.kernels.ops.moe.triton_parts import ExpertParts
+from weft.kernels.ops.moe.spec import ExpertParts, Routing
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory

@@ -12,7 +12,7 @@ from weft.kernels.ops.linear.triton_groups_few_rows import (
     PairExperts,
     multiply_few,
 )
-from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS
+from weft.kernels.ops.moe.spec import PLAIN_EXPERTS
 from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

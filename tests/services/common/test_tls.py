@@ -385,7 +385,7 @@ TLS = ["--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"]
         (["--insecure"], "auto"),
         (["--host", "0.0.0.0", *TLS], "auto"),
         # Nobody knows who tells where to write there.
-        (OPEN, "data"),
+        (OPEN, "shared"),
         ([*OPEN, "--transport", "data"], "data"),
         ([*OPEN, "--transport", "nixl"], "nixl"),
     ],
@@ -417,7 +417,7 @@ async def test_a_store_that_is_open_does_not_speak_nixl() -> None:
     flags = ["--port", "0", "--metrics-port", "none", "--memory-bytes", "1048576"]
     store = KvStore(load_settings(KvStoreSettings, [*flags, *OPEN], {}), "store")
     try:
-        assert store.transport.names == ["data"]
+        assert store.transport.names == ["shared", "data"]
     finally:
         await store.close()
 

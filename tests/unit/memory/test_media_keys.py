@@ -17,7 +17,7 @@ from weft.contract.keys import (
     page_key,
     short_keys,
 )
-from weft.contract.spans import Span, check_spans, media_digest
+from weft.contract.spans import MediaSpan, check_spans, media_digest
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import PrefixTree
 
@@ -27,12 +27,12 @@ ENCODER = bytes(range(32))
 NAMESPACE = bytes(32)
 
 
-def span(position: int, length: int, name: int, offset: int = 0) -> Span:
+def span(position: int, length: int, name: int, offset: int = 0) -> MediaSpan:
     digest = bytes([name]) * 32
-    return Span(position=position, length=length, digest=digest, offset=offset)
+    return MediaSpan(position=position, length=length, digest=digest, offset=offset)
 
 
-def keys_of(tokens: list[int], spans: list[Span]) -> list[bytes]:
+def keys_of(tokens: list[int], spans: list[MediaSpan]) -> list[bytes]:
     keys = PageKeys(NAMESPACE, SIZE, media=PromptMedia(spans, ENCODER))
     return keys.upto(tokens, len(tokens) // SIZE)
 
@@ -45,7 +45,7 @@ def test_keys_are_those_of_the_vectors() -> None:
         assert found.hex() == one["digest"]
     prompt = given["prompt"]
     spans = [
-        Span(
+        MediaSpan(
             position=one["position"],
             length=one["length"],
             digest=bytes.fromhex(one["digest"]),
@@ -100,7 +100,7 @@ def test_the_prefix_cache_tells_media_apart_to_the_row() -> None:
     memory = PageMemory(4000, tree)
     known: list[list[object]] = []
     for _ in range(150):
-        tokens, spans, true = list[int](), list[Span](), list[object]()
+        tokens, spans, true = list[int](), list[MediaSpan](), list[object]()
         while len(tokens) < 5 * SIZE:
             if draw.random() < 0.5:
                 name, offset, length = draw.randrange(3), draw.randrange(2), draw.randint(1, 7)
@@ -131,7 +131,7 @@ def test_a_forgotten_name_is_not_given_again() -> None:
     first = names.of_rows(span(0, 3, 1))
     for name in range(1 << 16):
         digest = name.to_bytes(32, "big")
-        names.of_rows(Span(position=0, length=1, digest=digest))
+        names.of_rows(MediaSpan(position=0, length=1, digest=digest))
     again = names.of_rows(span(0, 3, 1))
     assert not set(first.tolist()) & set(again.tolist())
 
@@ -139,6 +139,6 @@ def test_a_forgotten_name_is_not_given_again() -> None:
 @pytest.mark.parametrize(
     "spans", [[span(3, 4, 1), span(6, 1, 1)], [span(9, 2, 1)], [span(5, 1, 1), span(2, 1, 1)]]
 )
-def test_spans_that_overlap_or_leave_the_prompt_are_refused(spans: list[Span]) -> None:
+def test_spans_that_overlap_or_leave_the_prompt_are_refused(spans: list[MediaSpan]) -> None:
     with pytest.raises(InvalidRequest, match="spans"):
         check_spans(spans, 10)

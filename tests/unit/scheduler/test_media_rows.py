@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest, MediaMissing
-from weft.contract.spans import Media, Span
+from weft.contract.spans import Media, MediaSpan
 from weft.engine.requests.media_rows import GROUP_ROWS, EncoderFacts, MediaRows, check_media
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
@@ -21,7 +21,7 @@ FACTS = EncoderFacts(rows_of=lambda shape: shape[0], cost_of=lambda shape: shape
 class Asked:
     """What `MediaRows` knows of a request."""
 
-    spans: list[Span]
+    spans: list[MediaSpan]
     num_done: int = 0
     num_tokens: int = 0
 
@@ -30,8 +30,8 @@ def medium(name: int, num_rows: int) -> Media:
     return Media.of("image", "test", (num_rows, 1, 1), bytes([name % 256]) * num_rows)
 
 
-def span_of(one: Media, position: int) -> Span:
-    return Span(position=position, length=one.shape[0], digest=one.digest)
+def span_of(one: Media, position: int) -> MediaSpan:
+    return MediaSpan(position=position, length=one.shape[0], digest=one.digest)
 
 
 @dataclass
@@ -135,7 +135,7 @@ def test_a_medium_that_can_never_have_rows_is_refused() -> None:
     small = medium(2, 5)
     store.put(small)
     with pytest.raises(InvalidRequest, match="5 rows"):
-        media.check([Span(position=0, length=5, digest=small.digest, offset=1)], 100)
+        media.check([MediaSpan(position=0, length=5, digest=small.digest, offset=1)], 100)
 
 
 def test_without_an_encoder_media_are_refused() -> None:

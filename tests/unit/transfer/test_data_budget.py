@@ -14,6 +14,7 @@ from weft.pages.fills.data_budget import DataBudget
 from weft.pages.fills.filler import Filler
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.transfer.chunks import ShipChunk, ShipResult
+from weft.pages.transfer.lanes import FillerLanes
 from weft.testing.services.fill_commands import fill_handle
 from weft.testing.services.ready_prompts import ReadyPrompts
 
@@ -77,7 +78,7 @@ def test_what_many_fills_send_is_bounded_and_all_end(monkeypatch: Any) -> None:
     prompts = ReadyPrompts(memory.allocate(NUM_PAGES))
     parts: Any = (prompts, streams)
     tested = streams.filler = Filler(
-        1, 5, PAGE_BYTES, memory, *parts, streams.reply, time.monotonic, nixl_version=None
+        1, 5, PAGE_BYTES, memory, *parts, streams.reply, time.monotonic, lanes=FillerLanes()
     )
     for stream in range(NUM_FILLS):
         handle = fill_handle(lease_of(stream), page_size=1, filler_epoch=5, lease_s=600.0)

@@ -18,6 +18,7 @@ from weft.engine.transfer.staging import StagingArea
 from weft.pages.fills.filler import Filler
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.transfer.chunks import LeaseTerm, ShipChunk, ShipResult
+from weft.pages.transfer.lanes import FillerLanes
 from weft.pages.transfer.ship import MAX_EARLY, ShipThread
 from weft.testing.services.fill_commands import fill_handle, nixl_target
 from weft.testing.services.ready_prompts import ReadyPrompts
@@ -227,7 +228,7 @@ class Filling:
             self.shipper,
             lambda reply: self.events.append(reply.event),
             time.monotonic,
-            nixl_version="1",
+            lanes=FillerLanes(nixl_version="1"),
             max_chunk_pages=2,
             pieces=more if num_more else None,
             early=self.shipper if reads_early else None,

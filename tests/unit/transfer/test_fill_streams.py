@@ -16,6 +16,7 @@ from weft.contract.handle import FillEvent, KvHandle
 from weft.pages.fills.filler import Filler
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.transfer.chunks import ShipResult
+from weft.pages.transfer.lanes import FillerLanes
 from weft.testing.services.fill_commands import fill_handle, nixl_target
 from weft.testing.services.ready_prompts import ReadyPrompts
 from weft.v1 import common_pb2, kv_pb2
@@ -112,8 +113,7 @@ async def test_all_chunks_are_shipped(memory_type: str, transport: int) -> None:
         *jobs_and_shipper,
         streams.deliver,
         time.monotonic,
-        nixl_version="1",
-        memory_type="DRAM",
+        lanes=FillerLanes(nixl_version="1"),
     )
     shipper.filler, port = filler, Port(filler, jobs)
     said: list[kv_pb2.FillEvent] = []

@@ -15,7 +15,7 @@ from weft.contract.kv_changes import KvChange, KvRun
 from weft.contract.profiles import ProfileEnd, ProfileOptions
 from weft.contract.reports import EngineInfo, LoadReport, TierReport
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
-from weft.contract.spans import Span
+from weft.contract.spans import MediaSpan
 from weft.contract.store import PutOrder, StoreLookup
 from weft.contract.submits import (
     Accepted,
@@ -90,7 +90,7 @@ STOP = Codec(
 )
 POOL = Codec(PoolingParams, decode_pb2.PoolOptions, apart=("pooling", "is_whole"))
 CANDIDATE = Codec(FillCandidate, decode_pb2.PrefillCandidate, apart=("first_token", "kind"))
-SPAN = Codec(Span, common_pb2.MediaSpan)
+SPAN = Codec(MediaSpan, common_pb2.MediaSpan)
 SUBMIT = Codec(
     Submit,
     decode_pb2.Submit,

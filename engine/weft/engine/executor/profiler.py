@@ -6,9 +6,9 @@
     writing  in a thread, which holds the interpreter's lock for some 5 ms a megabyte
 
 The events are not handed to a forked process, because a fork copies memory that is pinned for a GPU
-or registered with a NIC. Merging and compressing is the work of another process. `torch.profiler`
-is not used, since it imports PyTorch's compiler, which takes seconds. A profile that fails leaves a
-file `rank-N.error`, and the engine goes on.
+or registered with a NIC. Merging and compressing is the work of another process. The class
+`torch.profiler.profile` is not used, since it imports PyTorch's compiler, which takes seconds. A
+profile that fails leaves a file `rank-N.error`, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch.autograd.profiler import profile, record_function
+from torch.profiler import ProfilerActivity, supported_activities
 from weft.engine.executor.step_input import StepInput
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,14 @@ class StepProfiler:
 
     def _prepare(self, host: bool, device: bool) -> None:
         on_gpu = device and self._device.type == "cuda"
-        prepared = profile(use_cpu=host or not on_gpu, use_device="cuda" if on_gpu else None)
+        if on_gpu:
+            torch.cuda.set_device(self._device)  # Of this thread.
+            if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
+                self._problem = "this build of PyTorch cannot record a GPU"
+                return
+        prepared = profile(
+            use_cpu=host or not on_gpu, use_device="cuda" if on_gpu else None, use_kineto=True
+        )
         prepared._prepare_trace()  # type: ignore[no-untyped-call]
         self._profile = prepared
 

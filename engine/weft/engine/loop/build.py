@@ -79,8 +79,7 @@ from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import load_tiers
-from weft.engine.transfer.build import staged_exchange, staging_memory
-from weft.engine.transfer.exchange import DirectExchange, PageExchange
+from weft.engine.transfer.build import host_exchange, staged_exchange, staging_memory
 from weft.engine.transfer.mover import Lanes
 from weft.engine.transfer.transport import Transport
 from weft.kernels.ops.peers.spec import Peers
@@ -238,7 +237,7 @@ def _load_parts(
     if ranks is not None:
         ranks.ready()
     progress(0, 0, "opening transports")
-    exchange: PageExchange = DirectExchange(executor.pool_bytes)
+    exchange = host_exchange(config, executor.pool_bytes)
     if lanes is not None and staging is not None:
         pages, mark = executor.device_pages, (ranked or executor).mark
         exchange = staged_exchange(config, pages, staging, lanes, mark)

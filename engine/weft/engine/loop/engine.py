@@ -31,7 +31,7 @@ from weft.engine.loop.wiring import EngineWiring
 from weft.engine.requests.media_rows import check_media
 from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.plan import LaterVectors, Plan, Run
-from weft.pages.transfer.chunks import ChunkPosted, ShipResult
+from weft.pages.transfer.chunks import ChunkPosted, PeerOpened, ShipResult
 from weft.pages.transfer.nixl_wire import Notification
 
 logger = logging.getLogger(__name__)
@@ -317,6 +317,8 @@ class Engine:
                 self.filler.on_shipped(item)
             elif isinstance(item, ChunkPosted):
                 self.filler.on_posted(item)
+            elif isinstance(item, PeerOpened):
+                self.filler.on_opened(item)
             else:
                 self.filler.on_data(*item)
 

@@ -13,7 +13,7 @@ from weft.contract.handle import KvHandle
 from weft.contract.keys import MediaNames, PageKeys, PromptMedia, namespace_digest, token_bytes
 from weft.contract.layout import CacheLayout
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.contract.spans import Span
+from weft.contract.spans import MediaSpan
 from weft.contract.submits import SampleProgress, Submit
 from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, PoolingParams, Task
 from weft.contract.timeline import Timeline
@@ -160,7 +160,7 @@ class Intake:
             unforked_samples=unforked,
         )
 
-    def _keys(self, namespace: bytes, prompt: TokenIds, spans: Sequence[Span]) -> PageKeys:
+    def _keys(self, namespace: bytes, prompt: TokenIds, spans: Sequence[MediaSpan]) -> PageKeys:
         packed = token_bytes(prompt)
         if self._media_names is None:
             return PageKeys(namespace, self._page_size, packed)

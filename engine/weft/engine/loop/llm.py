@@ -18,7 +18,7 @@ from weft.contract.arrays import Float32Array
 from weft.contract.errors import WeftError, error_class
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
-from weft.contract.spans import Media, Span
+from weft.contract.spans import Media, MediaSpan
 from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import Timeline
@@ -141,7 +141,7 @@ class LLM:
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
-        spans: Sequence[Sequence[Span]] = (),
+        spans: Sequence[Sequence[MediaSpan]] = (),
     ) -> list[GeneratedSample]:
         """Runs prompts of token ids to their end and returns the first sample of each.
 
@@ -173,7 +173,7 @@ class LLM:
         adapters: Sequence[bytes] = (),
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
-        spans: Sequence[Sequence[Span]] = (),
+        spans: Sequence[Sequence[MediaSpan]] = (),
     ) -> list[list[GeneratedSample]]:
         """`generate` with all `n` samples of each prompt."""
         if max_at_once is not None and max_at_once < 1:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
-from weft.contract.spans import Media, Span, check_spans
+from weft.contract.spans import Media, MediaSpan, check_spans
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
@@ -44,7 +44,7 @@ class _Encoded:
         return self.groups[rows // GROUP_ROWS] * GROUP_ROWS + rows % GROUP_ROWS
 
 
-def check_media(media: MediaRows | None, spans: Sequence[Span], num_tokens: int) -> None:
+def check_media(media: MediaRows | None, spans: Sequence[MediaSpan], num_tokens: int) -> None:
     """As `MediaRows.check`, also where prompts have no media: then InvalidRequest if one has."""
     if media is not None:
         if spans:
@@ -84,7 +84,7 @@ class MediaRows:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def check(self, spans: Sequence[Span], num_tokens: int) -> None:
+    def check(self, spans: Sequence[MediaSpan], num_tokens: int) -> None:
         """Raises InvalidRequest if a prompt can never run with these media, and MediaMissing if the
         content of one is not held.
         """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.contract.errors import MediaMissing
-from weft.contract.spans import Media, Span
+from weft.contract.spans import Media, MediaSpan
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class MediaStore:
         """A medium that is pinned, or was just checked."""
         return self._held[digest].media
 
-    def check(self, spans: Sequence[Span]) -> None:
+    def check(self, spans: Sequence[MediaSpan]) -> None:
         """Raises MediaMissing if the content of one is not held."""
         missing = {span.digest for span in spans if span.digest not in self._held}
         if missing:
@@ -53,12 +53,12 @@ class MediaStore:
                 stage="queue",
             )
 
-    def pin(self, spans: Sequence[Span]) -> None:
+    def pin(self, spans: Sequence[MediaSpan]) -> None:
         """Keeps the content until `unpin` is called with the same spans."""
         for digest in _digests(spans):
             self._held[digest].num_pins += 1
 
-    def unpin(self, spans: Sequence[Span]) -> None:
+    def unpin(self, spans: Sequence[MediaSpan]) -> None:
         for digest in _digests(spans):
             self._held[digest].num_pins -= 1
             self._held.move_to_end(digest)
@@ -74,6 +74,6 @@ class MediaStore:
         return self.num_bytes + num_bytes <= self._max_bytes
 
 
-def _digests(spans: Sequence[Span]) -> Iterable[bytes]:
+def _digests(spans: Sequence[MediaSpan]) -> Iterable[bytes]:
     """Each medium once, in the order of the prompt."""
     return dict.fromkeys(span.digest for span in spans)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weft.contract.errors import WeftError
 from weft.contract.keys import PageKeys
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.contract.spans import Span
+from weft.contract.spans import MediaSpan
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.requests.acceptance import Acceptance
@@ -203,7 +203,7 @@ class Request:
     """None: the request is this worker's own."""
     cache_salt: str = ""
     namespace: bytes = b""
-    spans: Sequence[Span] = ()
+    spans: Sequence[MediaSpan] = ()
     """Media of its prompt, in order."""
     adapter: bytes = b""
     """Content digest of its adapter; empty: the base model."""

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.contract.handle import (
+    DATA_CHUNK_BYTES,
+    FillEvent,
+    NixlTargetInfo,
+    SharedTargetInfo,
+)
 from weft.contract.keys import PieceShape
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.requests.request import Request
@@ -28,7 +33,12 @@ class FillState(Enum):
 class OwnerTransport(Protocol):
     @property
     def target(self) -> NixlTargetInfo | None:
-        """Where fillers write over NIXL; None: they send `data` instead. Changes with `fence`."""
+        """Where fillers write over NIXL; None: it is not offered. Changes with `fence`."""
+        ...
+
+    @property
+    def shared(self) -> SharedTargetInfo | None:
+        """Where fillers on this host get the memory to write into; None: it is not offered."""
         ...
 
     @property
@@ -103,8 +113,11 @@ class Fill:
     """Pages that the filler writes to: the pool's pages, or staging pages."""
     record: FillRecord
     uses_nixl: bool
+    """Whether the filler writes over NIXL, or may do so as long as it has not accepted."""
     accepted_token: int
     """End of the accepted range [start_token, accepted_token)."""
+    is_shared: bool = False
+    """Whether the filler writes into memory that it has mapped. Its word follows the bytes."""
     num_companion_pages: int = 0
     """Pages after `end_token` for `PiecePacker`; protocol and chunks count them as positions."""
     companion_pages: list[int] = field(default_factory=list)
@@ -175,7 +188,7 @@ class Fill:
         """Whether bytes received in a message belong to a page of this lease."""
         return (
             self.state is FillState.ACTIVE
-            and not self.uses_nixl
+            and not (self.uses_nixl or self.is_shared)
             and self.accepted_token <= event.start_token < self.last_token(page_size)
             and event.start_token % page_size == 0
             and 0 < len(event.data) <= DATA_CHUNK_BYTES

@@ -9,12 +9,12 @@ filler into pages that were reserved before it was asked. Its life:
         v                    v
     (closed, clean)      STOPPING --stopped, or proof that the process is gone--> (closed)
 
-A chunk is accepted when its bytes have arrived (NIXL notification, or all `data`), its digests have
-arrived, and both agree. Accepted pages belong to the request and stay valid whatever happens to the
-filler. If a fill ends uncleanly, its unaccepted pages are quarantined. They leave quarantine only
-by proof that no write can arrive, never after a time. A request continues as soon as all of its
-pages are accepted; the owner meanwhile waits for the filler's `done`, which carries its
-measurements.
+A chunk is accepted when its bytes have arrived (NIXL notification, the word of a filler that writes
+into shared memory, or all `data`), its digests have arrived, and both agree. Accepted pages belong
+to the request and stay valid whatever happens to the filler. If a fill ends uncleanly, its
+unaccepted pages are quarantined. They leave quarantine only by proof that no write can arrive,
+never after a time. A request continues as soon as all of its pages are accepted; the owner
+meanwhile waits for the filler's `done`, which carries its measurements.
 """
 
 from __future__ import annotations
@@ -465,6 +465,7 @@ class OwnerFills:
             pages=list(fill.landed),
             filler_epoch=fill.candidate.epoch,
             nixl=self._transport.target,
+            shared=self._transport.shared,
             priority=request.priority,
             tenant=request.tenant,
             adapter=request.adapter,
@@ -513,6 +514,7 @@ class OwnerFills:
         # The filler repeats this event every second as a sign of life while it computes.
         fill.state = FillState.ACTIVE
         fill.uses_nixl = event.transport == "nixl"
+        fill.is_shared = event.transport == "shared"
         fill.record.transport = event.transport
         fill.last_progress_at = self._clock()
 
@@ -575,7 +577,7 @@ class OwnerFills:
         has_bytes = (
             chunk.is_notified
             if fill.uses_nixl
-            else chunk.bytes_arrived == num_pages * self._page_bytes
+            else fill.is_shared or chunk.bytes_arrived == num_pages * self._page_bytes
         )
         if has_bytes and (self._config.page_digests or self._landing.needs_verifying):
             chunk.is_verifying = True

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
 from weft.engine.base.config import EngineConfig
 from weft.engine.transfer.device_pages import DevicePages
-from weft.engine.transfer.exchange import StagedExchange
+from weft.engine.transfer.exchange import (
+    DirectExchange,
+    LandingExchange,
+    PageExchange,
+    StagedExchange,
+)
 from weft.engine.transfer.mover import Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import (
@@ -17,13 +25,21 @@ from weft.engine.transfer.staging_memory import (
     StagingMemory,
 )
 from weft.pages.marks import WorkMark
-from weft.pages.transfer.nixl import nixl_available
+from weft.pages.transfer.lanes import best_lane
+from weft.pages.transfer.nixl_wire import TransferError
+from weft.pages.transfer.shared_memory import MemoryFile
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_STAGING_BYTES = 2 << 30
 MAX_DEVICE_STAGING_BYTES = 4 << 30
 DEVICE_STAGING_SHARE = 1 / 16
 """Share of the worker's GPU memory for staging pages in GPU memory. A fill holds staging pages from
 the moment it is requested, so they limit the prompts that other workers compute at a time.
+"""
+POPULATED_BYTES = 256 << 20
+"""Bytes of the landing pages of a pool in host memory that are taken from the system at the start:
+enough for one long prompt. Landing pages with low numbers are used first, and again.
 """
 MIN_STAGING_PAGES = 4
 LANDING_SHARES = {
@@ -42,9 +58,14 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
     there is not enough memory.
     """
     is_on_device = stages_on_device(config, device)
-    size = config.staging_bytes
-    if size is None:
-        size = _device_bytes(config, device) if is_on_device else DEFAULT_STAGING_BYTES
+    most = _device_bytes(config, device) if is_on_device else DEFAULT_STAGING_BYTES
+    num_pages = _num_staging_pages(config, page_bytes, most)
+    kind = DeviceStagingPages if is_on_device else PinnedStagingPages
+    return kind(num_pages, page_bytes, device, is_shared=shares_memory(config))
+
+
+def _num_staging_pages(config: EngineConfig, page_bytes: int, default_bytes: int) -> int:
+    size = default_bytes if config.staging_bytes is None else config.staging_bytes
     num_pages = size // page_bytes
     if config.kv_memory_bytes is not None:
         num_pages = min(num_pages, config.kv_memory_bytes // page_bytes)
@@ -56,8 +77,32 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
             f"least {MIN_STAGING_PAGES * page_bytes:,}",
             param="staging_bytes",
         )
-    kind = DeviceStagingPages if is_on_device else PinnedStagingPages
-    return kind(num_pages, page_bytes, device)
+    return num_pages
+
+
+def host_exchange(config: EngineConfig, pool: NDArray[np.uint8]) -> PageExchange:
+    """Creates the exchange of a pool in host memory, uint8 `[num_pages, page_bytes]`, with landing
+    pages if fillers of this host are to map them.
+    """
+    pool_pages, page_bytes = pool.shape
+    if pool_pages <= 1 or not shares_memory(config):
+        return DirectExchange(pool)
+    num_pages = _num_staging_pages(config, page_bytes, DEFAULT_STAGING_BYTES)
+    num_pages = min(num_pages, pool_pages)
+    try:
+        memory = MemoryFile(num_pages * page_bytes)
+    except TransferError as error:
+        logger.warning("no memory is shared, so pages come as data: %s", error)
+        return DirectExchange(pool)
+    memory.populate(POPULATED_BYTES)
+    area = StagingArea(memory.array.reshape(num_pages, page_bytes), num_pages - 1)
+    return LandingExchange(pool, area, memory)
+
+
+def shares_memory(config: EngineConfig) -> bool:
+    """Whether processes of this host are to map the memory in which fills arrive."""
+    receives = config.role == "decode" or config.has_store
+    return config.ships_pages and receives and best_lane(config.transport) == "shared"
 
 
 def _device_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -90,7 +135,7 @@ def stages_on_device(config: EngineConfig, device: torch.device) -> bool:
     if device.type != "cuda" or config.has_store or config.transport == "data":
         return False
     is_reached = config.device_memory_share < 1 or bool(reached_gpus(device.index))
-    return is_reached and nixl_available()[0]
+    return is_reached and best_lane(config.transport) == "nixl"
 
 
 def reached_gpus(index: int) -> list[int]:

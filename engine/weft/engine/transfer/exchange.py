@@ -3,6 +3,7 @@
 The location of the pool determines the exchange at start:
 
     DirectExchange    the pool is host memory: peers access the pool itself, without copies
+    LandingExchange   the pool is host memory, and fillers of this host map landing pages before it
     StagedExchange    the pool is a device's memory: a staging area is the exchange
 """
 
@@ -19,6 +20,7 @@ from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
 from weft.pages.transfer.digester import DigestThread
 from weft.pages.transfer.nixl_wire import PoolRegion
+from weft.pages.transfer.shared_memory import MemoryFile
 from weft.pages.transfer.source import PageSource
 
 
@@ -31,6 +33,9 @@ class DirectExchange:
 
     staging = None
     """None: the exchange is the pool itself."""
+
+    memory = None
+    """What processes of this host map to write pages there; None: they cannot."""
 
     def __init__(self, pool: NDArray[np.uint8]) -> None:
         self.pages: StagingPages = pool
@@ -54,6 +59,43 @@ class DirectExchange:
         """Does nothing: the exchange does not own the pool."""
 
 
+class LandingExchange:
+    """A pool in host memory, before which lie landing pages that fillers of this host map. Pages
+    leave from the pool itself.
+
+    The pool is not mapped by others, since shared memory has no huge pages on most systems: its
+    first use costs ten times as much, and reading it in steps some more.
+
+    Args:
+        pool: uint8 `[num_pages, page_bytes]`, contiguous.
+        area: Its pages lie in `memory`, from its beginning on.
+    """
+
+    def __init__(self, pool: NDArray[np.uint8], area: StagingArea, memory: MemoryFile) -> None:
+        self.staging = area
+        self.memory = memory
+        self.pages: StagingPages = area.pages
+        self._pool = pool
+
+    def region(self) -> PoolRegion:
+        """The memory that pages leave from."""
+        return PoolRegion.of_array(self._pool)
+
+    def source(self, *, has_digests: bool) -> PageSource:
+        return PageSource(self._pool, has_digests=has_digests)
+
+    def port(self, wake: Callable[[], None], *, has_digests: bool) -> DigestThread:
+        """The engine's port to the exchange, with a separate thread."""
+        return DigestThread(self._pool, wake, self.memory.array.reshape(self.pages.shape))
+
+    def describe(self) -> str:
+        num_pages, page_bytes = self.pages.shape
+        return f"{num_pages:,} landing pages, {num_pages * page_bytes / 2**30:.2f} GiB at most"
+
+    def close(self) -> None:
+        """Does nothing: the memory is released with the last reference."""
+
+
 class StagedExchange:
     """A staging area for a pool that peers cannot reach."""
 
@@ -61,6 +103,7 @@ class StagedExchange:
         self.staging = area
         self.pages = area.pages
         self.region = memory.region
+        self.memory = memory.shared
         self._kind = memory.describe()
         self._mover = mover
 
@@ -83,4 +126,4 @@ class StagedExchange:
         self._mover.close()
 
 
-PageExchange = DirectExchange | StagedExchange
+PageExchange = DirectExchange | LandingExchange | StagedExchange

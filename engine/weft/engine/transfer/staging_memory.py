@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
 from weft.contract.pages import StagingPages
 from weft.kernels.shared.memory import huge_zeros
+from weft.pages.transfer.device_memory import DeviceMemory
 from weft.pages.transfer.nixl_wire import PoolRegion, TransferError
+from weft.pages.transfer.shared_memory import MemoryFile
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class StagingMemory(Protocol):
     """This memory as a tensor, uint8 `[num_pages, page_bytes]`, for the device's copies."""
     is_of_device: bool
     """Whether it is memory of the pool's device, so that the device's kernels reach it."""
+    shared: MemoryFile | DeviceMemory | None
+    """What processes of this host map to reach the pages; None: they cannot."""
 
     def region(self) -> PoolRegion: ...
 
@@ -59,6 +63,8 @@ class PinnedStagingPages:
 
     Args:
         device: Device of the pool; on a CPU nothing is pinned.
+        is_shared: Whether processes of this host are to map the memory. Then it has huge pages only
+            where the system gives them to shared memory.
 
     Raises:
         ConfigError: There is not enough memory, or the process may not pin it.
@@ -66,11 +72,18 @@ class PinnedStagingPages:
 
     is_of_device = False
 
-    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int, device: torch.device, *, is_shared: bool = False
+    ) -> None:
         size = num_pages * page_bytes
+        self.shared: MemoryFile | DeviceMemory | None = None
         try:
-            memory = huge_zeros((num_pages, page_bytes), torch.uint8)
-        except OSError as error:
+            if is_shared:
+                self.shared = MemoryFile(size)
+                memory = torch.from_numpy(self.shared.array).view(num_pages, page_bytes)
+            else:
+                memory = huge_zeros((num_pages, page_bytes), torch.uint8)
+        except (OSError, TransferError) as error:
             raise ConfigError(f"a staging area of {size:,} bytes does not fit: {error}") from error
         self.pages: StagingPages = memory.numpy()
         self.tensor = memory
@@ -120,6 +133,7 @@ class DeviceStagingPages:
 
     Args:
         device: Device of the pool; on a CPU, for tests, it is ordinary memory.
+        is_shared: Whether processes of this host are to map the memory.
 
     Raises:
         ConfigError: There is not that much memory.
@@ -127,11 +141,23 @@ class DeviceStagingPages:
 
     is_of_device = True
 
-    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int, device: torch.device, *, is_shared: bool = False
+    ) -> None:
         size = num_pages * page_bytes
+        self.shared: MemoryFile | DeviceMemory | None = None
         try:
-            self.tensor = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
+            if not is_shared:
+                whole = torch.zeros(size, dtype=torch.uint8, device=device)
+            elif device.type == "cuda":
+                # PyTorch's tensor keeps the object that it was made of.
+                self.shared = DeviceMemory(size, device.index or 0)
+                whole = torch.as_tensor(self.shared, device=device)
+            else:
+                self.shared = MemoryFile(size)
+                whole = torch.from_numpy(self.shared.array)
+            self.tensor = whole.view(num_pages, page_bytes)
+        except (torch.OutOfMemoryError, TransferError) as error:
             raise ConfigError(
                 f"a staging area of {size:,} bytes does not fit {device}: {error}",
                 param="staging_bytes",

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from weft.contract.errors import ConfigError
-from weft.contract.handle import NixlTargetInfo
+from weft.contract.handle import NixlTargetInfo, SharedTargetInfo
 from weft.engine.base.config import EngineConfig
 from weft.engine.transfer.exchange import PageExchange
 from weft.engine.transfer.staging import StagingArea
+from weft.pages.transfer.lanes import FillerLanes, best_lane
 from weft.pages.transfer.nixl import (
     Notification,
     ReceiveAgent,
@@ -18,6 +19,7 @@ from weft.pages.transfer.nixl import (
     nixl_available,
 )
 from weft.pages.transfer.nixl_binding import load_binding
+from weft.pages.transfer.shared import SharedPool, SharedSenders
 from weft.pages.transfer.ship import ShipThread
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,8 @@ class Transport:
     """Owns the agents and threads of one pool's exchange.
 
     Args:
-        config: Role and transport. `auto` uses NIXL if it works, and logs why if it does not.
+        config: Role and transport. `auto` uses NIXL if it works, and logs why if it does not; then
+            memory shared on a host is used where the exchange can be shared.
         wake: Called by background threads when there are results to take.
 
     Raises:
@@ -48,19 +51,28 @@ class Transport:
         self._receiver: ReceiveAgent | None = None
         self._arrived: list[Notification] = []
         self._senders: SendAgents | None = None
-        if config.transport != "data":
+        self._sharer: SharedPool | None = None
+        self._shared_senders: SharedSenders | None = None
+        if config.transport in ("auto", "nixl"):
             self._open_nixl(config, exchange)
+        if config.transport in ("auto", "shared"):
+            self._open_shared(config, exchange)
         self._exchange = exchange
         source = exchange.source(has_digests=config.page_digests)
-        self.shipper = ShipThread(source, self._senders, wake)
+        self.shipper = ShipThread(source, self._senders, wake, self._shared_senders)
         self.port = exchange.port(wake, has_digests=config.page_digests)
 
     @property
     def target(self) -> NixlTargetInfo | None:
-        """Describes to fillers the memory to write to; None: they send `data`. `fence`
+        """Describes to fillers the memory to write to over NIXL; None: it is not offered. `fence`
         changes it.
         """
         return self._receiver.target() if self._receiver else None
+
+    @property
+    def shared(self) -> SharedTargetInfo | None:
+        """Describes to fillers on this host the memory to map; None: it is not offered."""
+        return self._sharer.target() if self._sharer else None
 
     @property
     def staging(self) -> StagingArea | None:
@@ -76,14 +88,23 @@ class Transport:
         return HOST_LAST_TOKENS if is_through_host else 0
 
     @property
-    def nixl_version(self) -> str | None:
-        """Version of NIXL; None: this process cannot send over it."""
-        return load_binding().version if self._senders else None
+    def lanes(self) -> FillerLanes:
+        """The transports over which this engine can write to owners."""
+        return FillerLanes(
+            nixl_version=load_binding().version if self._senders else None,
+            shares=self._shared_senders is not None,
+            memory_type=self.memory_type,
+        )
 
     @property
     def transports(self) -> list[str]:
         """Transports that this engine can use, best first."""
-        return ["nixl", "data"] if self._receiver else ["data"]
+        usable = {
+            "nixl": self._receiver is not None,
+            "shared": self._sharer is not None or self._shared_senders is not None,
+            "data": True,
+        }
+        return [name for name, is_usable in usable.items() if is_usable]
 
     def has_arrived(self) -> bool:
         """Whether `notifications` has some, or pages have moved into the pool. Takes
@@ -106,9 +127,15 @@ class Transport:
 
     def describe(self) -> str:
         """Describes transports and lanes, for people."""
-        agent = self._senders or self._receiver
-        transport = agent.describe() if agent else "gRPC data messages"
-        return ", ".join(filter(None, (transport, self._exchange.describe())))
+        ways: list[str] = []
+        if agent := self._senders or self._receiver:
+            ways.append(agent.describe())
+        if self._sharer is not None:
+            ways.append(self._sharer.describe())
+        if self._shared_senders is not None and (self._shared_senders.is_used or not ways):
+            ways.append(self._shared_senders.describe())
+        ways = ways or ["gRPC data messages"]
+        return ", ".join(filter(None, ("; ".join(ways), self._exchange.describe())))
 
     def sizes(self) -> dict[str, int]:
         return {**self.shipper.sizes(), **self.port.sizes()}
@@ -120,6 +147,10 @@ class Transport:
             self._senders.close()
         if self._receiver is not None:
             self._receiver.close()
+        if self._shared_senders is not None:
+            self._shared_senders.close()
+        if self._sharer is not None:
+            self._sharer.close()
         self._exchange.close()
 
     def _open_nixl(self, config: EngineConfig, exchange: PageExchange) -> None:
@@ -137,9 +168,27 @@ class Transport:
             if config.transport == "nixl":
                 raise ConfigError(f"transport = nixl: {error}") from error
             notice = (
-                f"NIXL is not usable ({error}): pages travel as gRPC data, several times slower"
+                f"NIXL is not usable ({error}): pages travel in memory shared on one host, or as "
+                "gRPC data, several times slower"
             )
             if self.memory_type == "VRAM":
                 notice += "; staging_memory = host may help"
+            self.notices.append(notice)
+            logger.warning(notice)
+
+    def _open_shared(self, config: EngineConfig, exchange: PageExchange) -> None:
+        """Shares memory that was allocated for it, and writes into that of others."""
+        try:
+            region = exchange.region()
+            if config.role == "prefill" and config.ships_pages:
+                self._shared_senders = SharedSenders(region)
+            if exchange.memory is not None:
+                name = f"{config.role}-{config.worker_id}"
+                num_pages, page_bytes = exchange.pages.shape
+                self._sharer = SharedPool(name, exchange.memory, page_bytes, num_pages)
+            if best_lane(config.transport) == "shared":
+                self.memory_type = region.memory_type
+        except TransferError as error:
+            notice = f"no memory is shared on this host ({error}): pages travel as gRPC data"
             self.notices.append(notice)
             logger.warning(notice)

@@ -24,7 +24,13 @@ from dataclasses import dataclass, replace
 
 from weft.contract.clock import Clock
 from weft.contract.fills import FillReply, FillStart, LeaseQuery
-from weft.contract.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
+from weft.contract.handle import (
+    LEASE_ID_BYTES,
+    FillEvent,
+    FillTimings,
+    KvHandle,
+    SharedTargetInfo,
+)
 from weft.pages.fills.data_budget import DataBudget
 from weft.pages.fills.lease import FillJob, Jobs, Lease, LeaseState, PieceSource
 from weft.pages.marks import WorkMark
@@ -33,10 +39,12 @@ from weft.pages.transfer.chunks import (
     RAN_OUT,
     ChunkPosted,
     LeaseTerm,
+    PeerOpened,
     ShipChunk,
     Shipper,
     ShipResult,
 )
+from weft.pages.transfer.lanes import FillerLanes
 from weft.pages.transfer.ship import ShipThread
 
 logger = logging.getLogger(__name__)
@@ -50,8 +58,8 @@ MAX_DEVICE_CHUNK_BYTES = 256 << 20
 as the host's work for a chunk.
 """
 MAX_DATA_CHUNK_BYTES = 16 << 20
-"""Largest chunk copied into a stream, bytes. The next one is read once the stream has taken all of
-it.
+"""Largest chunk copied by this process, bytes. The next chunk of a stream is read once the stream
+has taken all of it; the owner copies and checks one in shared memory while the next is copied.
 """
 
 
@@ -75,9 +83,7 @@ class Filler:
         page_size: Token positions per page; None: each handle states its own.
         epoch: Incarnation of this engine.
         reply: Puts an event into the outbox.
-        nixl_version: Version of NIXL; None: NIXL is not available.
-        memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
-            another kind of memory get `data` messages.
+        lanes: The transports over which it can write.
         pieces: Fills the pages that follow those of KV; None: there are none.
         max_chunk_pages: Most pages of one write; None: no limit.
         early: Reads pages of steps under way; None: pages are read once they are computed.
@@ -94,8 +100,7 @@ class Filler:
         reply: Callable[[FillReply], None],
         clock: Clock,
         *,
-        nixl_version: str | None,
-        memory_type: str = "DRAM",
+        lanes: FillerLanes,
         pieces: PieceSource | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
@@ -109,9 +114,8 @@ class Filler:
         self._shipper = shipper
         self._reply = reply
         self._clock = clock
-        self._nixl_version = nixl_version
+        self._lanes = lanes
         self._data = DataBudget()
-        self._memory_type = memory_type
         self._pieces = pieces
         self._early = early
         self.reads_early = early is not None
@@ -136,8 +140,7 @@ class Filler:
             event = FillEvent(kind="declined", reason=reason, message=message)
             self._reply(FillReply(stream=start.stream, event=event))
             return
-        if handle.nixl is not None and handle.nixl.memory_type != self._memory_type:
-            handle = replace(handle, nixl=None)
+        target = self._lanes.choose(handle)
         self._remember(handle.lease_id, LeaseState.ACTIVE)
         now = self._clock()
         lease = Lease(
@@ -148,17 +151,36 @@ class Filler:
             timings=FillTimings(accepted_at=now),
             term=LeaseTerm(handle.lease_s, self._clock),
             sign_of_life_at=now,
-            transport="nixl" if handle.nixl is not None else "data",
+            target=target,
+            is_opening=isinstance(target, SharedTargetInfo),
             next_token=handle.start_token,
         )
         self._leases[handle.lease_id] = lease
         self._by_stream[start.stream] = lease
         self.counters.leases_accepted += 1
-        if handle.nixl is not None:
-            self._shipper.prepare((handle.owner_id, handle.owner_epoch), handle.nixl)
+        if target is not None:
+            self._shipper.prepare((handle.owner_id, handle.owner_epoch), target)
         lease.job = self._jobs.begin(handle, start.request_id, start.traceparent)
         lease.end_token = len(lease.job.tokens)
-        self._say_accepted(lease)
+        if not lease.is_opening:
+            self._say_accepted(lease)
+
+    def on_opened(self, opened: PeerOpened) -> None:
+        """Accepts the leases that waited to know whether an owner's memory is within reach."""
+        for lease in list(self._leases.values()):
+            owner = (lease.handle.owner_id, lease.handle.owner_epoch)
+            if not lease.is_opening or owner != opened.owner:
+                continue
+            lease.is_opening = False
+            if not opened.is_open:
+                lease.target = None
+                for _ in range(len(lease.held)):
+                    chunk = replace(lease.held.popleft(), target=None)
+                    lease.shipping[chunk.index] = chunk
+                    lease.held.append(chunk)
+            if lease.state is LeaseState.ACTIVE:
+                self._say_accepted(lease)
+                self._ship_held(lease)
 
     def on_renew(self, lease_id: bytes) -> None:
         """Extends an active lease, or ends it if it has expired meanwhile."""
@@ -220,7 +242,7 @@ class Filler:
             after: Mark that follows the step's work.
         """
         lease = self._leases.get(job.lease_id)
-        if lease is None or lease.job is not job or lease.handle.nixl is None:
+        if lease is None or lease.job is not job or lease.target is None or lease.is_opening:
             return
         assert self._early is not None
         size = lease.handle.page_size
@@ -255,8 +277,9 @@ class Filler:
                     return
                 lease.companion_pages = packed
                 ready += len(packed) * size
-        is_data = lease.handle.nixl is None
-        max_pages = self._max_data_pages if is_data else self._max_chunk_pages
+        max_pages = self._max_chunk_pages
+        if lease.is_copied or lease.is_opening:
+            max_pages = self._max_data_pages
         while lease.next_token < ready:
             if lease.early:
                 if lease.early[0].end_token > ready:
@@ -359,10 +382,12 @@ class Filler:
         problem = self._malformed(handle)
         if problem:
             return "invalid", problem
-        if handle.nixl is not None and handle.nixl.version != self._nixl_version:
-            return "transport", f"NIXL {handle.nixl.version} there, {self._nixl_version} here"
-        if handle.nixl is not None and handle.nixl.page_bytes != self._page_bytes:
-            return "layout", f"{handle.nixl.page_bytes} bytes a page, here {self._page_bytes}"
+        version = self._lanes.nixl_version
+        if handle.nixl is not None and version not in (None, handle.nixl.version):
+            return "transport", f"NIXL {handle.nixl.version} there, {version} here"
+        offer = handle.nixl or handle.shared
+        if offer is not None and offer.page_bytes != self._page_bytes:
+            return "layout", f"{offer.page_bytes} bytes a page, here {self._page_bytes}"
         return self._jobs.why_not(handle)
 
     def _malformed(self, handle: KvHandle) -> str:
@@ -380,8 +405,9 @@ class Filler:
         num_pages += 0 if self._pieces is None else self._pieces.num_pages_of(handle)
         if len(handle.pages) != num_pages or len(set(handle.pages)) != num_pages:
             return f"{len(handle.pages)} pages for {num_pages}"
-        if handle.nixl is not None and max(handle.pages) >= handle.nixl.num_pages:
-            return f"page {max(handle.pages)} of a pool of {handle.nixl.num_pages}"
+        offer = handle.nixl or handle.shared
+        if offer is not None and max(handle.pages) >= offer.num_pages:
+            return f"page {max(handle.pages)} of a pool of {offer.num_pages}"
         if not 0 < handle.lease_s <= 3600:
             return f"lease of {handle.lease_s} s"
         return ""
@@ -393,7 +419,7 @@ class Filler:
 
     def _is_computing(self, lease: Lease) -> bool:
         """False during a write, since only the end of the write is a sign of life then."""
-        return lease.job is not None and not lease.shipping
+        return lease.job is not None and not lease.shipping and not lease.is_opening
 
     def _say_accepted(self, lease: Lease) -> None:
         lease.sign_of_life_at = self._clock()
@@ -429,7 +455,7 @@ class Filler:
             local_pages=local,
             remote_pages=handle.pages[first : first + len(local)],
             digests=list(known[start_token // size : end_token // size]) if known else None,
-            target=handle.nixl,
+            target=lease.target,
             owner_id=handle.owner_id,
             owner_epoch=handle.owner_epoch,
             term=lease.term,
@@ -444,9 +470,9 @@ class Filler:
         self._ship_held(lease)
 
     def _ship_held(self, lease: Lease) -> None:
-        """Chunks go over NIXL at once, and as data one after the other."""
-        while lease.held:
-            if lease.handle.nixl is None:
+        """Chunks are written at once, and sent as data one after the other."""
+        while lease.held and not lease.is_opening:
+            if lease.target is None:
                 is_first = len(lease.held) == len(lease.shipping)
                 if not is_first or lease.num_taken < lease.said_with_chunk:
                     return

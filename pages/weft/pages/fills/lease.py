@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from weft.contract.handle import FillTimings, KvHandle
+from weft.contract.handle import FillTimings, KvHandle, NixlTargetInfo, SharedTargetInfo
 from weft.pages.transfer.chunks import LeaseTerm, ShipChunk
+from weft.pages.transfer.lanes import Target
 
 
 class LeaseState(Enum):
@@ -96,7 +97,10 @@ class Lease:
     timings: FillTimings
     term: LeaseTerm
     sign_of_life_at: float
-    transport: str
+    target: Target | None
+    """Where the pages are written; None: they are sent as `data`."""
+    is_opening: bool = False
+    """Whether it is not known yet if `target` can be reached. Nothing is shipped before."""
     state: LeaseState = LeaseState.ACTIVE
     next_token: int
     """End of the pages that are queued for shipping or shipped."""
@@ -120,3 +124,17 @@ class Lease:
     is_stranded: bool = False
     """Whether its source pages stay referenced for the life of this process."""
     failure: str = ""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether this process's threads copy the pages, into messages or into shared memory."""
+        target = self.target
+        is_shared = isinstance(target, SharedTargetInfo) and target.memory_type == "DRAM"
+        return target is None or is_shared
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport, as in events."""
+        if self.target is None:
+            return "data"
+        return "nixl" if isinstance(self.target, NixlTargetInfo) else "shared"

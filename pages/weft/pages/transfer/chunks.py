@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from weft.contract.clock import Clock
-from weft.contract.handle import FillEvent, NixlTargetInfo
+from weft.contract.handle import FillEvent
+from weft.pages.transfer.lanes import Target
 
 RAN_OUT = "the lease ran out"
 
@@ -44,7 +45,8 @@ class ShipChunk:
     local_pages: list[int]
     remote_pages: list[int]
     digests: list[int] | None
-    target: NixlTargetInfo | None
+    target: Target | None
+    """Where it is written; None: it is sent as `data`."""
     owner_id: str
     owner_epoch: int
     term: LeaseTerm
@@ -73,6 +75,15 @@ class ChunkPosted:
     digests: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PeerOpened:
+    """The answer to `Shipper.prepare` with an owner whose memory is to be mapped."""
+
+    owner: tuple[str, int]
+    is_open: bool
+    """Whether pages can be written there; False: they are sent as `data`."""
+
+
 @dataclass(slots=True)
 class ShipResult:
     lease_id: bytes
@@ -97,7 +108,7 @@ class ShipResult:
 class Shipper(Protocol):
     """Ships chunks outside the steps (`weft.pages.transfer.ship`)."""
 
-    def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
+    def prepare(self, owner: tuple[str, int], target: Target) -> None:
         """Connects to an owner (id, epoch) ahead of the first write."""
         ...
 

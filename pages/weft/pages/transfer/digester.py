@@ -32,8 +32,12 @@ class Digested(NamedTuple):
 
 
 class DigestThread:
-    """Implements `PagePort` over a pool in host memory, uint8 `[num_pages, page_bytes]`, into which
-    peers write. Any thread may call `wake`, after a result was queued.
+    """Implements `PagePort` over a pool in host memory, uint8 `[num_pages, page_bytes]`. Any thread
+    may call `wake`, after a result was queued.
+
+    Args:
+        landing: Pages that peers write to, and that are copied into the pool, of the same shape but
+            for their number; None: peers write into the pool.
     """
 
     max_put_pages = MAX_PUT_PAGES
@@ -41,12 +45,15 @@ class DigestThread:
     is_moving = False
     """Whether the engine must ask `has_moved`, since no thread wakes it."""
 
-    def __init__(self, pool: np.ndarray, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, pool: np.ndarray, wake: Callable[[], None], landing: np.ndarray | None = None
+    ) -> None:
         self._pool = pool
+        self._landing = pool if landing is None else landing
         self._wake = wake
         self.before_digest: Callable[[StagingPages, Sequence[int]], None] | None = None
         """Test hook, called with the pool and the pages before their digests."""
-        self._jobs: SimpleQueue[tuple[Tag, list[int]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Tag, list[int], list[int]] | None] = SimpleQueue()
         self._out: deque[Digested] = deque()
         self._thread = threading.Thread(target=self._run, name="weft-digest", daemon=True)
         self._thread.start()
@@ -55,17 +62,17 @@ class DigestThread:
         return bytes(self._pool[page])
 
     def write(self, page: int, offset: int, data: bytes) -> None:
-        self._pool[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        self._landing[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def mark(self) -> None: ...
 
     def verify(
         self, tag: tuple[bytes, int], landed: Sequence[int], pages: Sequence[int], after: object
     ) -> None:
-        self._jobs.put((tag, list(landed)))
+        self._jobs.put((tag, list(landed), list(pages)))
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        self._jobs.put((number, list(pages)))
+        self._jobs.put((number, list(pages), list(pages)))
         return True
 
     def conceal(self, exposed: Sequence[int]) -> None: ...
@@ -92,10 +99,20 @@ class DigestThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            tag, pages = job
+            tag, exchanged, pages = job
+            where = self._landing if isinstance(tag, tuple) else self._pool
             if self.before_digest is not None:
-                self.before_digest(self._pool, pages)
+                self.before_digest(where, exchanged)
             if faults.FILL_DIGEST.is_armed and isinstance(tag, tuple):
-                faults.FILL_DIGEST.flip_bit(self._pool, pages)
-            self._out.append(Digested(tag, digest_pages(self._pool, pages).tolist(), pages))
+                faults.FILL_DIGEST.flip_bit(where, exchanged)
+            if where is self._pool:
+                digests = digest_pages(self._pool, pages).tolist()
+            else:
+                digests = []
+                for landed, page in zip(exchanged, pages, strict=True):
+                    np.copyto(self._pool[page], where[landed])
+                    digests += digest_pages(
+                        self._pool, [page]
+                    ).tolist()  # It is still in the cache.
+            self._out.append(Digested(tag, digests, exchanged))
             self._wake()

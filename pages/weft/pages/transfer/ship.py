@@ -10,9 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.contract import faults
-from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo, SharedTargetInfo
 from weft.pages.marks import MAX_WAITING, WorkMark
-from weft.pages.transfer.chunks import RAN_OUT, ChunkPosted, ShipChunk, ShipResult
+from weft.pages.transfer.chunks import (
+    RAN_OUT,
+    ChunkPosted,
+    PeerOpened,
+    ShipChunk,
+    ShipResult,
+)
+from weft.pages.transfer.lanes import Target
 from weft.pages.transfer.nixl import (
     PeerKey,
     SendAgents,
@@ -21,6 +28,7 @@ from weft.pages.transfer.nixl import (
     encode_notification,
 )
 from weft.pages.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
+from weft.pages.transfer.shared import SharedHandle, SharedSenders
 from weft.pages.transfer.source import PageSource, Reading
 
 logger = logging.getLogger(__name__)
@@ -31,14 +39,18 @@ MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3
 POLLED_SHARE = 1 / 8
 """Time between two polls, as a share of the time waited so far."""
 STOPPED = "the lease was stopped"
+TIDY_S = 1.0
+"""Seconds after which a resting thread looks whether an owner whose memory is mapped is gone."""
 MAX_EARLY = MAX_WAITING
 """Most chunks that are read early at once. Each keeps a pinned buffer of page numbers until the
 step before it has ended; with more chunks this thread would have to wait for a free buffer.
 """
 
 
-Shipped = ShipResult | ChunkPosted | tuple[bytes, FillEvent]
-"""An item that a shipper returns: an outcome, a post, or a `data` event of a lease."""
+Shipped = ShipResult | ChunkPosted | PeerOpened | tuple[bytes, FillEvent]
+"""An item that a shipper returns: an outcome, a post, an answer about an owner, or a `data` event
+of a lease.
+"""
 
 
 @dataclass(slots=True)
@@ -53,13 +65,14 @@ class _Posted:
     chunk: ShipChunk
     result: ShipResult
     reading: Reading
-    handle: TransferHandle
+    handle: TransferHandle | SharedHandle
     stop_by: float | None = None
 
 
 class ShipThread:
-    """Implements `Shipper` over NIXL writes or `data` events. Without `agents`, NIXL is not
-    available. Any thread may call `wake`, after a result or event was queued.
+    """Implements `Shipper` over writes or `data` events. Without `agents`, NIXL is not available;
+    without `shared`, no memory is mapped. Any thread may call `wake`, after a result or event was
+    queued.
     """
 
     def __init__(
@@ -67,9 +80,11 @@ class ShipThread:
         source: PageSource,
         agents: SendAgents | None,
         wake: Callable[[], None],
+        shared: SharedSenders | None = None,
     ) -> None:
         self._source = source
         self._agents = agents
+        self._shared = shared
         self._wake = wake
         self.before_digest: Callable[[ShipChunk], None] | None = None
         """Test hook, called with a chunk before its pages are read from the pool."""
@@ -81,7 +96,7 @@ class ShipThread:
         self._dropped: list[Reading] = []
         """Early readings that are not needed any more. The device may still be copying."""
         self._reading: deque[_Read] = deque()
-        self._connects: deque[tuple[PeerKey, NixlTargetInfo]] = deque()
+        self._connects: deque[tuple[PeerKey, Target]] = deque()
         self._stopped: set[bytes] = set()
         self._posted: list[_Posted] = []
         self._out: deque[Shipped] = deque()
@@ -111,7 +126,7 @@ class ShipThread:
         self._queue.append(chunk)
         self._signal.set()
 
-    def prepare(self, owner: PeerKey, target: NixlTargetInfo) -> None:
+    def prepare(self, owner: PeerKey, target: Target) -> None:
         self._connects.append((owner, target))
         self._signal.set()
 
@@ -153,8 +168,11 @@ class ShipThread:
         while not self._is_closing:
             waits = self._queue or self._reading or self._posted or self._dropped
             if not (waits or self._connects or self._early_orders):
-                self._signal.wait()
+                has_peers = self._shared is not None and self._shared.has_peers
+                self._signal.wait(TIDY_S if has_peers else None)
                 self._signal.clear()
+                if self._shared is not None:
+                    self._shared.tidy()
                 moved_at = time.monotonic()
             if self._connects:
                 self._connect(*self._connects.popleft())
@@ -170,12 +188,28 @@ class ShipThread:
                 waited_s = time.monotonic() - moved_at
                 time.sleep(min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S))
 
-    def _connect(self, owner: PeerKey, target: NixlTargetInfo) -> None:
+    def _connect(self, owner: PeerKey, target: Target) -> None:
+        if isinstance(target, SharedTargetInfo):
+            self._open(owner, target)
+            return
         try:
             if self._agents is not None:
                 self._agents.connect(owner, target)
         except TransferError as error:
             logger.warning("cannot connect to %s yet: %s", owner[0], error)
+
+    def _open(self, owner: PeerKey, target: SharedTargetInfo) -> None:
+        is_open = self._shared is not None
+        try:
+            if self._shared is not None:
+                self._shared.connect(owner, target)
+        except TransferError as error:
+            logger.info("pages for %s go as data: %s", owner[0], error)
+            is_open = False
+        except Exception:  # The thread must survive any error of an owner's.
+            logger.exception("pages for %s go as data", owner[0])
+            is_open = False
+        self._emit(PeerOpened(owner, is_open))
 
     def _emit(self, item: Shipped) -> None:
         self._out.append(item)
@@ -240,7 +274,7 @@ class ShipThread:
 
     def _post_read(self, read: _Read) -> bool:
         result = read.result
-        handle: TransferHandle | None = None
+        handle: TransferHandle | SharedHandle | None = None
         try:
             if not read.reading.is_done():
                 return False
@@ -256,13 +290,15 @@ class ShipThread:
         self._reading.popleft()
         if handle is not None:
             self._posted.append(_Posted(read.chunk, result, read.reading, handle))
-            self._emit(ChunkPosted(result.lease_id, result.index, result.digests))
+            if isinstance(read.chunk.target, NixlTargetInfo):
+                # A notification follows the bytes; without one the word of them must do so.
+                self._emit(ChunkPosted(result.lease_id, result.index, result.digests))
         else:
             self._source.end(read.reading)
             self._emit(result)
         return True
 
-    def _send(self, read: _Read) -> TransferHandle | None:
+    def _send(self, read: _Read) -> TransferHandle | SharedHandle | None:
         """None: all of it has been sent."""
         chunk, result = read.chunk, read.result
         result.digests = read.reading.digests()
@@ -292,8 +328,17 @@ class ShipThread:
             self._send_data(read)
         return kind == "drop"
 
-    def _post(self, read: _Read) -> TransferHandle:
+    def _post(self, read: _Read) -> TransferHandle | SharedHandle:
         chunk = read.chunk
+        if isinstance(chunk.target, SharedTargetInfo):
+            assert self._shared is not None, "a fill was accepted that cannot be written"
+            return self._shared.write(
+                (chunk.owner_id, chunk.owner_epoch),
+                chunk.target,
+                read.reading.pages,
+                chunk.remote_pages,
+                lambda: self._check_wanted(chunk),
+            )
         assert self._agents is not None, "a NIXL fill was accepted without NIXL"
         assert chunk.target is not None
         digests = read.result.digests
@@ -307,6 +352,11 @@ class ShipThread:
             encode_notification(chunk.owner_epoch, chunk.lease_id, chunk.index, report),
             lambda: _check_term(chunk),
         )
+
+    def _check_wanted(self, chunk: ShipChunk) -> None:
+        _check_term(chunk)
+        if chunk.lease_id in self._stopped:
+            raise TransferError(STOPPED, worker_id=chunk.owner_id)
 
     def _send_data(self, read: _Read) -> None:
         chunk = read.chunk
@@ -353,12 +403,15 @@ class ShipThread:
         return True
 
     def _close_peer(self, posted: _Posted) -> None:
-        """Ends a write of unknown outcome by destroying its agent."""
-        assert self._agents is not None
+        """Ends a write of unknown outcome by destroying its agent, or when its copy has ended."""
+        agents: SendAgents | SharedSenders | None = self._agents
+        if isinstance(posted.chunk.target, SharedTargetInfo):
+            agents = self._shared
+        assert agents is not None
         owner = (posted.chunk.owner_id, posted.chunk.owner_epoch)
         try:
             # Also False if an earlier failure has closed the peer, whose result counts then.
-            posted.result.needs_fence |= self._agents.close_peer(owner)
+            posted.result.needs_fence |= agents.close_peer(owner)
         except TransferError as error:
             logger.error("the agent towards %s lives on: %s", owner[0], error)
             posted.result.is_stranded = True

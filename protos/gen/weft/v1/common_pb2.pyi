@@ -95,6 +95,8 @@ class _TransportKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transpo
     """gRPC `data` messages."""
     TRANSPORT_KIND_NIXL: _TransportKind.ValueType  # 2
     """NIXL over UCX."""
+    TRANSPORT_KIND_SHARED: _TransportKind.ValueType  # 3
+    """Memory of the owner that the filler has mapped: both are on one host."""
 
 class TransportKind(_TransportKind, metaclass=_TransportKindEnumTypeWrapper):
     """How bytes of pages travelled."""
@@ -104,6 +106,8 @@ TRANSPORT_KIND_DATA: TransportKind.ValueType  # 1
 """gRPC `data` messages."""
 TRANSPORT_KIND_NIXL: TransportKind.ValueType  # 2
 """NIXL over UCX."""
+TRANSPORT_KIND_SHARED: TransportKind.ValueType  # 3
+"""Memory of the owner that the filler has mapped: both are on one host."""
 Global___TransportKind: _TypeAlias = TransportKind  # noqa: Y015
 
 @_typing.final

@@ -250,6 +250,45 @@ class NixlTarget(_message.Message):
 Global___NixlTarget: _TypeAlias = NixlTarget  # noqa: Y015
 
 @_typing.final
+class SharedTarget(_message.Message):
+    """Where a filler on the owner's host gets the owner's pool, to write into it. It connects to an
+    abstract Unix socket, which a process of another host or network namespace cannot reach.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_PAGES_FIELD_NUMBER: _builtins.int
+    MEMORY_TYPE_FIELD_NUMBER: _builtins.int
+    socket: _builtins.str
+    """Name of the socket, without the leading zero byte; unique per epoch."""
+    secret: _builtins.bytes
+    """Proves to the owner that the handle was meant for the caller. 16 random bytes."""
+    page_bytes: _builtins.int
+    """Pool of the target plane: bytes per page, pages."""
+    num_pages: _builtins.int
+    memory_type: _builtins.str
+    """"DRAM" or "VRAM"."""
+    def __init__(
+        self,
+        *,
+        socket: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        page_bytes: _builtins.int = ...,
+        num_pages: _builtins.int = ...,
+        memory_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_type", b"memory_type", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "secret", b"secret", "socket", b"socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedTarget: _TypeAlias = SharedTarget  # noqa: Y015
+
+@_typing.final
 class KvHandle(_message.Message):
     """The owner's description of a fill: the pages, and the tokens whose KV belongs there."""
 
@@ -275,6 +314,7 @@ class KvHandle(_message.Message):
     BLOCK_PAGES_FIELD_NUMBER: _builtins.int
     TOKEN_WORDS_FIELD_NUMBER: _builtins.int
     STATE_PAGES_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
@@ -332,13 +372,19 @@ class KvHandle(_message.Message):
 
     @_builtins.property
     def nixl(self) -> Global___NixlTarget:
-        """Absent: the owner wants gRPC `data` messages."""
+        """Without either of nixl and shared the owner wants gRPC `data` messages. Fillers that cannot use
+        what it offers send them too.
+        """
 
     @_builtins.property
     def adapter(self) -> _common_pb2.AdapterRef:
         """Adapter that the KV is computed with, as in Submit; its digest went into the namespace. A filler
         that does not know it declines.
         """
+
+    @_builtins.property
+    def shared(self) -> Global___SharedTarget:
+        """Offered by owners without NIXL."""
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
@@ -367,12 +413,13 @@ class KvHandle(_message.Message):
         block_pages: _builtins.int = ...,
         token_words: _builtins.bytes = ...,
         state_pages: _builtins.int = ...,
+        shared: Global___SharedTarget | None = ...,
         spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
         encoder_digest: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "shared", b"shared", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "encoder_digest", b"encoder_digest", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "spans", b"spans", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "encoder_digest", b"encoder_digest", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "shared", b"shared", "spans", b"spans", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,7 +579,7 @@ class FillEvent(_message.Message):
     @_typing.final
     class Written(_message.Message):
         """Sent once per chunk. Over NIXL the chunk's write has been posted, and the owner also waits for
-        the notification of the same chunk; as data, all bytes of the chunk were sent before.
+        the notification of the same chunk; otherwise all bytes of the chunk were written or sent before.
         """
 
         DESCRIPTOR: _descriptor.Descriptor

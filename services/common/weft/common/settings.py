@@ -248,7 +248,8 @@ class PageSettings(ServiceSettings):
     transport: TransportName = Field(
         "auto",
         description="how KV pages travel; auto = NIXL where it works and the port is protected, "
-        "else gRPC data messages",
+        "else memory that two processes of a host share, else gRPC data messages; shared = as auto "
+        "without NIXL",
     )
 
     @property
@@ -258,7 +259,7 @@ class PageSettings(ServiceSettings):
         NIXL learns over gRPC where to write and read, and only TLS proves who says so.
         """
         if self.transport == "auto" and self._is_open:
-            return "data"
+            return "shared"
         return self.transport
 
     @property
@@ -275,8 +276,9 @@ class PageSettings(ServiceSettings):
             )
         elif self._is_open and self.transport == "auto":
             _log.warning(
-                "KV pages travel as gRPC data, several times slower than over NIXL, which takes "
-                "anybody's metadata without --tls-cert; accept that with --transport nixl"
+                "KV pages for other hosts travel as gRPC data, several times slower than over "
+                "NIXL, which takes anybody's metadata without --tls-cert; accept that with "
+                "--transport nixl"
             )
         if has_nixl and (self.has_tls or not is_loopback(self.host)):
             _log.warning("KV pages travel over NIXL, which encrypts nothing: confine its ports")

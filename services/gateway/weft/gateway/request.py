@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weft.contract.request import CallParams, Constraint, SamplingParams, StopCriteria
-from weft.contract.spans import Media, Span
+from weft.contract.spans import Media, MediaSpan
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
 
@@ -359,7 +359,7 @@ class PreparedPrompt:
     """Seed of its samples in every attempt; unsigned, 64 bits."""
     constraint: Constraint | None = None
     """Constraint of its samples, with the reasoning that may precede the constrained text."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MediaSpan, ...] = ()
     """The tokens of `ids` that stand for media."""
     media: tuple[Media, ...] = ()
     """The media of `spans`, each once."""

@@ -16,7 +16,7 @@ from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore
 from weft.kvstore.transport import StoreTransport
 from weft.pages.fills.filler import Filler
-from weft.pages.transfer.chunks import ChunkPosted, ShipResult
+from weft.pages.transfer.chunks import ChunkPosted, PeerOpened, ShipResult
 
 MAX_INLINE_PAGES = 256
 """Longest prompt, in pages, whose keys are hashed on the event loop; longer ones in a thread."""
@@ -60,7 +60,7 @@ class StoreFills:
             self._jobs,
             reply,
             clock,
-            nixl_version=transport.nixl_version,
+            lanes=transport.lanes,
             pieces=self._jobs,
             max_chunk_bytes=chunk_bytes,
         )
@@ -72,6 +72,8 @@ class StoreFills:
                 self.filler.on_posted(item)
             elif isinstance(item, ShipResult):
                 self.filler.on_shipped(item)
+            elif isinstance(item, PeerOpened):
+                self.filler.on_opened(item)
             else:
                 self.filler.on_data(*item)
 

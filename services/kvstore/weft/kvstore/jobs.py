@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.contract.handle import KvHandle, NixlTargetInfo
+from weft.contract.handle import KvHandle
 from weft.contract.keys import blocks_keys
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.contract.token_ids import TokenIds
 from weft.kvstore.pages import PageStore
 from weft.pages.fills.lease import FillJob
 from weft.pages.transfer.chunks import ShipChunk, Shipper
+from weft.pages.transfer.lanes import Target
 
 MAX_FILL_PAGES = 1 << 16
 """Longest prompt, in pages."""
@@ -137,7 +138,7 @@ class StoreJobs:
 
     # -- Shipper ---------------------------------------------------------------------------------
 
-    def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
+    def prepare(self, owner: tuple[str, int], target: Target) -> None:
         self._shipper.prepare(owner, target)
 
     def ship(self, chunk: ShipChunk) -> None:

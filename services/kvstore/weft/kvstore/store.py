@@ -251,7 +251,7 @@ class KvStore:
             )
         else:
             version = self.transport.nixl_version
-            text = f"NIXL {version}" if version else "data"
+            text = f"NIXL {version}" if version else self.transport.names[0]
         kept = self._source.describe() if self._source is not None else ""
         return f"{text}. {kept}" if kept else text
 

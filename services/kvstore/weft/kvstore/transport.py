@@ -8,6 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
+from weft.contract.settings import TransportName
+from weft.pages.transfer.lanes import FillerLanes
 from weft.pages.transfer.nixl import (
     PoolRegion,
     ReadAgents,
@@ -16,6 +18,7 @@ from weft.pages.transfer.nixl import (
     nixl_available,
 )
 from weft.pages.transfer.nixl_binding import load_binding
+from weft.pages.transfer.shared import SharedSenders
 from weft.pages.transfer.ship import ShipThread
 from weft.pages.transfer.source import PageSource
 
@@ -23,18 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 class TransportChoice:
-    """The transports that this process can use, determined once. `wanted` is auto, nixl or data;
-    `auto` takes NIXL where it works, and otherwise logs why it does not.
+    """The transports that this process can use, determined once. `auto` takes NIXL where it works,
+    and otherwise logs why it does not.
 
     Raises:
         ConfigError: `nixl` is wanted and cannot be used on this machine.
     """
 
-    def __init__(self, wanted: str) -> None:
+    def __init__(self, wanted: TransportName) -> None:
         self.notices: list[str] = []
+        self.shares = wanted in ("auto", "shared")
+        """Whether pages are written into memory of owners on this host that offer it."""
         self.nixl_version: str | None = None
         """Version of NIXL; None: NIXL is not used."""
-        if wanted == "data":
+        if wanted in ("shared", "data"):
             return
         is_available, reason = nixl_available()
         if is_available:
@@ -43,7 +48,8 @@ class TransportChoice:
             raise ConfigError(f"transport = nixl: {reason}")
         else:
             notice = (
-                f"NIXL is not usable ({reason}): pages travel as gRPC data, several times slower"
+                f"NIXL is not usable ({reason}): fills travel in memory shared on one host, puts "
+                "and fills of other hosts as gRPC data, several times slower"
             )
             self.notices.append(notice)
             logger.warning(notice)
@@ -51,7 +57,8 @@ class TransportChoice:
     @property
     def names(self) -> list[str]:
         """Transports, best first."""
-        return ["nixl", "data"] if self.nixl_version else ["data"]
+        usable = {"nixl": bool(self.nixl_version), "shared": self.shares, "data": True}
+        return [name for name, is_usable in usable.items() if is_usable]
 
 
 class StoreTransport:
@@ -67,19 +74,23 @@ class StoreTransport:
         wake: Callable[[], None],
     ) -> None:
         self.nixl_version = transport.nixl_version
+        self.lanes = FillerLanes(nixl_version=transport.nixl_version, shares=transport.shares)
         self.senders: SendAgents | None = None
         self.readers: ReadAgents | None = None
+        region = PoolRegion.of_array(pool)
+        self.shared = SharedSenders(region) if transport.shares else None
         if transport.nixl_version:
-            region = PoolRegion.of_array(pool)
             self.senders = SendAgents(name, region)
             self.readers = ReadAgents(name, region)
-        self.shipper = ShipThread(PageSource(pool), self.senders, wake)
+        self.shipper = ShipThread(PageSource(pool), self.senders, wake, self.shared)
 
     def describe(self) -> str:
         """Transports and lanes, for people. May take milliseconds."""
-        if self.senders is None or self.readers is None:
-            return "gRPC data messages"
-        return f"fills: {self.senders.describe()}. puts: {self.readers.describe()}"
+        fills = "" if self.senders is None else self.senders.describe()
+        if self.shared is not None and (self.shared.is_used or not fills):
+            fills = "; ".join(filter(None, (fills, self.shared.describe())))
+        puts = "gRPC data messages" if self.readers is None else self.readers.describe()
+        return f"fills: {fills}. puts: {puts}" if fills else puts
 
     def close_idle(self) -> None:
         """Closes agents that were not used for long. May take milliseconds."""
@@ -97,3 +108,5 @@ class StoreTransport:
                     agents.close()
                 except TransferError as error:
                     logger.warning("%s", error)
+        if self.shared is not None:
+            self.shared.close()

@@ -13,7 +13,7 @@ from weft.kernels.ops.stream import Stream
 from weft.kernels.ops.stream.additions import Computed, Normed, Pending
 
 if TYPE_CHECKING:
-    from weft.kernels.ops.attention.triton_extend import OwnKv
+    from weft.kernels.ops.attention.spec import OwnKv
 
 
 class Query(NamedTuple):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.kernels.ops.attention import gpu as _gpu
     from weft.kernels.ops.attention import library_cudnn as _library_cudnn
     from weft.kernels.ops.attention import library_flash as _library_flash
-    from weft.kernels.ops.attention.triton_extend import OwnKv
+    from weft.kernels.ops.attention.spec import OwnKv
 else:
     _gpu = deferred(__name__, "weft.kernels.ops.attention.gpu")
     _library_cudnn = deferred(__name__, "weft.kernels.ops.attention.library_cudnn")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from weft.kernels.ops.attention.library_cudnn import dense_attention, is_faster
 from weft.kernels.ops.attention.library_flash import flash_attention, supports
-from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec, OwnKv
 from weft.kernels.ops.attention.triton_decode import MAX_FEW_ROWS, decode_attention
-from weft.kernels.ops.attention.triton_extend import OwnKv, extend_attention
+from weft.kernels.ops.attention.triton_extend import extend_attention
 from weft.kernels.ops.attention.triton_fixed import fixed_attention
 
 _SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)

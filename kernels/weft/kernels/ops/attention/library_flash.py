@@ -18,7 +18,7 @@ import importlib
 import logging
 
 import torch
-from weft.kernels.ops.attention.triton_extend import OwnKv, PromptRows
+from weft.kernels.ops.attention.spec import OwnKv, PromptRows
 from weft.kernels.ops.latent_attention.spec import NOTHING
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
-from weft.kernels.ops.pages.scaled_kv import (
-    dequantised,
-)
+from weft.kernels.ops.pages.scaled_kv import dequantised
 
 if TYPE_CHECKING:
     pass

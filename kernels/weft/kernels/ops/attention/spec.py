@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from weft.kernels.ops.attention.triton_extend import PromptRows
-    from weft.kernels.ops.latent_attention.library_flash_mla import LatentPlan
-    from weft.kernels.ops.latent_attention.spec import EarlierLatents
+    from weft.kernels.ops.latent_attention.spec import EarlierLatents, LatentPlan
 
 MAX_TREE_ROWS = 32
 """Most rows of a request whose rows form a tree, including those of earlier steps; a sliding window
@@ -104,3 +102,23 @@ class AttentionMetadata(NamedTuple):
     def pool_of(self, first: torch.Tensor) -> torch.Tensor:
         """The pool of the group's pages, given the pool of the first group."""
         return first if self.pool is None else self.pool
+
+
+class PromptRows(NamedTuple):
+    """The rows of a step by request; padding counts as one more request."""
+
+    cu_lens: torch.Tensor
+    """[R + 2] int32: first row of each request, and the number of all rows."""
+    lens: torch.Tensor
+    """[R + 1] int32: number of rows; 0 for a request that brings one row."""
+
+
+class OwnKv(NamedTuple):
+    """K and V of a step's own rows, as they were written to the pool."""
+
+    k: torch.Tensor
+    """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
+    v: torch.Tensor
+    """[T, Hkv, D]; heads contiguous, any stride between rows."""
+    prompts: PromptRows | None = None
+    """For FlashAttention-3: set if requests of several rows have no cached positions."""

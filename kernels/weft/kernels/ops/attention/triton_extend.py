@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.attention.spec import OwnKv
 from weft.kernels.ops.attention.triton_parts import (
     Parts,
     leave_part,
@@ -43,26 +44,6 @@ from weft.kernels.shared.launch_sizes import block_dim, cdiv
 from weft.kernels.shared.multiprocessors import num_multiprocessors
 from weft.kernels.shared.request_tiles import request_of_tile
 from weft.kernels.shared.softmax import capped, with_sink
-
-
-class PromptRows(NamedTuple):
-    """The rows of a step by request; padding counts as one more request."""
-
-    cu_lens: torch.Tensor
-    """[R + 2] int32: first row of each request, and the number of all rows."""
-    lens: torch.Tensor
-    """[R + 1] int32: number of rows; 0 for a request that brings one row."""
-
-
-class OwnKv(NamedTuple):
-    """K and V of a step's own rows, as they were written to the pool."""
-
-    k: torch.Tensor
-    """[T, Hkv, D], rotated; heads contiguous, any stride between rows."""
-    v: torch.Tensor
-    """[T, Hkv, D]; heads contiguous, any stride between rows."""
-    prompts: PromptRows | None = None
-    """For FlashAttention-3: set if requests of several rows have no cached positions."""
 
 
 class ExtendLaunchConfig(NamedTuple):

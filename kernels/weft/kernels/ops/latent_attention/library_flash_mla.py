@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from weft.kernels.ops.attention.spec import AttentionMetadata
-from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.kernels.ops.latent_attention.spec import LatentPlan, LatentSpec, RowsLaunch, RowsPlan
 
 logger = logging.getLogger(__name__)
 
@@ -25,40 +25,6 @@ _ROWS_AT_ONCE = 2048
 """Most rows of a launch. Each row has a float32 result in addition to its own, and a place in the
 shared memory of the kernel that divides the work.
 """
-
-
-class _Launch(NamedTuple):
-    first: int
-    tiles: torch.Tensor
-    splits: torch.Tensor
-
-
-class RowsPlan(NamedTuple):
-    """Rows, and the positions that each attends to, which are the first ones of its pages. On the
-    device.
-    """
-
-    page_table: torch.Tensor
-    """[rows, max_pages] int32."""
-    lens: torch.Tensor
-    """[rows] int32; 0: the row attends to nothing."""
-    read_lens: torch.Tensor
-    """[rows] int32, at least 1: rows that attend to nothing read the first position of their page
-    table.
-    """
-    launches: tuple[_Launch, ...]
-
-
-class LatentPlan(NamedTuple):
-    """How FlashMLA computes a step's attention."""
-
-    seen: RowsPlan
-    """Each row's attention to all positions that it may see."""
-    before: RowsPlan | None = None
-    """Attention to the positions before the step alone. It has all rows; or each request's last
-    row, where no request of several rows has such positions, or their keys and values by head are
-    computed. None: each request has one row.
-    """
 
 
 def supports(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> bool:
@@ -113,7 +79,7 @@ def _plan(page_table: torch.Tensor, lens: torch.Tensor, heads: int) -> RowsPlan:
     for first in range(0, len(lens), _ROWS_AT_ONCE):
         some = read_lens[first : first + _ROWS_AT_ONCE]
         divided = operations.get_mla_decoding_metadata(some, heads, 1, heads, False, None)
-        launches.append(_Launch(first, *divided))
+        launches.append(RowsLaunch(first, *divided))
     return RowsPlan(page_table, lens, read_lens, tuple(launches))
 
 

@@ -33,3 +33,37 @@ class LatentSpec(NamedTuple):
     """Factor on the scores."""
     first_position: int = 0
     """First position to attend to; a row that sees none gets zeros."""
+
+
+class RowsLaunch(NamedTuple):
+    first: int
+    tiles: torch.Tensor
+    splits: torch.Tensor
+
+
+class RowsPlan(NamedTuple):
+    """Rows, and the positions that each attends to, which are the first ones of its pages. On the
+    device.
+    """
+
+    page_table: torch.Tensor
+    """[rows, max_pages] int32."""
+    lens: torch.Tensor
+    """[rows] int32; 0: the row attends to nothing."""
+    read_lens: torch.Tensor
+    """[rows] int32, at least 1: rows that attend to nothing read the first position of their page
+    table.
+    """
+    launches: tuple[RowsLaunch, ...]
+
+
+class LatentPlan(NamedTuple):
+    """How FlashMLA computes a step's attention."""
+
+    seen: RowsPlan
+    """Each row's attention to all positions that it may see."""
+    before: RowsPlan | None = None
+    """Attention to the positions before the step alone. It has all rows; or each request's last
+    row, where no request of several rows has such positions, or their keys and values by head are
+    computed. None: each request has one row.
+    """

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.linear.triton_groups_unpack import power_of_two
-from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS, ExpertParts, gated
+from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts
+from weft.kernels.ops.moe.triton_parts import gated
 from weft.kernels.shared.dependent_launch import (
     LaunchOptions,
     is_dependent,

@@ -9,16 +9,14 @@ from weft.kernels.ops.lora.checks import check_parts
 from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.moe.cpu import native_moe
 from weft.kernels.ops.moe.reference import moe_reference, route_reference
-from weft.kernels.ops.moe.spec import SOFTMAX, ExpertWeights, RouterForm, Routing
+from weft.kernels.ops.moe.spec import SOFTMAX, ExpertParts, ExpertWeights, RouterForm, Routing
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
     from weft.kernels.ops.moe import gpu as _gpu
-    from weft.kernels.ops.moe import triton_parts as _triton_parts
     from weft.kernels.ops.moe import triton_route as _triton_route
 else:
     _gpu = deferred(__name__, "weft.kernels.ops.moe.gpu")
-    _triton_parts = deferred(__name__, "weft.kernels.ops.moe.triton_parts")
     _triton_route = deferred(__name__, "weft.kernels.ops.moe.triton_route")
 
 
@@ -84,7 +82,7 @@ def moe(
         return x.clone()
     if w.stacked is not None:
         ids, shares = routing
-        more = _triton_parts.ExpertParts(w.gating, w.biases, w.placement)
+        more = ExpertParts(w.gating, w.biases, w.placement)
         return _gpu.moe(x, ids, shares, *w.stacked, residual, lora, more, is_fixed=w.is_fixed)
     if w.native is not None:
         return native_moe(x, routing, w, w.native, residual, lora)

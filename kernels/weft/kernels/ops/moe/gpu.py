@@ -14,7 +14,14 @@ import torch
 from weft.kernels.ops.activation.spec import SILU
 from weft.kernels.ops.linear.triton_groups_few_rows import PairExperts, is_in_fours, multiply_few
 from weft.kernels.ops.lora.spec import ExpertAddition
-from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm, StackedWeight
+from weft.kernels.ops.moe.spec import (
+    PLAIN_EXPERTS,
+    SOFTMAX,
+    ExpertParts,
+    RouterForm,
+    SharedExpert,
+    StackedWeight,
+)
 from weft.kernels.ops.moe.tiles import FIXED_FP8, Tiles, fp8_tiles, packed_tiles, tiles_for
 from weft.kernels.ops.moe.triton_combine import NormAfter, combine
 from weft.kernels.ops.moe.triton_direct import MAX_DIRECT_ROWS, direct_moe
@@ -27,7 +34,6 @@ from weft.kernels.ops.moe.triton_lora_tiles import (
     shrink_items,
     tokens_of,
 )
-from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS, ExpertParts, SharedExpert
 from weft.kernels.ops.moe.triton_products import multiply_sorted
 from weft.kernels.ops.moe.triton_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.ops.moe.triton_sort import Blocks, sort_pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from weft.kernels.ops.activation.spec import SILU, Gating
@@ -129,3 +129,65 @@ class SparseMlpWeight:
     renormalise: bool
     """Whether the shares of a row's experts are normalised to a sum of 1."""
     form: RouterForm = SOFTMAX
+
+
+class ExpertParts(NamedTuple):
+    """All parts of experts other than their matrices."""
+
+    gating: Gating = SILU
+    """How gate and up become the input of the down projection."""
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[E, 2 * I], gate first, and [E, H]; None: there are none."""
+    placement: torch.Tensor | None = None
+    """[experts of all ranks] int32, if this rank has a share: each expert's place here, or E; None:
+    this rank has all experts.
+    """
+
+    @property
+    def gate_up_bias(self) -> torch.Tensor | None:
+        """[E, 2 * I]."""
+        return None if self.biases is None else self.biases[0]
+
+    @property
+    def down_bias(self) -> torch.Tensor | None:
+        """[E, H]."""
+        return None if self.biases is None else self.biases[1]
+
+    @property
+    def is_share(self) -> bool:
+        """Whether other ranks have further experts."""
+        return self.placement is not None
+
+    def num_routed(self, experts: int) -> int:
+        """Number of experts on all ranks, of which `experts` are here."""
+        return experts if self.placement is None else self.placement.numel()
+
+    def gating_arguments(self) -> dict[str, Any]:
+        """Arguments of a kernel that calls `gated`."""
+        gating = self.gating
+        return {
+            "ALPHA": gating.alpha,
+            "LIMIT": gating.limit or 0.0,
+            "OFFSET": gating.offset,
+            "GATE_LIMIT": gating.largest_gate or 0.0,
+            "CUBIC": gating.cubic,
+        }
+
+
+class SharedExpert(NamedTuple):
+    """An expert that takes every row. It has the routed experts' dtype and inner size, and no
+    biases.
+
+    Its share is the sigmoid of the product of the row and `gate`.
+    """
+
+    gate_up: torch.Tensor
+    """[2 * I, H], rows of gate first."""
+    down: torch.Tensor
+    """[H, I]."""
+    gate: torch.Tensor
+    """[1, H]."""
+
+
+PLAIN_EXPERTS = ExpertParts()
+"""silu(gate) * up, without biases."""

@@ -17,16 +17,10 @@ from weft.kernels.ops.linear.triton_fp8_weights import (
     summed_row,
 )
 from weft.kernels.ops.lora.spec import ExpertAddition
+from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts, SharedExpert
 from weft.kernels.ops.moe.triton_listed import listed_down
 from weft.kernels.ops.moe.triton_lora import down_additions, gate_up_additions
-from weft.kernels.ops.moe.triton_parts import (
-    PLAIN_EXPERTS,
-    ExpertParts,
-    SharedExpert,
-    once,
-    store_inner,
-    with_row_parts,
-)
+from weft.kernels.ops.moe.triton_parts import once, store_inner, with_row_parts
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import Fp8Experts
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2

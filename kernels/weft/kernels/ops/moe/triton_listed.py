@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP, scaled_data, scales_of_expert
-from weft.kernels.ops.moe.triton_parts import ExpertParts, once, with_row_parts
+from weft.kernels.ops.moe.spec import ExpertParts
+from weft.kernels.ops.moe.triton_parts import once, with_row_parts
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import Fp8Experts
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2

@@ -15,9 +15,9 @@ from weft.kernels.ops.linear.triton_groups_product import (
     multiply_groups,
     product_launch_config,
 )
-from weft.kernels.ops.moe.spec import StackedWeight
+from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts, StackedWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
-from weft.kernels.ops.moe.triton_parts import PLAIN_EXPERTS, ExpertParts, gated
+from weft.kernels.ops.moe.triton_parts import gated
 from weft.kernels.ops.moe.triton_sort import Blocks
 from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last

@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from weft.kernels.ops.activation import activate
 from weft.kernels.ops.activation.spec import Activation
+from weft.kernels.ops.moe.spec import ExpertParts
 from weft.kernels.ops.moe.tiles import tiles_for
 from weft.kernels.ops.moe.triton_combine import combine
-from weft.kernels.ops.moe.triton_parts import ExpertParts
 from weft.kernels.ops.moe.triton_products import multiply_sorted
 from weft.kernels.ops.moe.triton_sort import sort_pairs
 from weft.kernels.shared.dependent_launch import launch_options

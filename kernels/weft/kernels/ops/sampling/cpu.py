@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.kernels.ops.sampling.reference import sample_rows_reference, top_rows_reference
-from weft.kernels.ops.sampling.spec import (
-    NUM_FIELDS,
-)
+from weft.kernels.ops.sampling.spec import NUM_FIELDS
 from weft.kernels.shared.build import NativeLibrary, load_packaged, loaded_openmp_library
 
 SOURCE = Path(__file__).parents[2] / "csrc" / "sampling.c"

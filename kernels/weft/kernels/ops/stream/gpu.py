@@ -23,9 +23,9 @@ from weft.kernels.ops.lora.checks import check_addition
 from weft.kernels.ops.lora.spec import LoraAddition, experts_addition
 from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.ops.moe.gpu import begin_ranks, routed_moe
+from weft.kernels.ops.moe.spec import ExpertParts, SharedExpert
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.moe.triton_direct import joins_shared
-from weft.kernels.ops.moe.triton_parts import ExpertParts, SharedExpert
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.norm.triton_rms import add_rms_norm, add_rounding_norm
 from weft.kernels.ops.peers.spec import GpuPeers

@@ -13,6 +13,7 @@ _ROLES = {
 _TRANSPORTS = {
     common_pb2.TRANSPORT_KIND_DATA: "data",
     common_pb2.TRANSPORT_KIND_NIXL: "nixl",
+    common_pb2.TRANSPORT_KIND_SHARED: "shared",
 }
 
 

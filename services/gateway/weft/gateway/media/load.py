@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from tokenizers import Tokenizer
 from weft.checkpoint.tokenizer_files import read_json
 from weft.contract.errors import ModelError
-from weft.contract.spans import Media, Span
+from weft.contract.spans import Media, MediaSpan
 from weft.gateway.media.forms import ImageForm, ImagePlan, TiledForm
 
 PROCESSOR_FILES = _PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
@@ -92,12 +92,12 @@ class ImagePrompts:
 
 def put_in(
     ids: Sequence[int], image_id: int, images: Sequence[tuple[Expansion, Sequence[Media]]]
-) -> tuple[list[int], tuple[Span, ...]]:
+) -> tuple[list[int], tuple[MediaSpan, ...]]:
     """Replaces each image token by the tokens of its image, in order. Returns the ids, and spans
     for the images whose media are given. Both have the same number of images.
     """
     expanded: list[int] = []
-    spans: list[Span] = []
+    spans: list[MediaSpan] = []
     waiting = iter(images)
     for id_ in ids:
         if id_ != image_id:
@@ -106,7 +106,7 @@ def put_in(
         expansion, media = next(waiting)
         start = len(expanded)
         for (offset, length), medium in zip(expansion.runs, media, strict=bool(media)):
-            spans.append(Span(position=start + offset, length=length, digest=medium.digest))
+            spans.append(MediaSpan(position=start + offset, length=length, digest=medium.digest))
         expanded += expansion.ids
     return expanded, tuple(spans)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract.keys import PromptMedia, RecentPages, ShortKeys, namespace_digest
 from weft.contract.settings import setting
-from weft.contract.spans import Span
+from weft.contract.spans import MediaSpan
 from weft.gateway.routing.page_index import FleetPageIndex
 from weft.gateway.routing.view import Column, PoolView, WorkerView
 
@@ -103,7 +103,7 @@ class RoutingRequest:
     """
     is_computed_anew: bool = False
     """Whether the owner computes the whole prompt, no matter who holds or could fill it."""
-    spans: Sequence[Span] = ()
+    spans: Sequence[MediaSpan] = ()
     """Media of the prompt, which the keys of its pages name."""
     recent: RecentPages | None = field(default=None, repr=False, compare=False)
     """Prompts of earlier requests, which need not be hashed again; None: nothing is remembered."""

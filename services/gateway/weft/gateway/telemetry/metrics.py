@@ -34,6 +34,7 @@ _SOURCES = {
 _TRANSPORTS = {
     common_pb2.TRANSPORT_KIND_DATA: "data",
     common_pb2.TRANSPORT_KIND_NIXL: "nixl",
+    common_pb2.TRANSPORT_KIND_SHARED: "shared",
 }
 
 

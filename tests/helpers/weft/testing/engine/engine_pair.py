@@ -25,9 +25,13 @@ from weft.engine.loop.llm import to_error
 _NEEDS_NIXL = pytest.mark.needs("nixl")
 WAYS = [
     pytest.param({"transport": "data"}, id="data"),
+    pytest.param({"transport": "shared"}, id="shared"),
     pytest.param({"transport": "nixl"}, id="nixl", marks=_NEEDS_NIXL),
     pytest.param(
         {"transport": "data", "force_staging": True, "staging_memory": "device"}, id="data-staged"
+    ),
+    pytest.param(
+        {"transport": "shared", "force_staging": True}, id="shared-staged", marks=pytest.mark.full
     ),
     pytest.param({"transport": "nixl", "force_staging": True}, id="nixl-staged", marks=_NEEDS_NIXL),
 ]

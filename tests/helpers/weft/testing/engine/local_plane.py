@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from weft.contract.handle import NixlTargetInfo
 from weft.engine.loop.engine import Engine
 from weft.engine.transfer.exchange import PageExchange
+from weft.pages.transfer.lanes import FillerLanes
 from weft.pages.transfer.nixl import Notification
 from weft.pages.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
 
@@ -100,4 +101,6 @@ def join_planes(owner: Engine, fillers: Sequence[Engine]) -> None:
         senders = LocalSenders(filler.parts.transport._exchange, receivers)
         filler.parts.transport._senders = senders  # type: ignore[assignment]
         filler.parts.transport.shipper._agents = senders  # type: ignore[assignment]
-        filler.filler._nixl_version = VERSION
+        filler.filler._lanes = FillerLanes(
+            nixl_version=VERSION, memory_type=receiver.target().memory_type
+        )

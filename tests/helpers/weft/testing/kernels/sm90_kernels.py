@@ -49,8 +49,14 @@ from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.gpu import routed_moe
-from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, Routing, SparseMlpWeight
-from weft.kernels.ops.moe.triton_parts import ExpertParts, SharedExpert
+from weft.kernels.ops.moe.spec import (
+    ExpertParts,
+    ExpertWeights,
+    RouterForm,
+    Routing,
+    SharedExpert,
+    SparseMlpWeight,
+)
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.norm import triton_layer as layer_norm
 from weft.kernels.ops.page_digest import triton_digest as page_digest
