@@ -163,6 +163,27 @@ def test_no_image_has_more_tokens_than_the_largest(tmp_path: Path) -> None:
     assert max(counts) == prompts.most_tokens
 
 
+@pytest.mark.parametrize("cls", [Idefics3ImageProcessorPil, SmolVLMImageProcessorPil])
+def test_files_that_transformers_writes_are_read(tmp_path: Path, cls: Any) -> None:
+    folder = write_image_model(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    processor = cls(
+        size={"longest_edge": 96},
+        max_image_size={"longest_edge": 32},
+        resample=3,
+        do_image_splitting=False,
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    Idefics3Processor(processor, tokenizer, image_seq_len=7).save_pretrained(tmp_path / "saved")
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if (tmp_path / "saved" / name).is_file():
+            (folder / name).write_text((tmp_path / "saved" / name).read_text())
+    form = prompts_of(folder).form
+    assert form == TiledForm(
+        longest_edge=96, tile_edge=32, tile_tokens=7, resample=3, is_split=False
+    )
+
+
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"image_processor_type": "FancyImageProcessor"}, "FancyImageProcessor"),
     ({"do_center_crop": True}, "do_center_crop is not known"),
