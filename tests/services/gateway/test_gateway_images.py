@@ -25,7 +25,7 @@ from weft.testing.models.tiny_images import (
 )
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
-from weft.v1 import decode_pb2, dialects_pb2_grpc
+from weft.v1 import decode_pb2, dialects_pb2_grpc, gateway_pb2
 
 WIDE = encoded(random_image(1, 120, 20))
 """One row of four tiles, and a whole."""
@@ -261,6 +261,36 @@ async def test_ollamas_images_are_ahead_of_the_text(mesh: Harness) -> None:
     assert last_prompt(mesh) == expected
     error = await refusal(dialect(mesh, "Ollama", "Generate", {**body, "images": [BARE, "#"]}))
     assert error.param == "images[1]"
+
+
+async def test_typed_parts(mesh: Harness) -> None:
+    parts = [
+        gateway_pb2.ContentPart(text="one"),
+        gateway_pb2.ContentPart(image=gateway_pb2.ImageFile(data=WIDE)),
+        gateway_pb2.ContentPart(image=gateway_pb2.ImageFile(data=WIDE, coarse=True)),
+    ]
+    message = gateway_pb2.ChatMessage(role="user", parts=parts)
+    request = gateway_pb2.ChatRequest(messages=[message])
+    request.stop.max_tokens = 2
+    async for _ in mesh.typed.Chat(request):
+        pass
+    assert f"User: one{WIDE_TEXT}{COARSE_TEXT}<end" in last_prompt(mesh)
+    counted = await mesh.typed.Tokenize(gateway_pb2.TokenizeRequest(messages=[message]))
+    assert list(counted.tokens.ids) == mesh.workers[0].prompts[-1]
+    for wrong, param in (
+        (gateway_pb2.ContentPart(), "messages[0].parts[3]"),
+        (gateway_pb2.ContentPart(image=gateway_pb2.ImageFile()), "messages[0].parts[3].image"),
+    ):
+        request.messages[0].parts.append(wrong)
+
+        async def work() -> None:
+            async for _ in mesh.typed.Chat(request):
+                pass
+
+        assert (await refusal(work())).param == param
+        del request.messages[0].parts[3]
+    request.messages[0].content = "two"
+    assert (await refusal(work())).param == "messages[0].parts"
 
 
 async def test_damaged_files_are_400(mesh: Harness) -> None:

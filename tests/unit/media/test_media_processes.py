@@ -252,6 +252,26 @@ async def test_memory_does_not_grow_with_images() -> None:
         assert psutil.Process(pid).memory_info().rss - before < 16 << 20
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+async def test_memory_does_not_grow_with_ten_thousand_images() -> None:
+    async with reading(media_processes=1, media_memo_bytes=300_000) as reader:
+        pictures = [picture(seed, 60 + 10 * seed) for seed in range(40)]
+
+        def memory() -> int:
+            (pid,) = reader.pool.pids
+            return sum(psutil.Process(one).memory_info().rss for one in (pid, os.getpid()))
+
+        async def run(count: int) -> None:
+            for number in range(0, count, 8):
+                await process(reader, [pictures[(number + n) % 40] for n in range(8)])
+
+        await run(104)
+        before = memory()
+        await run(10_000)
+        assert memory() - before < 16 << 20
+
+
 def test_a_gateway_without_images_loads_no_decoder(tmp_path: Path) -> None:
     code = "import sys, weft.gateway.app; print('PIL' in sys.modules)"
     ran = subprocess.run(

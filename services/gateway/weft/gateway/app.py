@@ -297,11 +297,10 @@ class GatewayApp:
         return None if index is None else KvFollower(stub, index, self.metrics)
 
     def _add_faces(self, keys: ApiKeys | None) -> None:
-        limit = self._settings.max_body_bytes
         most = self._max_body_bytes
         adapters = AdapterCalls(self._adapter_manager, self.catalogue, self._settings.has_api_keys)
         workers = WorkerCalls(self.fleet, self._settings.has_api_keys)
-        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, workers, limit)
+        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, workers, most)
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
             add_operators_calls(typed, adapters, workers, operators)

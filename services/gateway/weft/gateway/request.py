@@ -88,8 +88,8 @@ class TokenPrompt:
 class ImageFile:
     """An image as a client sent it; nothing of it is checked yet."""
 
-    source: str = field(repr=False)
-    """A URL, or base64 alone."""
+    source: str | bytes = field(repr=False)
+    """A URL, base64 alone, or the file itself."""
     where: str
     """Path of the part in the client's body."""
     kind: str

@@ -11,6 +11,11 @@ _COARSE = "low"
 _DETAILS = (None, "auto", "low", "high", "original")
 
 
+def _is_elsewhere(source: str | bytes) -> bool:
+    """Whether a source is a URL without content."""
+    return isinstance(source, str) and ":" in source[:16] and not source.startswith("data:")
+
+
 class ContentBuilder:
     """Collects the parts of one message in their order, and its images in `images`, which the
     messages of a conversation share. `is_of_tool` says that a tool has returned the content.
@@ -26,7 +31,7 @@ class ContentBuilder:
 
     def add_image(
         self,
-        source: str | None,
+        source: str | bytes | None,
         *,
         kind: str,
         where: str,
@@ -34,13 +39,14 @@ class ContentBuilder:
         detail: str | None = None,
         detail_param: str = "",
     ) -> None:
-        """Adds an image from a URL or base64; None: the part has none, which is refused once it is
-        read. The other arguments are of `ImageFile`, but for OpenAI's `detail`, and its path.
+        """Adds an image from a URL, base64 or a file's bytes; None: the part has none, which is
+        refused once it is read. The other arguments are of `ImageFile`, but for OpenAI's `detail`,
+        and its path.
         """
         if detail not in _DETAILS:
             raise invalid(detail_param, "must be auto, low or high")
         source = source or ""
-        if self._is_of_tool and ":" in source[:16] and not source.startswith("data:"):
+        if self._is_of_tool and _is_elsewhere(source):
             # A conversation goes on, whatever its tools return.
             self.leave_out(kind, type_param.removesuffix(".type"))
             return

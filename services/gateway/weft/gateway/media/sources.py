@@ -41,8 +41,8 @@ class Source(NamedTuple):
 
 
 def read_sources(images: Sequence[ImageFile], limits: SourceLimits) -> list[Source]:
-    """Decodes images from base64. Raises InvalidRequest if one has another form, or there are too
-    many or too large ones.
+    """The files of images, decoded where they are in base64. Raises ImageRefused if one has another
+    form, InvalidRequest if there are too many or too large ones.
     """
     if len(images) > limits.max_files:
         raise invalid(
@@ -53,7 +53,7 @@ def read_sources(images: Sequence[ImageFile], limits: SourceLimits) -> list[Sour
     encoded = [_encoded(image) for image in images]
     total = 0
     for image, text in zip(images, encoded, strict=True):
-        num_bytes = len(text) * 3 // 4
+        num_bytes = len(text) if isinstance(text, bytes) else len(text) * 3 // 4
         total += num_bytes
         if num_bytes > limits.max_file_bytes:
             told = f"has {num_bytes} bytes; at most {limits.max_file_bytes} are accepted"
@@ -65,10 +65,12 @@ def read_sources(images: Sequence[ImageFile], limits: SourceLimits) -> list[Sour
     return [_source(image, text) for image, text in zip(images, encoded, strict=True)]
 
 
-def _encoded(image: ImageFile) -> str:
+def _encoded(image: ImageFile) -> str | bytes:
     source = image.source
     if not source:
         raise ImageRefused(image, "is missing; give an image as data:image/...;base64,...")
+    if isinstance(source, bytes):
+        return source
     scheme, colon, _ = source[:_SHOWN_CHARS].partition(":")
     if not colon:
         return source
@@ -86,9 +88,9 @@ def _encoded(image: ImageFile) -> str:
     return text
 
 
-def _source(image: ImageFile, text: str) -> Source:
+def _source(image: ImageFile, text: str | bytes) -> Source:
     try:
-        data = _decode(text)
+        data = text if isinstance(text, bytes) else _decode(text)
     except ValueError:  # binascii's errors are of this kind
         raise ImageRefused(image, "is not valid base64") from None
     if not data:

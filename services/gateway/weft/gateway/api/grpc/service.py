@@ -20,6 +20,7 @@ from weft.contract.request import (
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.contents import ContentBuilder
 from weft.gateway.api.end_session import end_session
 from weft.gateway.api.grpc.pooling import PooledCalls
 from weft.gateway.api.parameters import given_in
@@ -41,6 +42,7 @@ from weft.gateway.generation.prompt_outputs import PromptScores
 from weft.gateway.request import (
     CallFacts,
     ChatPrompt,
+    ImageFile,
     Prompt,
     RawRequest,
     TextPrompt,
@@ -48,6 +50,7 @@ from weft.gateway.request import (
 )
 from weft.gateway.text.answer import AnswerParser, AnswerPart, joined
 from weft.gateway.text.answer.make import parser_maker
+from weft.gateway.text.parts import Content
 from weft.gateway.validate import check_ids, check_not_streamed, invalid
 from weft.gateway.warnings import begin_warnings, current_warnings
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
@@ -95,7 +98,8 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
                 )
         facts = call_facts(context, "chatcmpl")
         tools, use = _tool_use(request)
-        prompt = ChatPrompt(messages=_messages(request.messages), tools=tools)
+        messages, images = _messages(request.messages)
+        prompt = ChatPrompt(messages=messages, images=images, tools=tools)
         translated = _translate(request, facts, prompt, use)
         await self._answer(translated, request.stream, context, gateway_pb2.ChatResponse)
 
@@ -187,7 +191,8 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         if request.messages and request.text:
             raise invalid("text", "contradicts messages: give one of text and messages")
         if request.messages:
-            prompt = ChatPrompt(messages=_messages(request.messages))
+            messages, images = _messages(request.messages)
+            prompt = ChatPrompt(messages=messages, images=images)
         else:
             add = request.add_special_tokens if request.HasField("add_special_tokens") else True
             prompt = TextPrompt(text=request.text, add_special_tokens=add)
@@ -313,8 +318,11 @@ def _describe_adapter(resolved: ResolvedModel) -> gateway_pb2.Model:
     )
 
 
-def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, Any], ...]:
+def _messages(
+    messages: Sequence[gateway_pb2.ChatMessage],
+) -> tuple[tuple[dict[str, Any], ...], tuple[ImageFile, ...]]:
     translated: list[dict[str, Any]] = []
+    images: list[ImageFile] = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not message.role:
@@ -325,8 +333,33 @@ def _messages(messages: Sequence[gateway_pb2.ChatMessage]) -> tuple[dict[str, An
                 past_call(call.id, call.name, call.arguments) for call in message.tool_calls
             ]
         more = {name: value for name, value in given.items() if value}
-        translated.append({"role": message.role, "content": message.content, **more})
-    return tuple(translated)
+        content = _content(message, where, images)
+        translated.append({"role": message.role, "content": content, **more})
+    return tuple(translated), tuple(images)
+
+
+def _content(message: gateway_pb2.ChatMessage, where: str, images: list[ImageFile]) -> Content:
+    if not message.parts:
+        return message.content
+    if message.content:
+        raise invalid(f"{where}.parts", "contradict content: give one of them")
+    built = ContentBuilder(images, is_of_tool=message.role == "tool")
+    for number, part in enumerate(message.parts):
+        place = f"{where}.parts[{number}]"
+        kind = part.WhichOneof("part")
+        if kind is None:
+            raise invalid(place, "is empty; give a text or an image")
+        if kind == "text":
+            built.add_text(part.text)
+        else:
+            built.add_image(
+                part.image.data,
+                kind=kind,
+                where=f"{place}.image",
+                type_param=f"{place}.image",
+                detail="low" if part.image.coarse else None,
+            )
+    return built.content
 
 
 def _tools(tools: Sequence[gateway_pb2.Tool]) -> tuple[Tool, ...]:
