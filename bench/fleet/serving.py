@@ -163,7 +163,7 @@ class ServingSimulation:
             prompt_ids=arrival.tokens,
             first_token_s=(offer.targets.first_token_s if self._setup.holds_to_targets else None),
         )
-        request._keys[gateway.prefill.view.workers[0].naming] = PageNames(arrival.pages)
+        request._keys[(*gateway.prefill.view.workers[0].naming, b"")] = PageNames(arrival.pages)
         ticket = SloTicket(
             prompts=[request],
             arrival=self._now,

@@ -205,7 +205,7 @@ class Simulation:
         request = RoutingRequest(
             request_id=str(number), prompt_ids=arrival.tokens, routing_key=arrival.key
         )
-        request._keys[gateway.view.workers[0].naming] = PageNames(arrival.pages)
+        request._keys[(*gateway.view.workers[0].naming, b"")] = PageNames(arrival.pages)
         began = time.thread_time()
         choice = gateway.policy.choose(gateway.view, request, 1)[0]
         self._choose_s.append(time.thread_time() - began)
