@@ -1,5 +1,6 @@
 """Operations choose their forms by device; above them only memory and streams differ by it."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,6 +11,9 @@ ASKS = re.compile(r"\bis_cuda\b|\bdevice\.type\b")
 
 # Streams, and the size, pinning and registration of memory, differ by device, not by operation.
 FOLDERS = ("base", "executor", "loop", "transfer")
+
+ROOMS_OF_A_CPU = ("__init__", "spec", "reference", "cpu", "pack")
+FOR_A_GPU = re.compile(r"^triton\b|\bops\.\w+\.(triton_\w+|library_\w+|gpu\w*)(\.|$)")
 
 
 def test_code_above_the_operations_asks_for_no_device() -> None:
@@ -32,3 +36,18 @@ def test_each_operation_has_a_folder() -> None:
         "shared",
     }
     assert all(path.is_dir() or path.name == "__init__.py" for path in (kernels / "ops").iterdir())
+
+
+def test_what_a_cpu_needs_of_an_operation_loads_no_form_for_a_gpu() -> None:
+    """Such forms need Triton or a library: a front loads them at their first use."""
+    for path in (ROOT / "kernels" / "weft" / "kernels" / "ops").glob("*/*.py"):
+        if path.stem not in ROOMS_OF_A_CPU:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = [
+            f"{node.module}.{name.name}" if isinstance(node, ast.ImportFrom) else name.name
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in node.names
+        ]
+        assert not [module for module in modules if FOR_A_GPU.search(module)], path

@@ -96,11 +96,16 @@ async def _fetch(
         metadata=operators.metadata,
     )
     summary = profile_pb2.ProfileSummary()
-    with path.open("wb") as file:
-        async for message in stream:
-            if message.HasField("summary"):
-                summary = message.summary
-            file.write(message.data)
+    unfinished = path.with_name(f"{path.name}.part")
+    try:
+        with unfinished.open("wb") as file:
+            async for message in stream:
+                if message.HasField("summary"):
+                    summary = message.summary
+                file.write(message.data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return summary
 
 

@@ -10,9 +10,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from weft.kernels.shared import build, packaged
+from weft.kernels.ops.sampling.cpu import SOURCE as SAMPLING
+from weft.kernels.shared import build, cpu, packaged
 from weft.kernels.shared.packaged import VARIANTS, Variant, find_packaged, packaged_path
+from weft.pages.transfer import digest
 
+ROOT = Path(__file__).resolve().parents[3]
 X86 = VARIANTS["x86_64"]
 SPELLED = {"bmi": "bmi1", "lzcnt": "abm", "sse3": "pni", "lahf_sahf": "lahf_lm"}
 """Words of /proc/cpuinfo for instructions that gcc calls otherwise."""
@@ -41,10 +44,10 @@ def test_a_cpu_gets_the_best_form_that_it_runs(
     for each in X86:
         packaged_path(source, each).touch()
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(packaged, "_instructions", lambda: {*variant.needs, "of", "others"})
+    monkeypatch.setattr(packaged, "instructions", lambda: {*variant.needs, "of", "others"})
     assert find_packaged(source) == packaged_path(source, variant)
     for missing in variant.needs:
-        monkeypatch.setattr(packaged, "_instructions", lambda m=missing: variant.needs - {m})
+        monkeypatch.setattr(packaged, "instructions", lambda m=missing: variant.needs - {m})
         assert find_packaged(source) != packaged_path(source, variant)
 
 
@@ -59,6 +62,13 @@ def test_a_form_asks_for_all_that_its_compiler_may_use(variant: Variant) -> None
     used = {name.lower() for name in re.findall(pattern, text)} - OF_EVERY_X86_64
     words = {re.sub(r"^avx512(vnni|bf16)$", r"avx512_\1", SPELLED.get(w, w)) for w in used}
     assert words <= variant.needs
+
+
+def test_a_wheel_has_all_native_code() -> None:
+    """`hatch_build.py` compiles the C files in a root's `weft`; no other folder has one."""
+    files = {path for root in ROOT.glob("*/weft") for path in root.rglob("*.c")}
+    assert files == {cpu.SOURCE, SAMPLING, Path(digest.__file__).with_name("digest.c")}
+    assert not list((ROOT / "services").rglob("*.c"))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="cc: no C compiler on PATH")

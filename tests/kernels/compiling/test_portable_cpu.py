@@ -30,6 +30,7 @@ from weft.kernels.shared import cpu
 from weft.kernels.shared.build import load_native, loaded_openmp_library
 from weft.kernels.shared.formats.int_groups import pack_int_groups
 from weft.kernels.shared.formats.quantised import quantise_channels
+from weft.kernels.shared.packaged import VARIANTS, instructions
 from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.group_cases import rows_as_multiplied
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
@@ -64,12 +65,19 @@ BUILDS = {
     "x86-64, no OpenMP": ("-O0", "-march=x86-64"),
     "tuned": TUNED,
 }
+OF_WHEELS = {
+    f"wheel's {variant.name}": variant.flags
+    for variant in VARIANTS["x86_64"]
+    if variant.needs <= instructions()
+}
+"""Those of a wheel that this CPU runs."""
 
 
 def builds() -> Iterator[Any]:
-    """Their names; what is "tuned" takes a compiler ten seconds."""
-    for name in BUILDS:
-        yield pytest.param(name, marks=[pytest.mark.full] if name == "tuned" else ())
+    """Their names; a compiler takes some ten seconds for what is "tuned" or of wheels."""
+    for name in (*BUILDS, *OF_WHEELS):
+        is_long = name == "tuned" or name in OF_WHEELS
+        yield pytest.param(name, marks=[pytest.mark.full] if is_long else ())
 
 
 @pytest.fixture(params=builds(), scope="module")
@@ -83,7 +91,7 @@ def older(
     built = load_native(
         cpu.SOURCE,
         openmp_library=None if "no OpenMP" in request.param else loaded_openmp_library(),
-        flags=BUILDS[request.param],
+        flags=(BUILDS | OF_WHEELS)[request.param],
         folder=tmp_path_factory.mktemp("built"),
     )
     assert built.library is not None, built.reason

@@ -146,6 +146,12 @@ def test_the_console_needs_the_operators_token(mesh: SecureMesh) -> None:
             for member in members:
                 answer = client.post("/mesh/flush", json={"member_id": member}, headers=headers)
                 assert answer.status_code == (200 if status == 200 else 401), answer.text
+            for path in ("start_profile", "stop_profile"):
+                answer = client.post(f"/{path}", headers=headers)
+                assert answer.status_code == (200 if status == 200 else 401), answer.text
+        profile = Path(answer.json()["path"])
+        wait_until(profile.exists, 60)
+        assert len(answer.json()["workers"]) == 2
         level = {"member_id": "decode-0", "level": "info"}
         assert client.post("/mesh/log_level", json=level, headers=headers).status_code == 200
         for change in ("drain", "undrain"):

@@ -56,6 +56,33 @@ def test_the_ring_keeps_the_newest() -> None:
     assert found_ids(tracer, trace_id_of(spans[249])) == ["cmpl-249"]
 
 
+def test_spans_of_a_time_are_found_with_those_that_still_run() -> None:
+    tracer = Tracer("decode")
+    second_ns, now_ns, now_s = 10**9, time.time_ns(), time.monotonic()
+    for begin_s, end_s in ((-30, -20), (-15, -9), (-8, -7), (-6, 0)):
+        tracer.record(f"{begin_s}", NOBODY, "r", now_s + begin_s, now_s + end_s)
+    runs = tracer.start("runs", NOBODY, "r", start_s=now_s - 9.5)
+    ended = tracer.start("ended", NOBODY, "r", start_s=now_s - 5)
+    tracer.end(ended)
+    later = tracer.start("later", NOBODY, "r")
+
+    def names(begin_s: int, end_s: int, limit: int = 10) -> list[str]:
+        times = now_ns + begin_s * second_ns, now_ns + end_s * second_ns
+        return [span.name for span in tracer.within(*times, limit)]
+
+    assert names(-10, -7) == ["-15", "-8", "runs"]
+    assert names(-7, -2, limit=2) == ["ended", "runs"]
+    (open_one,) = [span for span in tracer.within(0, now_ns, 10) if span.name == "runs"]
+    assert open_one.attributes is not None
+    assert open_one.attributes["weft.is_open"]
+    assert open_one.end_time is not None
+    assert open_one.end_time >= now_ns - second_ns
+    tracer.end(runs)
+    assert names(-10, -9) == ["-15", "runs"]
+    del runs, ended, later
+    assert not tracer._open
+
+
 def test_a_request_is_found_with_its_prompts_and_no_other() -> None:
     tracer = Tracer("decode")
     for request_id in ("cmpl-1", "cmpl-1-0", "cmpl-1-12", "cmpl-12", "cmpl-1-x", ""):

@@ -13,6 +13,7 @@ profile that fails leaves a file `rank-N.error`, and the engine goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -116,4 +117,5 @@ def _write(recorded: profile | None, path: Path, problem: str) -> None:
         unfinished.replace(path)
     except Exception as error:
         logger.exception("a profile was not written")
-        path.with_suffix(".error").write_text(problem or f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # Nobody may wait for it any more.
+            path.with_suffix(".error").write_text(problem or f"{type(error).__name__}: {error}")

@@ -57,14 +57,15 @@ def packaged_path(source: Path, variant: Variant) -> Path:
 
 def find_packaged(source: Path) -> Path | None:
     """The form of a C file that a wheel has for this CPU; None in a checkout."""
-    cpu = _instructions()
+    cpu = instructions()
     for variant in VARIANTS.get(platform.machine(), ()):
         if variant.needs <= cpu and (path := packaged_path(source, variant)).is_file():
             return path
     return None
 
 
-def _instructions() -> Set[str]:
+def instructions() -> Set[str]:
+    """Words of this CPU's `flags` in /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -131,7 +131,7 @@ class _OpenSpan(NonRecordingSpan):
     burst of requests waits for.
     """
 
-    __slots__ = ("attributes", "kind", "name", "parent", "start_ns")
+    __slots__ = ("attributes", "has_ended", "kind", "name", "parent", "start_ns")
 
     def __init__(
         self,
@@ -145,6 +145,7 @@ class _OpenSpan(NonRecordingSpan):
         super().__init__(context)
         self.name, self.parent, self.kind = name, parent, kind
         self.attributes, self.start_ns = attributes, start_ns
+        self.has_ended = False
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         self.attributes[key] = value
@@ -184,7 +185,7 @@ class Tracer:
         self._of_new_traces = TraceIdRatioBased(sample_ratio)
         self._offset_s = wall_offset_s()
         self._open = WeakSet[_OpenSpan]()
-        """Spans that have begun and not ended."""
+        """Spans of `start`; those that have ended leave with their last user."""
         self._resource = _resource(service, instance)
         self._scope = InstrumentationScope("weft", version())
 
@@ -202,6 +203,21 @@ class Tracer:
         """Begins a span, now or at `start_s`, with a random id or `span_id`. A parent without a
         valid context makes it the first span of a new trace.
         """
+        begun = self._begin(name, parent, request_id, kind, start_s, attributes, span_id)
+        if isinstance(begun, _OpenSpan):
+            self._open.add(begun)
+        return begun
+
+    def _begin(
+        self,
+        name: str,
+        parent: Span,
+        request_id: str,
+        kind: SpanKind,
+        start_s: float | None,
+        attributes: Mapping[str, Attribute] | None,
+        span_id: int,
+    ) -> Span:
         caller = parent.get_span_context()
         if not self.is_on:
             return NonRecordingSpan(caller)
@@ -213,7 +229,7 @@ class Tracer:
             is_exported = decision is Decision.RECORD_AND_SAMPLE
             flags = TraceFlags(TraceFlags.SAMPLED if is_exported else 0)
         span_id = span_id or self._ids.generate_span_id()
-        begun = _OpenSpan(
+        return _OpenSpan(
             name,
             SpanContext(trace_id, span_id, False, flags, caller.trace_state),
             caller if caller.is_valid else None,
@@ -221,14 +237,12 @@ class Tracer:
             {REQUEST_ID: request_id, **(attributes or {})},
             self._wall_ns(start_s),
         )
-        self._open.add(begun)
-        return begun
 
     def end(self, span: Span, error: str = "", end_s: float | None = None) -> None:
         """Ends a span, now or at `end_s`; `error` says why its work failed."""
         if not isinstance(span, _OpenSpan):
             return
-        self._open.discard(span)
+        span.has_ended = True
         status = Status(StatusCode.ERROR, error) if error else _UNSET
         ended = self._ended(span, status, self._wall_ns(end_s))
         self.recent.add(ended)
@@ -243,7 +257,7 @@ class Tracer:
         begun = [
             self._ended(span, _UNSET, max(now_ns, span.start_ns), {"weft.is_open": True})
             for span in self._open
-            if span.start_ns <= end_ns and now_ns >= start_ns
+            if not span.has_ended and span.start_ns <= end_ns and now_ns >= start_ns
         ]
         return [*self.recent.within(start_ns, end_ns, limit), *begun][-limit:]
 
@@ -280,9 +294,8 @@ class Tracer:
         span_id: int = 0,
     ) -> Span:
         """Makes a span of work that has ended."""
-        span = self.start(
-            name, parent, request_id, start_s=start_s, attributes=attributes, span_id=span_id
-        )
+        kind = SpanKind.INTERNAL
+        span = self._begin(name, parent, request_id, kind, start_s, attributes, span_id)
         self.end(span, error, end_s)
         return span
 

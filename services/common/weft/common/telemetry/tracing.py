@@ -63,6 +63,9 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         ):
             message = f"give the id of a request or a trace, at most {MAX_ID_BYTES} bytes"
             raise InvalidRequest(message, stage="validate", param="id")
+        times = 0, 0
+        if not request.id:
+            times = _nanoseconds(request, "start_time"), _nanoseconds(request, "end_time")
         response = trace_pb2.ListSpansResponse()
         if request.fan_out and self._fan_out is not None:
             behind = trace_pb2.ListSpansRequest()
@@ -72,7 +75,6 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         if request.id:
             own = self._tracer.recent.find(request.id, limit)
         else:
-            times = request.start_time.ToNanoseconds(), request.end_time.ToNanoseconds()
             own = self._tracer.within(*times, limit)
         response.spans.extend(span_to_proto(span, self._tracer) for span in own)
         if request.id and self._profiles is not None and response.spans:
@@ -83,6 +85,15 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
             ]
             response.profiles.extend(self._profiles(min(starts), max(ends)))
         return response
+
+
+def _nanoseconds(request: trace_pb2.ListSpansRequest, param: str) -> int:
+    try:
+        moment: int = getattr(request, param).ToNanoseconds()
+    except ValueError as error:
+        message = f"{param} is no moment: {error}"
+        raise InvalidRequest(message, stage="validate", param=param) from None
+    return moment
 
 
 def span_to_proto(span: ReadableSpan, tracer: Tracer) -> trace_pb2.Span:

@@ -70,6 +70,8 @@ class WorkerProfiles:
         try:
             await self._queries.command_profile(profile, str(working.resolve()), options)
         except BaseException:
+            # The engine may have begun it after all, as after a step that took too long.
+            self._queries.drop_profile(profile)
             del self._open[profile]
             discard(working)
             raise

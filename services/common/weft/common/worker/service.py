@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import time
@@ -99,6 +100,12 @@ class Queries:
             raise error_class(failure.reason)(
                 failure.message, stage=failure.stage, param=failure.param
             )
+
+    def drop_profile(self, profile: str) -> None:
+        """Ends a profile, if the engine still lives, without waiting for its answer."""
+        with contextlib.suppress(PeerUnavailable):
+            command = ProfileCommand(query=next(self._ids), profile=profile)
+            self._engine.send(Inbox(profile_commands=[command]))
 
     async def _ask(
         self, query: int, inbox: Inbox, send: Callable[[Inbox], None] | None = None

@@ -116,6 +116,9 @@ class MeshProfiles:
         except BaseException:
             self._profiles.remove(profile)
             discard(working)
+            # The caller may have left while some workers had begun.
+            profile.members = [*wanted]
+            start_logged(self._stop_all(profile))
             raise
         profile.made = start_logged(self._make(profile, working))
         del self._profiles[: -self._folder.max_profiles]
@@ -127,8 +130,7 @@ class MeshProfiles:
         """
         profile = self._find(profile_id)
         if profile.is_running:
-            stops = (self._stop(profile, member) for member in profile.members)
-            await asyncio.gather(*stops)
+            await self._stop_all(profile)
         return profile
 
     async def summary(self, profile_id: str) -> profile_pb2.ProfileSummary:
@@ -200,8 +202,6 @@ class MeshProfiles:
             # A part of the workers would be profiled by somebody else at the same time.
             is_final = is_each_needed or isinstance(error, ProfileRunning) or not profile.members
             if is_final:
-                stops = (self._stop(profile, started) for started in profile.members)
-                await asyncio.gather(*stops)
                 raise error
             profile.notes.append(_note(member, error))
 
@@ -216,6 +216,9 @@ class MeshProfiles:
         except WeftError as error:
             return error
         return None
+
+    async def _stop_all(self, profile: MeshProfile) -> None:
+        await asyncio.gather(*(self._stop(profile, member) for member in profile.members))
 
     async def _stop(self, profile: MeshProfile, member: str) -> None:
         request = admin_pb2.StopProfileRequest(profile_id=profile.profile_id)
