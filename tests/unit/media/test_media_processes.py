@@ -180,7 +180,7 @@ async def test_who_leaves_takes_no_one_elses_image_away() -> None:
 BOUNDS: Sequence[tuple[dict[str, int], int, str]] = [
     ({"max_images": 2}, 3, "is image 3 of 3; at most 2"),
     ({"max_image_bytes": 1000}, 1, "at most 1000"),
-    ({"max_images_bytes": 20_000}, 3, "more than 20000 bytes"),
+    ({"max_request_image_bytes": 20_000}, 3, "more than 20000 bytes"),
     ({"max_image_pixels": 4000}, 1, "pixels"),
 ]
 
@@ -222,6 +222,21 @@ async def test_lines_of_base64_and_urls_are_the_same_file() -> None:
     async with reading() as reader:
         images = [ImageFile(source=one, where="", kind="image", type_param="") for one in forms]
         assert len({one.digest for one in await reader.sources(images)}) == 1
+
+
+async def test_large_files_are_decoded_as_a_whole() -> None:
+    data = os.urandom(3_000_001)
+    text = base64.b64encode(data).decode()
+    broken = f"{text[:262_140]}AAA={text[262_144:]}"
+    async with reading() as reader:
+        for source in (text, base64.encodebytes(data).decode(), data):
+            image = ImageFile(source=source, where="a", kind="image", type_param="a")
+            (found,) = await reader.sources([image])
+            assert found.data == data
+        for source in (broken, text + "=", text[:-1], f"{text}AAAA"):
+            image = ImageFile(source=source, where="a", kind="image", type_param="a")
+            with pytest.raises(InvalidRequest, match="not valid base64"):
+                await reader.sources([image])
 
 
 async def test_an_error_names_the_part_of_its_own_request() -> None:

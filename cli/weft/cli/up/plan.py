@@ -407,7 +407,7 @@ def _image_body_bytes(models: Sequence[ModelFolder]) -> int | None:
     if not any((folder / name).is_file() for folder in folders for name in PROCESSOR_FILES):
         return None
     most: int = GatewaySettings.model_fields["max_body_bytes"].default
-    images: int = GatewaySettings.model_fields["max_images_bytes"].default
+    images: int = GatewaySettings.model_fields["max_request_image_bytes"].default
     return image_body_bytes(most, images)
 
 

@@ -44,9 +44,9 @@ else:
     ReasoningParserName = Literal[("auto", "none", *REASONING_FORMATS)]
 
 
-def image_body_bytes(max_body_bytes: int, max_images_bytes: int) -> int:
+def image_body_bytes(max_body_bytes: int, max_request_image_bytes: int) -> int:
     """Largest request body where a model takes images: in base64, beside the rest."""
-    return max_body_bytes + max_images_bytes * 4 // 3
+    return max_body_bytes + max_request_image_bytes * 4 // 3
 
 
 class GatewaySettings(_RoutingSettings):
@@ -378,7 +378,7 @@ class GatewaySettings(_RoutingSettings):
     max_image_bytes: int = Field(
         20 << 20, ge=1, le=1 << 30, description="largest file of an image, in bytes"
     )
-    max_images_bytes: int = Field(
+    max_request_image_bytes: int = Field(
         64 << 20, ge=1, le=1 << 30, description="files of all images of a request, in bytes"
     )
     max_image_pixels: int = Field(
@@ -445,7 +445,7 @@ class GatewaySettings(_RoutingSettings):
     @property
     def image_body_bytes(self) -> int:
         """Largest request body where a model takes images, which are in base64."""
-        return image_body_bytes(self.max_body_bytes, self.max_images_bytes)
+        return image_body_bytes(self.max_body_bytes, self.max_request_image_bytes)
 
     @property
     def model_folders(self) -> list[tuple[str, Path]]:

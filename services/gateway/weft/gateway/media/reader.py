@@ -55,7 +55,7 @@ class ImageReader:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._limits = SourceLimits(
-            settings.max_images, settings.max_images_bytes, settings.max_image_bytes
+            settings.max_images, settings.max_request_image_bytes, settings.max_image_bytes
         )
         self._max_pixels = settings.max_image_pixels
         self._max_running = settings.media_processes
@@ -174,11 +174,11 @@ class ImageReader:
     ) -> ProcessedImage:
         reply, data = await self._run(form, image, source, deadline, tenant, measures=False)
         height, width = reply["size"]
-        media, at = [], 0
+        media, at, view = [], 0, memoryview(data)
         for told in reply["media"]:
             shape = tuple(told["shape"])
             end = at + shape[0] * shape[1] * shape[2]
-            digest, content = bytes.fromhex(told["digest"]), bytes(data[at:end])
+            digest, content = bytes.fromhex(told["digest"]), bytes(view[at:end])
             media.append(
                 Media(
                     kind="image",
