@@ -18,7 +18,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import check_choices
-from weft.testing.models.tiny_vision import IMAGE_TOKEN_ID, make_vision
+from weft.testing.models.tiny_vision import IMAGE_TOKEN_ID, image_logits, make_vision
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -67,7 +67,6 @@ class Reference:
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         self._settings = json.loads((folder / "preprocessor_config.json").read_text())
 
-    @torch.no_grad()
     def check(self, prompt: Prompt, tokens: list[int], count: int = 12) -> None:
         """Each token is the model's choice, where float32 can tell."""
         assert len(tokens) == count
@@ -80,13 +79,9 @@ class Reference:
         ).view(-1, SIZE, SIZE, 3)
         mean, std = (torch.tensor(self._settings[n]) for n in ("image_mean", "image_std"))
         numbers = (pixels * self._settings["rescale_factor"] - mean) / std
-        ids = torch.tensor([[*prompt.ids, *tokens]])
-        made = self._model(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            pixel_values=numbers.permute(0, 3, 1, 2)[None],
-        )
-        check_choices(made.logits[0, len(prompt.ids) - 1 : -1], tokens, NEAR_TIE)
+        pixels = numbers.permute(0, 3, 1, 2)[None]
+        logits = image_logits(self._model, prompt.ids, tokens, pixel_values=pixels)
+        check_choices(logits, tokens, NEAR_TIE)
 
     def check_all(self, prompts: Sequence[Prompt], found: Sequence[list[int]]) -> None:
         for prompt, tokens in zip(prompts, found, strict=True):

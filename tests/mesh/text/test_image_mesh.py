@@ -28,7 +28,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.models.choices import check_choices
-from weft.testing.models.tiny_vision import CHAT_TEMPLATE, make_vision
+from weft.testing.models.tiny_vision import CHAT_TEMPLATE, image_logits, make_vision
 
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(400)]
 
@@ -85,7 +85,6 @@ class Reference:
         )
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
 
-    @torch.no_grad()
     def check(self, content: list[str | Image.Image], tokens: list[int]) -> int:
         """Each token of the answer to one message of texts and images is the model's choice, where
         float32 can tell. Returns the tokens of the prompt.
@@ -99,16 +98,10 @@ class Reference:
             [{"role": "user", "content": parts}], add_generation_prompt=True
         )
         inputs = self._processor(text=text, images=[images], return_tensors="pt")
-        prompt = inputs["input_ids"]
-        ids = torch.cat([prompt, torch.tensor([tokens])], 1)
-        made = self._model(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            pixel_values=inputs["pixel_values"],
-            pixel_attention_mask=inputs.get("pixel_attention_mask"),
-        )
-        check_choices(made.logits[0, prompt.shape[1] - 1 : -1], tokens, NEAR_TIE)
-        return int(prompt.shape[1])
+        prompt = inputs.pop("input_ids")[0].tolist()
+        inputs.pop("attention_mask")
+        check_choices(image_logits(self._model, prompt, tokens, **inputs), tokens, NEAR_TIE)
+        return len(prompt)
 
 
 @pytest.fixture(scope="module")

@@ -154,3 +154,21 @@ def _write_processor(
     (path / "preprocessor_config.json").write_text(json.dumps(image_processor, indent=1))
     whole = {"image_seq_len": tokens**2, "processor_class": f"{name}Processor"}
     (path / "processor_config.json").write_text(json.dumps(whole, indent=1))
+
+
+@torch.no_grad()
+def image_logits(
+    model: Any, prompt: list[int], tokens: list[int], **pixels: torch.Tensor
+) -> torch.Tensor:
+    """[tokens, vocab]: what transformers' model makes of a prompt with images, before each of the
+    tokens after it. Placeholders among those are tokens like others: a model of random weights
+    draws them.
+    """
+    ids = torch.tensor([[*prompt, *tokens]])
+    embedded = model.get_input_embeddings()(ids)
+    features = model.model.get_image_features(**pixels).pooler_output
+    rows = (torch.tensor(prompt) == model.config.image_token_id).nonzero()[:, 0]
+    embedded[0, rows] = torch.cat(list(features)).reshape(len(rows), -1)
+    hidden = model.model.text_model(inputs_embeds=embedded).last_hidden_state
+    logits: torch.Tensor = model.lm_head(hidden)[0, len(prompt) - 1 : -1]
+    return logits
