@@ -1,8 +1,8 @@
 """Bandwidth of page writes between two processes: Weft's send agents beside raw NIXL calls, and
 copies into shared memory.
 
-All write the same scattered pages to the same pool in the same run, by turns; digests of the
-arrived pages are compared. Copies and digests of the same pages run beside, with one thread.
+All write the same scattered pages in the same run, by turns; digests of the arrived pages are
+compared. Copies and digests of the same pages run beside, with one thread.
 """
 
 import multiprocessing
@@ -40,17 +40,19 @@ def owner(
 ) -> None:
     """The owner's process: registers a pool, then answers questions about it."""
     memory = MemoryFile(num_pages * page_bytes)
-    pool = memory.array.reshape(num_pages, page_bytes)
+    pool = np.zeros((num_pages, page_bytes), np.uint8)
+    pools = {"raw": pool, "weft": pool, "shared": memory.array.reshape(num_pages, page_bytes)}
     agent = ReceiveAgent("bench-owner", PoolRegion.of_array(pool))
     sharer = SharedPool("bench-owner", memory, page_bytes, num_pages)
     connection.send((agent.target(), sharer.target()))
     while (question := connection.recv()) is not None:
         if isinstance(question, str):
             agent.poll()
-            pool[:] = 0
+            pools[question][:] = 0
             connection.send(None)
         else:
-            connection.send(digest_pages(pool, question))
+            name, pages = question
+            connection.send(digest_pages(pools[name], pages))
     agent.close()
     sharer.close()
 
@@ -127,14 +129,14 @@ class Owner:
         self.shared: SharedTargetInfo
         self.target, self.shared = self._here.recv()
 
-    def clear(self) -> None:
-        """Zeroes the owner's pool and drops its notifications."""
-        self._here.send("clear")
+    def clear(self, name: str) -> None:
+        """Zeroes the owner's pool for one way and drops its notifications."""
+        self._here.send(name)
         self._here.recv()
 
-    def digests(self, pages: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Digests of pages in the owner's pool."""
-        self._here.send(pages)
+    def digests(self, name: str, pages: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Digests of pages in the owner's pool for one way."""
+        self._here.send((name, pages))
         return np.asarray(self._here.recv())
 
     def end(self) -> None:
@@ -167,9 +169,9 @@ def measure(page_kib: int, chunk_mib: int, repeats: int) -> dict[str, Any]:
         expected = digest_pages(pool, local)
         took: dict[str, float] = {}
         for name in writes if turn % 2 else reversed(writes):
-            peer.clear()
+            peer.clear(name)
             took[name] = timed(partial(writes[name], local, remote))
-            is_verified &= bool((peer.digests(remote) == expected).all())
+            is_verified &= bool((peer.digests(name, remote) == expected).all())
         took["copy"] = timed(partial(copy_pages, pool, local, copied, remote))
         took["digest"] = timed(partial(digest_pages, pool, local))
         if turn:  # The first turn connects and touches memory.

@@ -159,6 +159,11 @@ class FillEvent:
     """Prompt tokens that the filler computed, sent with the last chunk; None: not known yet."""
     offset: int = 0
     data: bytes = b""
+    num_held: int = 0
+    """Bytes of data that are not in `data` but in memory which a worker's two processes share: on
+    the way out at `held_at`, on the way in where they belong. Peers are not told.
+    """
+    held_at: int = 0
     is_stopped: bool = False
     needs_fence: bool = field(default=False, metadata=wire(name="fence_needed"))
     """Whether writes that the filler's network took can still arrive until the owner closes its end

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from weft.contract.adapters import AdapterState
 from weft.contract.fills import StagingCounts
+from weft.contract.handle import SharedTargetInfo
 from weft.contract.layout import StatePlane
 from weft.contract.tasks import Task
 from weft.contract.wire import wire
@@ -142,6 +143,10 @@ class EngineInfo:
     versions: dict[str, str]
     notices: list[str]
     engine_pid: int
+    incoming: SharedTargetInfo | None = None
+    """Memory into which the server puts data of fills; None: the engine does."""
+    outgoing: SharedTargetInfo | None = None
+    """Memory from which the server sends data of fills; None: it gets them in messages."""
     kv_parts: tuple[str, ...] = ("k", "v")
     """Parts that a page holds for each position and head, of `head_dim` elements each."""
     draft: str = ""

@@ -26,6 +26,8 @@ MOST = 350
 class Streams:
     """A shipper and the streams behind it, which pass on when they are told to."""
 
+    holds_data = False
+
     def __init__(self) -> None:
         self.filler: Any = None
         self.queued: list[ShipChunk] = []

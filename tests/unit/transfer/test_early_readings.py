@@ -186,6 +186,8 @@ def test_early_readings_leave_room_for_others(shipping: Shipping) -> None:
 class Shipper:
     """Notes what a filler asks of it."""
 
+    holds_data = False
+
     def __init__(self) -> None:
         self.early: list[tuple[ShipChunk, Any]] = []
         self.shipped: list[ShipChunk] = []

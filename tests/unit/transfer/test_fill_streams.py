@@ -29,6 +29,8 @@ PAGE_BYTES = 8
 class Shipper:
     """Sends a chunk's bytes over the stream, or says that they were written."""
 
+    holds_data = False
+
     def __init__(self) -> None:
         self.shipped: list[int] = []
         self.filler: Any = None

@@ -277,6 +277,8 @@ INFO = Codec(
         # In another form.
         *("layers", "kv_heads", "head_dim", "kv_parts", "draft", "states", "further_planes"),
         *("page_bytes", "planes", "max_loras", "max_lora_rank", "adapters"),
+        # For the server alone.
+        *("incoming", "outgoing"),
         # Only the server has these.
         *("worker_id", "role", "model", "server_pid", "kvstores", "advertised_address"),
         *("admin_port", "host", "ranks"),

@@ -51,6 +51,8 @@ def describe_engine(
         states=layout.states,
         transports=transport.transports,
         transport_detail=transport.describe(),
+        incoming=transport.incoming,
+        outgoing=transport.outgoing,
         versions=_versions(),
         notices=notices,
         engine_pid=os.getpid(),

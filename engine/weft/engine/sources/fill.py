@@ -191,7 +191,9 @@ class Fill:
             and not (self.uses_nixl or self.is_shared)
             and self.accepted_token <= event.start_token < self.last_token(page_size)
             and event.start_token % page_size == 0
-            and 0 < len(event.data) <= DATA_CHUNK_BYTES
+            # Data that the server has put in their place may be of several pages.
+            and (bool(event.data) or event.num_held > 0)
+            and len(event.data) <= DATA_CHUNK_BYTES
             and 0 <= event.offset <= page_bytes - len(event.data)
         )
 

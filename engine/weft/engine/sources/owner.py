@@ -556,9 +556,10 @@ class OwnerFills:
         if not fill.can_be_data(event, size, self._page_bytes):
             self._fail(fill, "malformed data")
             return
-        page = fill.landed[(event.start_token - fill.accepted_token) // size]
-        self._transport.port.write(page, event.offset, event.data)
-        fill.chunk(event.chunk).bytes_arrived += len(event.data)
+        if event.data:
+            page = fill.landed[(event.start_token - fill.accepted_token) // size]
+            self._transport.port.write(page, event.offset, event.data)
+        fill.chunk(event.chunk).bytes_arrived += len(event.data) or event.num_held
         fill.record.arrived_s = self._since_submit(fill)
         self._progress(fill, event.chunk)
 

@@ -10,6 +10,7 @@ from weft.contract.handle import NixlTargetInfo, SharedTargetInfo
 from weft.engine.base.config import EngineConfig
 from weft.engine.transfer.exchange import PageExchange
 from weft.engine.transfer.staging import StagingArea
+from weft.pages.fills.data_budget import NUM_SLOTS
 from weft.pages.transfer.lanes import FillerLanes, best_lane
 from weft.pages.transfer.nixl import (
     Notification,
@@ -19,7 +20,7 @@ from weft.pages.transfer.nixl import (
     nixl_available,
 )
 from weft.pages.transfer.nixl_binding import load_binding
-from weft.pages.transfer.shared import SharedPool, SharedSenders
+from weft.pages.transfer.shared import OutgoingData, SharedPool, SharedSenders
 from weft.pages.transfer.ship import ShipThread
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,12 @@ class Transport:
             self._open_nixl(config, exchange)
         if config.transport in ("auto", "shared"):
             self._open_shared(config, exchange)
+        self._outgoing: OutgoingData | None = None
+        if config.role == "prefill":
+            self._open_outgoing(config)
         self._exchange = exchange
         source = exchange.source(has_digests=config.page_digests)
-        self.shipper = ShipThread(source, self._senders, wake, self._shared_senders)
+        self.shipper = ShipThread(source, self._senders, wake, self._shared_senders, self._outgoing)
         self.port = exchange.port(wake, has_digests=config.page_digests)
 
     @property
@@ -86,6 +90,16 @@ class Transport:
         """
         is_through_host = self.staging is not None and self.memory_type == "DRAM"
         return HOST_LAST_TOKENS if is_through_host else 0
+
+    @property
+    def incoming(self) -> SharedTargetInfo | None:
+        """Describes to this worker's server the memory in which fills land, if it is the host's."""
+        return self.shared if self.shared and self.shared.memory_type == "DRAM" else None
+
+    @property
+    def outgoing(self) -> SharedTargetInfo | None:
+        """Describes to this worker's server the memory from which it sends data."""
+        return self._outgoing.target() if self._outgoing else None
 
     @property
     def lanes(self) -> FillerLanes:
@@ -143,6 +157,8 @@ class Transport:
     def close(self) -> None:
         self.shipper.close()
         self.port.close()
+        if self._outgoing is not None:
+            self._outgoing.close()
         if self._senders is not None:
             self._senders.close()
         if self._receiver is not None:
@@ -175,6 +191,12 @@ class Transport:
                 notice += "; staging_memory = host may help"
             self.notices.append(notice)
             logger.warning(notice)
+
+    def _open_outgoing(self, config: EngineConfig) -> None:
+        try:
+            self._outgoing = OutgoingData(f"{config.role}-{config.worker_id}", NUM_SLOTS)
+        except TransferError as error:
+            logger.warning("data reach the server process in messages: %s", error)
 
     def _open_shared(self, config: EngineConfig, exchange: PageExchange) -> None:
         """Shares memory that was allocated for it, and writes into that of others."""

@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
+from weft.pages.transfer.chunks import SLOT_BYTES
+
 MAX_BYTES = 128 << 20
 """Limit over all streams. It also bounds the messages of one turn, which travel together."""
+
+
+NUM_SLOTS = MAX_BYTES // SLOT_BYTES
+
+
+class DataSlots:
+    """Places of chunks in the memory from which the server process sends data. A place is free when
+    its chunk is written and the stream has passed it on, in any order.
+    """
+
+    def __init__(self, count: int = NUM_SLOTS) -> None:
+        self._free = list(range(count))
+        self._open: dict[int, tuple[int, bool]] = {}
+        """By place: the stream, and whether the chunk is written."""
+        self._of_stream: dict[int, int] = {}
+
+    def take(self, stream: int, num_bytes: int) -> int | None:
+        """A place for a stream's next chunk; None: it does not fit, or none is free."""
+        if num_bytes > SLOT_BYTES or not self._free or stream in self._of_stream:
+            return None
+        slot = self._free.pop()
+        self._open[slot], self._of_stream[stream] = (stream, False), slot
+        return slot
+
+    def written(self, slot: int) -> None:
+        """Notes that nothing more is written to a place."""
+        stream, _ = self._open[slot]
+        self._open[slot] = stream, True
+        if self._of_stream.get(stream) != slot:
+            self._give(slot)
+
+    def taken(self, stream: int) -> None:
+        """Notes that a stream has passed on its chunk, or has ended."""
+        slot = self._of_stream.pop(stream, None)
+        if slot is not None and self._open[slot][1]:
+            self._give(slot)
+
+    def _give(self, slot: int) -> None:
+        del self._open[slot]
+        self._free.append(slot)
 
 
 class DataBudget:

@@ -31,7 +31,7 @@ from weft.contract.handle import (
     KvHandle,
     SharedTargetInfo,
 )
-from weft.pages.fills.data_budget import DataBudget
+from weft.pages.fills.data_budget import DataBudget, DataSlots
 from weft.pages.fills.lease import FillJob, Jobs, Lease, LeaseState, PieceSource
 from weft.pages.marks import WorkMark
 from weft.pages.memory.page_memory import PageMemory
@@ -116,6 +116,7 @@ class Filler:
         self._clock = clock
         self._lanes = lanes
         self._data = DataBudget()
+        self._slots = DataSlots()
         self._pieces = pieces
         self._early = early
         self.reads_early = early is not None
@@ -201,6 +202,7 @@ class Filler:
     def on_stream_broken(self, stream: int) -> None:
         """Stops posting for the lease of a stream that broke."""
         self._data.taken(stream)
+        self._slots.taken(stream)
         lease = self._by_stream.pop(stream, None)
         if lease is not None:
             lease.stream = -1
@@ -214,6 +216,7 @@ class Filler:
             lease.num_taken = max(lease.num_taken, num_events)
             if lease.num_taken >= lease.said_with_chunk and len(lease.held) == len(lease.shipping):
                 self._data.taken(stream)
+                self._slots.taken(stream)
             self._ship_held(lease)
         self._ship_waiting()
 
@@ -306,6 +309,8 @@ class Filler:
         lease = self._leases.get(result.lease_id)
         assert lease is not None, "a lease is kept while a chunk of it ships"
         chunk = lease.shipping.pop(result.index)
+        if chunk.slot is not None:
+            self._slots.written(chunk.slot)
         lease.needs_fence |= result.needs_fence
         lease.is_stranded |= result.is_stranded
         if not result.is_stranded:
@@ -479,6 +484,10 @@ class Filler:
                 num_bytes = len(lease.held[0].local_pages) * self._page_bytes
                 if not self._data.ask(lease.stream, num_bytes):
                     return
+                if self._shipper.holds_data:
+                    chunk = lease.held[0]
+                    slot = self._slots.take(lease.stream, num_bytes)
+                    lease.held[0] = lease.shipping[chunk.index] = replace(chunk, slot=slot)
             self._shipper.ship(lease.held.popleft())
 
     def _ship_waiting(self) -> None:

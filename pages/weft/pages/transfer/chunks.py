@@ -10,6 +10,8 @@ from weft.contract.handle import FillEvent
 from weft.pages.transfer.lanes import Target
 
 RAN_OUT = "the lease ran out"
+SLOT_BYTES = 16 << 20
+"""Bytes of a chunk's place in the memory for outgoing data."""
 
 
 class LeaseTerm:
@@ -53,6 +55,8 @@ class ShipChunk:
     """Term of the lease. Nothing of the chunk is posted once it is over."""
     computed_tokens: int | None = None
     """Prompt tokens that the filler computed, in all; None: this is not the last chunk."""
+    slot: int | None = None
+    """Place of the chunk's data in the memory for outgoing data; None: they go in messages."""
 
     def report(self, digests: list[int]) -> FillEvent:
         """The event that announces the chunk to the owner."""
@@ -107,6 +111,11 @@ class ShipResult:
 
 class Shipper(Protocol):
     """Ships chunks outside the steps (`weft.pages.transfer.ship`)."""
+
+    @property
+    def holds_data(self) -> bool:
+        """Whether data may be put into memory that the server process has mapped."""
+        ...
 
     def prepare(self, owner: tuple[str, int], target: Target) -> None:
         """Connects to an owner (id, epoch) ahead of the first write."""

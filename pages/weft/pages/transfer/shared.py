@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from weft.contract.clock import Clock, monotonic
 from weft.contract.handle import SHARE_SECRET_BYTES, SharedTargetInfo
+from weft.pages.transfer.chunks import SLOT_BYTES
 from weft.pages.transfer.device_memory import DeviceCopy, DeviceMemory, DeviceWriter
 from weft.pages.transfer.nixl_peer import PeerKey
 from weft.pages.transfer.nixl_wire import (
@@ -101,6 +102,11 @@ class SharedPool:
         """The description that fillers need to write into the pool."""
         return self._target
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether some process has got the memory."""
+        return bool(self._callers)
+
     def describe(self) -> str:
         """Describes the transport, for people."""
         kind = "GPU memory" if self._target.memory_type == "VRAM" else "memory"
@@ -151,6 +157,19 @@ class SharedPool:
             return None
 
 
+class OutgoingData(SharedPool):
+    """Memory from which the server process of this worker sends data, in places of one chunk.
+
+    Raises:
+        TransferError: The system refuses the memory or a socket.
+    """
+
+    def __init__(self, name: str, num_slots: int) -> None:
+        memory = MemoryFile(num_slots * SLOT_BYTES)
+        self.bytes = memory.array
+        super().__init__(name, memory, SLOT_BYTES, num_slots)
+
+
 class SharedHandle(Protocol):
     """A write into shared memory, to be polled until it ends."""
 
@@ -188,7 +207,7 @@ class SharedSenders:
             whole = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
             pages = np.ctypeslib.as_array(whole).reshape(region.num_pages, region.page_bytes)
             self._pages = pages
-        self._peers: dict[PeerKey, _Peer] = {}
+        self._peers: dict[PeerKey, SharedPeer] = {}
         self._unreached: dict[PeerKey, tuple[float, str]] = {}
         """When and why an owner could not be reached."""
 
@@ -291,7 +310,7 @@ class SharedSenders:
         for key in list(self._peers):
             self.close_peer(key)
 
-    def _connected(self, key: PeerKey, target: SharedTargetInfo) -> _Peer:
+    def _connected(self, key: PeerKey, target: SharedTargetInfo) -> SharedPeer:
         peer = self._peers.get(key)
         if peer is not None and peer.target == target:
             return peer
@@ -302,7 +321,13 @@ class SharedSenders:
         try:
             if peer is not None:
                 self.close_peer(key)
-            peer = _Peer(target, self._region, self._writer)
+            region = self._region
+            if (target.memory_type, target.page_bytes) != (region.memory_type, region.page_bytes):
+                raise TransportMismatch(
+                    f"pages of {target.page_bytes} bytes in {target.memory_type} there, of "
+                    f"{region.page_bytes} in {region.memory_type} here"
+                )
+            peer = SharedPeer(target, self._writer)
         except TransferError as error:
             self._unreached[key] = self._clock(), error.message
             while len(self._unreached) > MAX_REMEMBERED_PEERS:
@@ -313,17 +338,14 @@ class SharedSenders:
         return peer
 
 
-class _Peer:
-    """An owner's memory as this process has mapped it."""
+class SharedPeer:
+    """Another process's memory as this process has mapped it. `writer` opens that of GPUs.
 
-    def __init__(
-        self, target: SharedTargetInfo, region: PoolRegion, writer: DeviceWriter | None
-    ) -> None:
-        if (target.memory_type, target.page_bytes) != (region.memory_type, region.page_bytes):
-            raise TransportMismatch(
-                f"pages of {target.page_bytes} bytes in {target.memory_type} there, of "
-                f"{region.page_bytes} in {region.memory_type} here"
-            )
+    Raises:
+        TransferError: It cannot be reached from here.
+    """
+
+    def __init__(self, target: SharedTargetInfo, writer: DeviceWriter | None = None) -> None:
         self.target = target
         self.pages: NDArray[np.uint8] | None = None
         """Host memory, uint8 `[num_pages, page_bytes]`."""

@@ -14,6 +14,7 @@ from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo, Sh
 from weft.pages.marks import MAX_WAITING, WorkMark
 from weft.pages.transfer.chunks import (
     RAN_OUT,
+    SLOT_BYTES,
     ChunkPosted,
     PeerOpened,
     ShipChunk,
@@ -28,7 +29,7 @@ from weft.pages.transfer.nixl import (
     encode_notification,
 )
 from weft.pages.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
-from weft.pages.transfer.shared import SharedHandle, SharedSenders
+from weft.pages.transfer.shared import OutgoingData, SharedHandle, SharedSenders
 from weft.pages.transfer.source import PageSource, Reading
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,9 @@ class ShipThread:
         agents: SendAgents | None,
         wake: Callable[[], None],
         shared: SharedSenders | None = None,
+        outgoing: OutgoingData | None = None,
     ) -> None:
+        self._outgoing = outgoing
         self._source = source
         self._agents = agents
         self._shared = shared
@@ -104,6 +107,11 @@ class ShipThread:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="weft-ship", daemon=True)
         self._thread.start()
+
+    @property
+    def holds_data(self) -> bool:
+        """Whether data may be put into memory that the server process has mapped."""
+        return self._outgoing is not None and self._outgoing.is_mapped
 
     @property
     def max_chunk_pages(self) -> int | None:
@@ -365,13 +373,19 @@ class ShipThread:
             _check_term(chunk)
             content = self._source.exchanged[page]
             for offset in range(0, len(content), DATA_CHUNK_BYTES):
+                part = content[offset : offset + DATA_CHUNK_BYTES]
                 event = FillEvent(
                     kind="data",
                     chunk=chunk.index,
                     start_token=chunk.start_token + index * page_size,
                     offset=offset,
-                    data=content[offset : offset + DATA_CHUNK_BYTES].tobytes(),
                 )
+                if chunk.slot is None or self._outgoing is None:
+                    event.data = part.tobytes()
+                else:
+                    event.held_at = chunk.slot * SLOT_BYTES + index * len(content) + offset
+                    event.num_held = len(part)
+                    self._outgoing.bytes[event.held_at : event.held_at + len(part)] = part
                 self._emit((chunk.lease_id, event))
 
     def _poll(self) -> bool:

@@ -138,6 +138,9 @@ class StoreJobs:
 
     # -- Shipper ---------------------------------------------------------------------------------
 
+    holds_data = False
+    """Data do not leave the process before they are sent."""
+
     def prepare(self, owner: tuple[str, int], target: Target) -> None:
         self._shipper.prepare(owner, target)
 

@@ -10,6 +10,7 @@ import grpc
 from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.fill_data import event_to_wire, map_memory
 from weft.common.worker.fill_streams import FillStreams
 from weft.contract.codec.pairs import LEASE_STATES
 from weft.contract.errors import InvalidRequest, PeerUnavailable
@@ -28,10 +29,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, context: WorkerContext) -> None:
         self._info = context.info
         self._queries = context.queries
-        self._streams = FillStreams(_EnginePort(context.engine), context.tracer)
+        memory = map_memory(context.info.outgoing)
+        self._streams = FillStreams(_EnginePort(context.engine), context.tracer, memory)
 
     def add_to(self, server: grpc.aio.Server) -> None:
+        fill = grpc.stream_stream_rpc_method_handler(
+            self.Fill,
+            request_deserializer=kv_pb2.FillControl.FromString,
+            response_serializer=event_to_wire,
+        )
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
+        server.add_registered_method_handlers(self.name, {"Fill": fill})
 
     def Fill(
         self,

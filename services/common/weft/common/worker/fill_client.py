@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 from weft.common.rpc.channel import ServiceChannel, open_channel
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.streams import WRITE_AFTER_END
@@ -17,13 +19,14 @@ from weft.common.rpc.tls import Identity
 from weft.common.tasks import start_logged
 from weft.common.telemetry.spans import lease_traceparent
 from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.fill_data import IncomingData, event_from_wire
 from weft.contract import faults
-from weft.contract.codec.pairs import FILL_START, LEASE_STATES, event_from_proto
+from weft.contract.codec.pairs import FILL_START, LEASE_STATES
 from weft.contract.errors import InjectedFault, PeerUnavailable
 from weft.contract.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer
 from weft.contract.handle import LAST_EVENTS, FillEvent
 from weft.contract.messages import Inbox
-from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
+from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +48,19 @@ T = TypeVar("T")
 class _OpenFill:
     """Messages still to be sent to a filler, and the deadline for its answer."""
 
+    worker_id: str
     controls: asyncio.Queue[kv_pb2.FillControl] = field(default_factory=asyncio.Queue)
     deadline: asyncio.Timeout | None = None
     """Deadline of the stream, once it is open."""
+    incoming: IncomingData | None = None
+    """Takes the data that come; None: the engine does."""
     stop_by: float | None = None
     """Deadline for the answer to a stop, on the loop's clock; None: not stopped."""
 
     def stop(self) -> None:
         """Notes that the filler was told to stop, which limits the time for its answer."""
+        if self.incoming is not None:
+            self.incoming.is_stopped = True
         if self.stop_by is None:
             self.stop_by = asyncio.get_running_loop().time() + STOP_TIMEOUT_S
             if self.deadline is not None:
@@ -66,6 +74,10 @@ class FillClient:
 
     def __init__(self, engine: EngineClient, identity: Identity | None = None) -> None:
         self._engine = engine
+        self.memory: NDArray[np.uint8] | None = None
+        """Memory in which fills land, uint8 `[pages, page_bytes]`; None: the engine puts data
+        there.
+        """
         self._identity = identity
         self._channels: dict[tuple[str, str], ServiceChannel] = {}
         """Channels by service and address, in the order of last use."""
@@ -77,7 +89,7 @@ class FillClient:
     def run(self, command: FillCommand) -> None:
         """Carries out one command without waiting."""
         if command.action == "start":
-            self._open[command.lease_id] = _OpenFill()
+            self._open[command.lease_id] = _OpenFill(command.worker_id)
             self._spawn(self._fill(command, self._open[command.lease_id]))
         elif command.action == "query":
             self._spawn(self._query(command))
@@ -89,6 +101,14 @@ class FillClient:
             open_fill.controls.put_nowait(control)
             if command.action == "stop":
                 open_fill.stop()
+
+    def exited(self, worker_id: str) -> None:
+        """Puts no more data of a worker's fills anywhere, since the engine takes its end for proof
+        that none come.
+        """
+        for open_fill in self._open.values():
+            if open_fill.worker_id == worker_id and open_fill.incoming is not None:
+                open_fill.incoming.is_stopped = True
 
     def sizes(self) -> dict[str, int]:
         """Numbers of streams to fillers, of tasks, and of channels."""
@@ -160,20 +180,23 @@ class FillClient:
         start = kv_pb2.FillControl(start=FILL_START.plain(told))
 
         last = FillEvent(kind="broken", message="the filler ended the stream")
-        call = self._stub(command).Fill()
+        if self.memory is not None:
+            open_fill.incoming = IncomingData(self.memory, command.handle)
+        call = self._call(command)
         writing: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout_at(open_fill.stop_by) as open_fill.deadline:
                 for message in await _passed(faults.FILL_START, start):
                     await call.write(message)
                 writing = start_logged(_forward(open_fill.controls, call))
-                while isinstance(received := await call.read(), kv_pb2.FillEvent):
-                    event = event_from_proto(received)
+                while isinstance(received := await call.read(), tuple):
+                    event, data = received
                     if event.kind in LAST_EVENTS or event.kind == "broken":
                         last = event
                         break
                     for passed in await _passed(faults.FILL_EVENT_IN, event):
-                        self._tell(command.lease_id, passed)
+                        for each in _take(open_fill.incoming, passed, data):
+                            self._tell(command.lease_id, each)
                     if event.kind == "data":
                         await self._engine.room()
         except TimeoutError:
@@ -192,6 +215,18 @@ class FillClient:
             call.cancel()
             del self._open[command.lease_id]
             self._tell(command.lease_id, last)
+
+    def _call(self, command: FillCommand) -> Any:
+        """A Fill call whose events are not parsed by protobuf, which would copy their data."""
+        service = kvstore_pb2 if command.kind == "kvstore" else prefill_pb2
+        name = "KvStoreService" if command.kind == "kvstore" else "PrefillService"
+        full_name = service.DESCRIPTOR.services_by_name[name].full_name
+        method = self.channel(command.address, command.kind).stream_stream(
+            f"/{full_name}/Fill",
+            request_serializer=kv_pb2.FillControl.SerializeToString,
+            response_deserializer=event_from_wire,
+        )
+        return method()
 
     async def _query(self, command: FillCommand) -> None:
         """Without an answer the engine asks again."""
@@ -224,6 +259,20 @@ class FillClient:
     def _tell(self, lease_id: bytes, event: FillEvent) -> None:
         with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(filler_events=[FillerEvent(lease_id=lease_id, event=event)]))
+
+
+def _take(incoming: IncomingData | None, event: FillEvent, data: memoryview) -> Sequence[FillEvent]:
+    """Puts data in their place; what to tell the engine."""
+    if incoming is None:
+        event.data = bytes(data)
+        return [event]
+    if event.kind == "data":
+        return incoming.put(event, data)
+    if event.kind == "written":
+        incoming.written(event.end_token)
+    elif event.kind == "accepted":
+        incoming.accepted(event.end_token)
+    return [*incoming.untold(), event]
 
 
 async def _forward(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import Tracer
+from weft.common.worker.fill_data import data_to_wire
 from weft.common.worker.fill_trace import FillTrace
 from weft.contract import faults
 from weft.contract.codec.pairs import FILL_START, event_to_proto
@@ -45,18 +48,24 @@ class FillPort(Protocol):
 
 
 class FillStreams:
-    """All open Fill streams of a service. `tracer` keeps the spans of the fills."""
+    """All open Fill streams of a service. `tracer` keeps the spans of the fills.
 
-    def __init__(self, port: FillPort, tracer: Tracer) -> None:
+    Args:
+        memory: Memory for outgoing data, uint8; None: events have their data.
+    """
+
+    def __init__(
+        self, port: FillPort, tracer: Tracer, memory: NDArray[np.uint8] | None = None
+    ) -> None:
         self._port = port
+        self._memory = memory
         self._tracer = tracer
         self._streams: dict[int, asyncio.Queue[FillEvent]] = {}
         self._ids = itertools.count(1)
 
-    async def serve(
-        self, requests: AsyncIterator[kv_pb2.FillControl]
-    ) -> AsyncIterator[kv_pb2.FillEvent]:
-        """Serves one Fill call, from `start` to its last event.
+    async def serve(self, requests: AsyncIterator[kv_pb2.FillControl]) -> AsyncIterator[Any]:
+        """Serves one Fill call, from `start` to its last event: `FillEvent` messages. Those with
+        data from the memory for outgoing ones are serialised already.
 
         Raises:
             InvalidRequest: The stream does not begin with a `start`, or that is malformed.
@@ -91,7 +100,10 @@ class FillStreams:
                 if faults.FILL_EVENT_OUT.is_armed:
                     sent = await faults.FILL_EVENT_OUT.repeat_async(event)
                 for each in sent:
-                    yield event_to_proto(each)
+                    if each.num_held and self._memory is not None:
+                        yield data_to_wire(each, self._memory)
+                    else:
+                        yield event_to_proto(each)
                 num_taken += 1
                 if is_data and events.empty():
                     self._port.taken(stream, num_taken)

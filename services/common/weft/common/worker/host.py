@@ -27,6 +27,7 @@ from weft.common.worker.admin import WorkerAdmin
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_client import FillClient
+from weft.common.worker.fill_data import map_memory
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.metrics import EngineCollector
 from weft.common.worker.placements import notes_of, place_worker
@@ -140,6 +141,7 @@ class WorkerHost:
         )
         self._tracer = make_tracer(settings, self._worker_id)
         self._fills = FillClient(self._engine, self._identity)
+        self._queries.before_exit = self._fills.exited
         self._adapters: AdapterFollower | None = None
         if registry is not None:
             send = self._engine.send
@@ -169,6 +171,7 @@ class WorkerHost:
             logger.warning(notice)
         if not self._config.page_digests:
             logger.warning("pages are not checked: corruption in transit goes unnoticed")
+        self._fills.memory = map_memory(info.incoming)
         self._settings.tell_of_pages("nixl" in info.transports)
         if self._settings.kvstore:
             self._store = self._store_client(info)

@@ -44,6 +44,8 @@ class Queries:
         self._engine = engine
         self._ids = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
+        self.before_exit: Callable[[str], None] = lambda worker_id: None
+        """Called with a worker's id before its end is reported."""
 
     def on_outbox(self, outbox: Outbox) -> None:
         """Resolves the queries that the engine answered."""
@@ -66,6 +68,7 @@ class Queries:
     async def report_exit(self, worker_id: str, epoch: int) -> int:
         """Reports a dead incarnation; returns the pages that leave quarantine."""
         query = next(self._ids)
+        self.before_exit(worker_id)
         exited = ProcessExited(worker_id=worker_id, epoch=epoch, query=query)
         return int(await self._ask(query, Inbox(exits=[exited])))
 

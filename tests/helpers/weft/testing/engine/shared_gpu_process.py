@@ -9,7 +9,7 @@ from weft.engine.transfer.staging_memory import DeviceStagingPages
 from weft.kernels.ops.page_digest import page_digests
 from weft.pages.transfer.shared import SharedPool
 
-PAGES, PAGE_BYTES = 96, 1 << 21
+PAGES, PAGE_BYTES = 160, 1 << 21
 Connection = multiprocessing.connection.Connection
 
 

@@ -44,7 +44,9 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("--gateway-args", "--decode-policy round_robin --max-attempts 1"),
     ),
     "bfloat16": (
-        *("--dtype", "bfloat16", *_SHIP_ALWAYS, "--transport", "data", "--decode-args", PATIENT),
+        *("--dtype", "bfloat16", *_SHIP_ALWAYS, "--transport", "shared", "--decode-args", PATIENT),
+        # Messages that the servers put into memory which they share with their engines.
+        *("--prefill-args", "--transport data"),
     ),
 }
 """Flags of `weft up` by kind of mesh."""
