@@ -238,3 +238,24 @@ def test_each_pair_has_its_transport(
     assert told[transport] in pair.fillers["prefill"].parts.transport.describe()
     pair.settle()
     pair.close()
+
+
+def test_a_worker_that_cannot_share_memory_gets_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(num_bytes: int) -> None:
+        raise TransferError(f"no {num_bytes} bytes")
+
+    monkeypatch.setattr("weft.engine.transfer.build.MemoryFile", refuse)
+    monkeypatch.setattr("weft.engine.transfer.staging_memory.MemoryFile", refuse)
+    model_dir, clock = make_tiny("llama", tmp_path, seed=random.randrange(2**31)), ManualClock()
+    for settings in ({}, {"force_staging": True}):
+        values: dict[str, Any] = {"transport": "shared", **settings}
+        owner = make_engine(model_dir, "decode", clock, **values)
+        pair = EnginePair(owner, [make_engine(model_dir, "prefill", clock, **values)], clock)
+        assert owner.parts.transport.transports == ["data"]
+        request_id = pair.submit([random.randrange(3, 500) for _ in range(50)])
+        pair.finish(request_id)
+        (record,) = pair.answers[request_id].finished[0].timeline.fills
+        assert (record.transport, record.accepted_tokens, record.failure) == ("data", 48, "")
+        pair.close()

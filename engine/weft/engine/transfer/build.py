@@ -61,7 +61,12 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
     most = _device_bytes(config, device) if is_on_device else DEFAULT_STAGING_BYTES
     num_pages = _num_staging_pages(config, page_bytes, most)
     kind = DeviceStagingPages if is_on_device else PinnedStagingPages
-    return kind(num_pages, page_bytes, device, is_shared=shares_memory(config))
+    if shares_memory(config):
+        try:
+            return kind(num_pages, page_bytes, device, is_shared=True)
+        except ConfigError as error:
+            logger.warning("no memory is shared, so pages come as data: %s", error.message)
+    return kind(num_pages, page_bytes, device)
 
 
 def _num_staging_pages(config: EngineConfig, page_bytes: int, default_bytes: int) -> int:
