@@ -23,7 +23,7 @@ from weft.contract.errors import (
     PeerUnavailable,
 )
 from weft.gateway.media.forms import TiledForm
-from weft.gateway.media.reader import ImageReader, ProcessedImage
+from weft.gateway.media.reader import HeldMedia, ImageReader, ProcessedImage
 from weft.gateway.request import ImageFile
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_images import encoded, random_image
@@ -314,6 +314,31 @@ async def test_images_that_nobody_waits_for_leave_the_queue() -> None:
         again = asyncio.create_task(process(reader, [picture(2)]))
         os.kill(pid, signal.SIGCONT)
         assert len(await first) == len(await again) == 1
+
+
+async def test_images_behind_a_bad_one_are_not_worked_on() -> None:
+    async with reading(media_processes=1, media_timeout_s=30) as reader:
+        await process(reader, [picture(0)])
+        with pytest.raises(InvalidRequest):
+            await process(reader, [file_of(b"no image"), *(picture(seed) for seed in range(1, 9))])
+        await until(lambda: not reader.pool.num_running and not reader.pool.num_queued)
+        assert reader.num_images <= 3
+
+
+def test_one_request_may_hold_any_amount() -> None:
+    held = HeldMedia(100)
+    held.take("a", 60)
+    held.take("a", 600)
+    with pytest.raises(Overloaded):
+        held.take("b", 1)
+    held.give_back("a")
+    held.take("b", 60)
+    held.take("c", 40)
+    with pytest.raises(Overloaded):
+        held.take("b", 1)
+    held.give_back("b")
+    held.give_back("c")
+    assert held.num_bytes == 0
 
 
 async def test_processes_get_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

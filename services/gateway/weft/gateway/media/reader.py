@@ -160,13 +160,20 @@ class ImageReader:
                 return await work(image, source)
 
         pairs = zip(images, sources, strict=True)
-        return list(await asyncio.gather(*[placed(image, source) for image, source in pairs]))
+        tasks = [asyncio.create_task(placed(image, source)) for image, source in pairs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            # After a failure the others are not worth their work.
+            for task in tasks:
+                task.cancel()
 
     def _landed(self, key: bytes, flight: asyncio.Task[ProcessedImage]) -> None:
-        if flight.cancelled():
-            return
-        del self._flights[key]
-        if flight.exception() is None:  # Reads it, since all that waited may have left.
+        known = self._flights.get(key)
+        if known is not None and known.task is flight:
+            del self._flights[key]
+        # Reads the error, since all that waited may have left.
+        if not flight.cancelled() and flight.exception() is None:
             self.memo.put(key, flight.result())
 
     async def _process(
@@ -226,7 +233,8 @@ class HeldMedia:
         """Counts bytes for a request, until `give_back`. Raises Overloaded if all requests would
         hold too much; one alone may hold any amount.
         """
-        if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+        is_alone = self.num_bytes == self._by_request.get(request_id, 0)
+        if not is_alone and self.num_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 f"images of requests hold {self.num_bytes} bytes already (the bound is "
                 f"{self._max_bytes}); send the request again later",
