@@ -14,6 +14,7 @@ from weft.checkpoint.demo import (
 )
 from weft.checkpoint.files import Progress
 from weft.checkpoint.gguf_folder import gguf_folder
+from weft.checkpoint.joined_folder import joined_folder, needs_joining
 from weft.checkpoint.mistral_folder import mistral_folder, needs_conversion
 from weft.contract.errors import ModelError
 
@@ -22,11 +23,11 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """The directory of a model, which is made or downloaded first if necessary.
 
     `model` is `demo`, `demo-gguf` (its GGUF file), a directory in Hugging Face's or Mistral's
-    layout, a GGUF file, a name on a hub (`organisation/name`, with `@revision` or without; a
-    directory of that name comes first), or the URL of a folder in an object store. `progress` is
-    called with (bytes written, bytes in all) while the demo model is converted. Raises ModelError
-    if the model does not exist or cannot be converted or downloaded, or a GGUF file is damaged or
-    not supported.
+    layout or with an image tower for the demo model, a GGUF file, a name on a hub
+    (`organisation/name`, with `@revision` or without; a directory of that name comes first), or the
+    URL of a folder in an object store. `progress` is called with (bytes written, bytes in all)
+    while the demo model is converted. Raises ModelError if the model does not exist or cannot be
+    converted or downloaded, or a file is damaged or not supported.
     """
     if model == DEMO_NAME:
         return convert_demo(progress)
@@ -35,6 +36,8 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     path = find_source() if model == DEMO_GGUF else Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return gguf_folder(path)
+    if needs_joining(path):
+        return joined_folder(path, progress)
     if needs_conversion(path):
         return mistral_folder(path)
     if _is_model_folder(path):
@@ -63,4 +66,4 @@ def default_name(model: str, folder: Path) -> str:
 
 
 def _is_model_folder(path: Path) -> bool:
-    return (path / "config.json").is_file() or needs_conversion(path)
+    return (path / "config.json").is_file() or needs_conversion(path) or needs_joining(path)
