@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from weft.contract.startup import no_collections
 from weft.testing.meshes.mesh_prompts import MeshPrompt
 
 NUM_TOP = 64
@@ -203,8 +204,9 @@ def _continued(
 
 
 def _main() -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
+    with no_collections():
+        import torch
+        from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
     model.eval()
