@@ -16,6 +16,7 @@ from weft.contract.request import (
     SamplingParams,
     StopCriteria,
 )
+from weft.contract.spans import MediaSpan
 from weft.contract.submits import SampleProgress, Submit
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate
@@ -92,6 +93,7 @@ def a_submit() -> decode_pb2.Submit:
             "normalize": False,
             "segment_start": 6,
         },
+        spans=[{"position": 5, "length": 6, "digest": bytes(range(32)), "offset": 7}],
     )
     assert {field.name for field, _ in message.ListFields()} == set(
         decode_pb2.Submit.DESCRIPTOR.fields_by_name
@@ -151,6 +153,7 @@ def test_every_field_reaches_the_engine() -> None:
         session_id="s" * 128,
         ends_session=True,
         progress=[SampleProgress(sample=1, tokens=[8, 9], is_finished=True)],
+        spans=[MediaSpan(position=5, length=6, digest=bytes(range(32)), offset=7)],
     )
     constraint = decoded(a_submit()).sampling.constraint
     assert constraint is not None
