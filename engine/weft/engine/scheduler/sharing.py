@@ -50,7 +50,7 @@ class PrefixSharing:
         if end > request.num_reusable_tokens:
             return False  # The owner of a prompt runs its last token, or all, in any case.
         leaf = found.path[-1] if found.path else None
-        wanted: list[int] | None = None
+        wanted: bytes | None = None
         for other in active:
             # It has published exactly the cached prefix, so both continue from the same page.
             if (
@@ -61,8 +61,9 @@ class PrefixSharing:
             ):
                 continue
             if wanted is None:
-                wanted = request.tokens[start:end]
-            if other.tokens[start:end] == wanted:
+                wanted = request.keys.packed(request.tokens, start, end)
+            # Equal tokens may stand for different images.
+            if other.keys.packed(other.tokens, start, end) == wanted:
                 self._follow(request, other)
                 return True
         return False
