@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from weft.contract.errors import InvalidRequest
@@ -13,6 +14,14 @@ operation of PyTorch, so that more steps would stall it for seconds.
 MAX_DELAY_STEPS = 1_000_000
 DEFAULT_LIMIT_S, MAX_LIMIT_S = 60.0, 600.0
 """Seconds after which a profile ends, however many steps it has: an idle engine makes none."""
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_id(text: str, param: str) -> None:
+    """Raises InvalidRequest unless the text can be the name of a profile and of a file."""
+    if not _ID.fullmatch(text):
+        message = f"{param}: give 1 to 64 letters, digits, `.`, `_` and `-`"
+        raise InvalidRequest(message, stage="validate", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

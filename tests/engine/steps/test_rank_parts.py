@@ -209,6 +209,8 @@ def random_field(of: object) -> object:
     number = random.randrange(1 << 40)
     if of is str:
         return "".join(random.choices("/aé漢", k=number % 7))
+    if of is bytes:
+        return random.randbytes(number % 9)
     return {int: number, bool: number % 2 == 0}.get(
         of,  # type: ignore[call-overload]
         [random.randrange(1000) for _ in range(number % 9)],

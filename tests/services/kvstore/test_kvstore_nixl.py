@@ -92,7 +92,7 @@ async def test_pages_of_one_worker_reach_another(store_address: str, start: Star
         assert [as_data.digests[index] for index in (38, 39)] == digests[38:]
         await caller.settled()
         info = await caller.stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest())
-        assert list(info.transports) == ["nixl", "data"]
+        assert list(info.transports) == ["nixl", "shared", "data"]
         assert "cma" in info.transport_detail
 
 

@@ -197,7 +197,11 @@ async def test_a_store_that_loses_its_arena_drains_and_ends(
     monkeypatch.setattr(main, "configure_logging", lambda *arguments: None)
     ready = tmp_path / "ready.json"
     settings = KvStoreSettings(
-        memory_bytes=1 << 16, metrics_port=None, ready_file=ready, put_timeout_s=0.3
+        memory_bytes=1 << 16,
+        metrics_port=None,
+        ready_file=ready,
+        put_timeout_s=0.3,
+        transport="nixl",
     )
     running = asyncio.create_task(main.run_store(settings))
     async with asyncio.timeout(60):

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from weft.common.telemetry.merge_profile import AROUND_S, MergeOrder, Part, merge
-from weft.common.telemetry.profile_folder import ProfileFolder, check_id, discard
+from weft.common.telemetry.profile_folder import ProfileFolder, discard
 from weft.contract.errors import Internal, InvalidRequest, ProfilesDisabled
+from weft.contract.profiles import check_id
 from weft.v1 import trace_pb2
 
 BEGAN_S = 1_790_000_000.0

@@ -118,4 +118,5 @@ def _write(recorded: profile | None, path: Path, problem: str) -> None:
     except Exception as error:
         logger.exception("a profile was not written")
         with contextlib.suppress(OSError):  # Nobody may wait for it any more.
-            path.with_suffix(".error").write_text(problem or f"{type(error).__name__}: {error}")
+            unfinished.write_text(problem or f"{type(error).__name__}: {error}")
+            unfinished.replace(path.with_suffix(".error"))

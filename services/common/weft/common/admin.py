@@ -21,7 +21,6 @@ from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
-from weft.common.telemetry.profile_folder import check_id
 from weft.contract.codec.pairs import FAULT, PROFILE_OPTIONS
 from weft.contract.errors import (
     ConfigError,
@@ -31,7 +30,7 @@ from weft.contract.errors import (
     Unauthenticated,
 )
 from weft.contract.faults import BOARD, FaultSpec, FaultState
-from weft.contract.profiles import ProfileOptions
+from weft.contract.profiles import ProfileOptions, check_id
 from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from weft.common.telemetry.merge_profile import MergeOrder, write_order
-from weft.contract.errors import Internal, InvalidRequest, ProfileNotFound, ProfilesDisabled
+from weft.contract.errors import Internal, ProfileNotFound, ProfilesDisabled
 from weft.v1 import profile_pb2
 
 CHUNK_BYTES = 1 << 20
@@ -22,14 +21,6 @@ _WORKING = ".weft-profile-"
 """What the names of folders with parts begin with."""
 _LEFT_AFTER_S = 3600.0
 """Age from which such a folder was left by a service that died."""
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def check_id(text: str, param: str) -> None:
-    """Raises InvalidRequest unless the text can be the name of a profile and of a file."""
-    if not _ID.fullmatch(text):
-        message = f"{param}: give 1 to 64 letters, digits, `.`, `_` and `-`"
-        raise InvalidRequest(message, stage="validate", param=param)
 
 
 class ProfileFolder:

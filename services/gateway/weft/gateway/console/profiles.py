@@ -18,7 +18,6 @@ from weft.common.telemetry.profile_folder import (
     MERGE_LIMIT_S,
     SUFFIX,
     ProfileFolder,
-    check_id,
     discard,
     read_chunks,
 )
@@ -30,7 +29,7 @@ from weft.contract.errors import (
     ProfileRunning,
     WeftError,
 )
-from weft.contract.profiles import ProfileOptions
+from weft.contract.profiles import ProfileOptions, check_id
 from weft.gateway.console.relay import OperatorsRelay
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.validate import invalid

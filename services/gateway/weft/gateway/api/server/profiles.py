@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
-from weft.common.telemetry.profile_folder import check_id
 from weft.contract.errors import WeftError
-from weft.contract.profiles import MAX_LIMIT_S, MAX_STEPS, ProfileOptions
+from weft.contract.profiles import MAX_LIMIT_S, MAX_STEPS, ProfileOptions, check_id
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.call import Context
 from weft.gateway.api.dialect_bodies import DialectBody, Few
