@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from weft.testing.kernels import sm90_kernels
 
-pytestmark = pytest.mark.needs("triton-interpreter")
+pytestmark = [pytest.mark.needs("triton-interpreter"), pytest.mark.full]
 
 KERNELS = {
     "layers": "_small_linear _sliced_linear _tiled_linear _decode _merge _extend _rms_norm "

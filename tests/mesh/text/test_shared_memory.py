@@ -14,7 +14,7 @@ from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, Greedy, TinyMesh
 from weft.v1 import common_pb2, worker_pb2
 
-pytestmark = pytest.mark.needs("go")
+pytestmark = [pytest.mark.needs("go"), pytest.mark.full]
 NUM_PROMPT, NUM_NEW = 300, 8
 
 
