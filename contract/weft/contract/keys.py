@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.contract.arrays import Int64Array
-from weft.contract.spans import MediaSpan
+from weft.contract.spans import MediaSpan, spans_within
 
 HASH_VERSION = 2
 """Version of keys and digests: workers of different versions exchange no pages."""
@@ -50,12 +50,12 @@ class PromptMedia(NamedTuple):
         place in the page, and the number of rows. Empty for a page of text, whose key so stays that
         of its tokens.
         """
+        if not self.spans:
+            return b""
         parts = []
-        for span in self.spans:
-            first, last = max(span.position, start), min(span.end, end)
-            if first < last:
-                numbers = (span.offset + first - span.position, first - start, last - first)
-                parts += [span.digest, *(number.to_bytes(4, "little") for number in numbers)]
+        for span, first, last in spans_within(self.spans, start, end):
+            numbers = (span.offset + first - span.position, first - start, last - first)
+            parts += [span.digest, *(number.to_bytes(4, "little") for number in numbers)]
         return self.encoder + b"".join(parts) if parts else b""
 
 
@@ -363,13 +363,9 @@ class PageKeys:
         if end * WIDE_TOKEN_BYTES <= len(self._wide):
             return self._wide[start * WIDE_TOKEN_BYTES : end * WIDE_TOKEN_BYTES]
         symbols = np.array(tokens[start:end], "<i8")
-        for span in self._media.spans:
-            first, last = max(span.position, start), min(span.end, end)
-            if first < last:
-                rows = self._names.of_rows(span)
-                symbols[first - start : last - start] = rows[
-                    first - span.position : last - span.position
-                ]
+        for span, first, last in spans_within(self._media.spans, start, end):
+            rows = self._names.of_rows(span)[first - span.position : last - span.position]
+            symbols[first - start : last - start] = rows
         data = symbols.tobytes()
         if start == 0:
             self._wide = data

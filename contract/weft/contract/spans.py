@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -69,6 +70,19 @@ def media_digest(kind: MediaKind, processor: str, shape: Sequence[int], data: by
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return state.digest()
+
+
+def spans_within(
+    spans: Sequence[MediaSpan], start: int, end: int
+) -> Iterator[tuple[MediaSpan, int, int]]:
+    """Yields the spans that touch the positions [start, end), in order, each with the first of
+    these positions that it has and the one after the last. `spans` are in order.
+    """
+    for index in range(bisect_right(spans, start, key=lambda span: span.end), len(spans)):
+        span = spans[index]
+        if span.position >= end:
+            return
+        yield span, max(span.position, start), min(span.end, end)
 
 
 def check_spans(spans: Sequence[MediaSpan], num_tokens: int) -> None:

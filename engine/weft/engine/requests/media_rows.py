@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
-from weft.contract.spans import Media, MediaSpan, check_spans
+from weft.contract.spans import Media, MediaSpan, check_spans, spans_within
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
@@ -126,10 +126,8 @@ class MediaRows:
         """
         # A head may need the hidden state of the token before the first one again.
         first = max(0, start - 1)
-        for span in request.spans:
-            if span.position >= start + num_tokens:
-                break
-            if span.end > first and not self._use(span.digest):
+        for span, _, _ in spans_within(request.spans, first, start + num_tokens):
+            if not self._use(span.digest):
                 return max(0, span.position - start)
         return num_tokens
 
@@ -155,12 +153,10 @@ class MediaRows:
         """Yields, for each of a request's spans within the positions [first, end): the positions,
         counted from `first`, and the places of their rows.
         """
-        for span in request.spans:
-            begin, last = max(span.position, first), min(span.end, end)
-            if begin < last:
-                encoded = self._held[span.digest]
-                places = encoded.places(span.offset + begin - span.position, last - begin)
-                yield np.arange(begin - first, last - first), places
+        for span, begin, last in spans_within(request.spans, first, end):
+            encoded = self._held[span.digest]
+            places = encoded.places(span.offset + begin - span.position, last - begin)
+            yield np.arange(begin - first, last - first), places
 
     def begin_step(self, number: int) -> None:
         """The planned step begins."""

@@ -25,34 +25,6 @@ Made = Masks | WeftError | None
 """
 
 
-class PromptMedia(Protocol):
-    """Rows of the media in prompts."""
-
-    def begin(self, request: Request) -> None:
-        """Keeps the content of a request's media until `end`."""
-        ...
-
-    def end(self, request: Request) -> None: ...
-
-    def begin_plan(self, *, has_running: bool) -> None:
-        """Calls of `limit` for the next step follow."""
-        ...
-
-    def limit(self, request: Request, start: int, num_tokens: int) -> int:
-        """Tokens of a chunk whose media will have rows in this step, from none to all."""
-        ...
-
-    def begin_step(self, number: int) -> None:
-        """The planned step begins."""
-        ...
-
-    def end_step(self, number: int) -> None:
-        """A step has ended: it reads no rows any more."""
-        ...
-
-    def sizes(self) -> dict[str, int]: ...
-
-
 class MaskSource(Protocol):
     """The constraints of requests. The source holds a request back until its constraint is
     compiled, then makes a mask for each of its tokens. Requests without a constraint never reach

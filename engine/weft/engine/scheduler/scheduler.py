@@ -21,6 +21,7 @@ from itertools import chain, islice
 
 import numpy as np
 from weft.contract.errors import WeftError
+from weft.engine.requests.media_rows import MediaRows
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
@@ -30,7 +31,7 @@ from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits, fitting_budget
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies.base import AdmissionQueue
-from weft.engine.scheduler.ports import Fills, PromptMedia
+from weft.engine.scheduler.ports import Fills
 from weft.engine.scheduler.prompt_budget import PromptTokens
 from weft.engine.scheduler.running import Drafting, RunningPlans
 from weft.engine.scheduler.sharing import PrefixSharing
@@ -75,7 +76,7 @@ class Scheduler:
         prompt_budget: PromptTokens | None = None,
         drafting: Drafting | None = None,
         num_leaving_tokens: Callable[[], int] = lambda: 0,
-        media: PromptMedia | None = None,
+        media: MediaRows | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages
