@@ -157,10 +157,8 @@ class EngineInfo:
     """Entries of the model's embeddings; 0: it serves none."""
     num_labels: int = 0
     """Classes of the model's classification head; 0: it has none."""
-    media_kinds: list[str] = field(default_factory=list)
-    """Kinds of media that prompts may have here."""
     encoder_digest: bytes = b""
-    """Digest of their encoder, a part of keys; empty: there is none."""
+    """Digest of its encoder of images, a part of keys; empty: prompts have none here."""
     max_loras: int = 0
     """Most adapters on the device at once; 0: the engine serves none."""
     max_lora_rank: int = 0

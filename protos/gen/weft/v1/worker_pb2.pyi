@@ -141,7 +141,6 @@ class GetInfoResponse(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
-    MEDIA_KINDS_FIELD_NUMBER: _builtins.int
     ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
     ADMIN_PORT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
@@ -174,7 +173,9 @@ class GetInfoResponse(_message.Message):
     num_labels: _builtins.int
     """Classes of its classification head; 0: it has none."""
     encoder_digest: _builtins.bytes
-    """BLAKE2b-256 of their encoder and its weights, which the keys of pages with media name."""
+    """BLAKE2b-256 of its encoder of images and the weights, which the keys of pages with media name;
+    empty: it takes none.
+    """
     admin_port: _builtins.int
     """Its operators' port, on the host of its address; 0: it has none."""
     host: _builtins.str
@@ -200,10 +201,6 @@ class GetInfoResponse(_message.Message):
     @_builtins.property
     def adapters(self) -> Global___AdapterLimits:
         """Absent: it was started without an adapter root, and serves the base model alone."""
-
-    @_builtins.property
-    def media_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of media that its prompts may have, such as image; empty: none."""
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlacement]: ...
@@ -234,7 +231,6 @@ class GetInfoResponse(_message.Message):
         task: _builtins.str = ...,
         embedding_size: _builtins.int = ...,
         num_labels: _builtins.int = ...,
-        media_kinds: _abc.Iterable[_builtins.str] | None = ...,
         encoder_digest: _builtins.bytes = ...,
         admin_port: _builtins.int = ...,
         host: _builtins.str = ...,
@@ -242,7 +238,7 @@ class GetInfoResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "media_kinds", b"media_kinds", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

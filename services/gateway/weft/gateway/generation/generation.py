@@ -317,6 +317,9 @@ class Generation:
         except WeftError as error:
             trace.end(error)
             self._attempt_lost(error, placement)
+        except asyncio.CancelledError:
+            trace.end(None)
+            raise
 
     def _submit(self, placement: Placement, trace: AttemptTrace) -> None:
         now = asyncio.get_running_loop().time()
