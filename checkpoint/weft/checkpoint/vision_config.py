@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from weft.checkpoint.fields import Fields, read_json_file
+from weft.checkpoint.moe_config import without_defaults
 from weft.checkpoint.parts import NormConfig
 
 VisionActivation = Literal["gelu", "gelu_tanh", "silu", "relu"]
@@ -29,7 +30,7 @@ _ACTIVATIONS: Mapping[str, VisionActivation] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionNamesConfig:
-    """Names of a tower's parts in a checkpoint."""
+    """Names of a tower's parts in a checkpoint. An empty name: there is no such part."""
 
     towers: tuple[str, ...] = ("model.vision_model", "vision_model")
     """Prefixes of the vision transformer; the first one that exists counts."""
@@ -37,15 +38,25 @@ class VisionNamesConfig:
     """Prefixes of the connector; the first one that exists counts."""
     patches: str = "embeddings.patch_embedding"
     positions: str = "embeddings.position_embedding"
+    first_norm: str = ""
+    """Norm of the patches before the first layer."""
     layers: str = "encoder.layers"
     attention_norm: str = "layer_norm1"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three modules, or one that has the rows of all three."""
     o: str = "self_attn.out_proj"
     mlp_norm: str = "layer_norm2"
+    gate: str = ""
     up: str = "mlp.fc1"
     down: str = "mlp.fc2"
     last_norm: str = "post_layernorm"
     projection: str = "modality_projection.proj"
+    """The connector's only product, or its last one."""
+    connector_norm: str = ""
+    connector_up: str = ""
+    """The connector's first product of two."""
+    taps: str = ""
+    """List of the connectors of taps, below the vision transformer."""
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -54,11 +65,30 @@ class VisionNamesConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AxialRopeConfig:
+    """Rotation of q and k by a patch's row in the first half of a head's pairs, and by its column
+    in the second.
+    """
+
+    theta: float = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchWindowsConfig:
+    """Attention within square windows, which begin at a picture's upper left corner."""
+
+    side: int
+    """Patches along a window, a multiple of the connector's factor."""
+    full_layers: tuple[int, ...]
+    """Layers in which patches see all of their picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VitConfig:
     """A vision transformer, whose layers have a norm before attention and one before the MLP."""
 
     image_size: int
-    """Side in pixels of the square images that it takes."""
+    """Side in pixels of the square pictures that its positions are for; 0: there is no table."""
     patch_size: int
     """Side of a patch in pixels. Pixels that fill no patch, at the right and below, are left
     out.
@@ -71,19 +101,37 @@ class VitConfig:
     norm: NormConfig
     has_bias: bool = True
     """Whether products have biases, that of patches included."""
-    positions: Literal["bucketed"] = "bucketed"
-    """bucketed: a patch takes the row of the table whose part of the image its upper left corner
-    is in (Idefics2's form of SigLIP).
+    positions: Literal["bucketed", "learned", "interpolated", "none"] = "bucketed"
+    """What is added to a patch. bucketed: the row of the table whose part of the image its upper
+    left corner is in (Idefics2's form of SigLIP). learned: the row of its own place. interpolated:
+    the table, whose corners are the picture's, bilinearly at its place.
     """
+    # Fields from here on are in the fingerprint where they differ from their defaults.
+    has_patch_bias: bool = True
+    """Whether the product of patches has a bias, if products have some."""
+    frames: int = 1
+    """Frames of a patch; a picture is as many equal ones."""
+    is_gated: bool = False
+    """Whether the MLP has a gate."""
+    rope: AxialRopeConfig | None = None
+    windows: PatchWindowsConfig | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The fields for a fingerprint."""
+        return without_defaults(self, 10)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     @property
     def grid(self) -> int:
-        """Patches along a side of an image."""
+        """Patches along a side of the table of positions."""
         return self.image_size // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
+        """Rows of the table of positions."""
         return self.grid**2
 
 
@@ -95,6 +143,44 @@ class PixelShuffleConfig:
     """Side of a square in patches; divides the grid."""
     out_features: int
     """Width of the language model."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields for a fingerprint."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergerConfig:
+    """A connector that makes one row of each square of patches by a norm and an MLP, whose inner
+    width is that of all of a square's patches.
+    """
+
+    factor: int
+    """Side of a square in patches; divides each picture's grid."""
+    out_features: int
+    """Width of the language model."""
+    norm: NormConfig
+    activation: VisionActivation = "gelu"
+    is_norm_of_square: bool = False
+    """Whether the norm is of a square's patches together, and not of each patch."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields for a fingerprint."""
+        return {"kind": "merger", **asdict(self)}
+
+
+ConnectorConfig = PixelShuffleConfig | MergerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapsConfig:
+    """Further rows that some layers of the vision transformer make, for the language model's first
+    layers (DeepStack, arXiv 2406.04334): the n-th tap's are added to the stream after layer n.
+    """
+
+    layers: tuple[int, ...]
+    """The vision transformer's layers, in order, whose result is read."""
+    connector: MergerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,26 +197,49 @@ class VisionConfig:
     """An image tower."""
 
     vit: VitConfig
-    connector: PixelShuffleConfig
+    connector: ConnectorConfig
     image_token_id: int
     """The placeholder token."""
     pixels: PixelsConfig = PixelsConfig()
     names: VisionNamesConfig = VisionNamesConfig()
+    taps: TapsConfig | None = None
+    max_pixels: int | None = None
+    """Most pixels of a picture, whose sides may be any multiples of `square_size`; None: pictures
+    are squares of `tile_size`.
+    """
 
     @property
     def tile_size(self) -> int:
-        """Side in pixels of the square pictures (tiles) that the tower takes."""
+        """Side in pixels of the square pictures (tiles) that the tower takes, if they have one
+        size.
+        """
         return self.vit.image_size
+
+    @property
+    def square_size(self) -> int:
+        """Side in pixels of what becomes one row."""
+        return self.vit.patch_size * self.connector.factor
 
     @property
     def tokens_per_tile(self) -> int:
         """Rows that the tower makes of a tile."""
         return self.vit.num_patches // self.connector.factor**2
 
+    @property
+    def row_width(self) -> int:
+        """Elements of a row: those of the language model's stream, and as many for each tap."""
+        num_taps = 0 if self.taps is None else len(self.taps.layers)
+        return self.connector.out_features * (1 + num_taps)
+
     def fingerprint(self) -> bytes:
         """Canonical bytes of every field that changes rows."""
-        values = asdict(self)
-        del values["names"], values["image_token_id"]
+        values: dict[str, Any] = {
+            "vit": self.vit.values(),
+            "connector": self.connector.values(),
+            "pixels": asdict(self.pixels),
+        }
+        if self.taps is not None:
+            values["taps"] = asdict(self.taps)
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -195,13 +304,13 @@ def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
     Raises:
         ModelError: A file or a field is malformed, or tiles have another size than the tower's.
     """
-    fields = image_processor(model_dir)
-    tile = fields.section("max_image_size").positive("longest_edge", config.tile_size)
-    if tile != config.tile_size:
+    fields, usual = image_processor(model_dir), config.pixels
+    if config.max_pixels is not None:
+        config = replace(config, max_pixels=pixel_bounds(fields)[1])
+    elif (tile := _tile_size(fields, config.tile_size)) != config.tile_size:
         raise fields.error(
             "max_image_size", f"tiles of {tile} pixels, but the tower's have {config.tile_size}"
         )
-    usual = PixelsConfig()
     is_scaled, is_normal = fields.flag("do_rescale", True), fields.flag("do_normalize", True)
     return replace(
         config,
@@ -211,6 +320,27 @@ def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
             std=_by_channel(fields, "image_std", usual.std) if is_normal else (1.0,) * 3,
         ),
     )
+
+
+def pixel_bounds(processor: Fields) -> tuple[int, int]:
+    """Least and most pixels of a picture by Qwen2-VL's image processor, whose defaults are those of
+    transformers. Raises ModelError if a bound is malformed.
+    """
+    size = processor.section("size")
+    least, most = (
+        processor.positive(name, size.positive(name, size.positive(edge, usual)))
+        for name, edge, usual in (
+            ("min_pixels", "shortest_edge", 56 * 56),
+            ("max_pixels", "longest_edge", 28 * 28 * 1280),
+        )
+    )
+    if least > most:
+        raise processor.error("min_pixels", f"{least} are more than max_pixels, {most}")
+    return least, most
+
+
+def _tile_size(processor: Fields, default: int) -> int:
+    return processor.section("max_image_size").positive("longest_edge", default)
 
 
 def image_processor(model_dir: Path) -> Fields:

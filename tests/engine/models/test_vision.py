@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import InvalidRequest, ModelError
+from weft.engine.model.interface import MediaEncoder
 from weft.engine.model.loader import check_weights, load_model
 from weft.engine.model.vision.tower import VisionTower
 from weft.testing.models.fp8_models import fp8_copy
@@ -47,6 +48,11 @@ def reference(model_dir: Path, pixels: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.cat(list(found)).view(len(pixels), -1, found[0].shape[-1])
 
 
+def rows_of(tower: MediaEncoder, pixels: torch.Tensor) -> torch.Tensor:
+    """[N, tokens, hidden]."""
+    return tower.encode(list(pixels)).unflatten(0, (len(pixels), -1))
+
+
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     assert found.shape == wanted.shape
     return float((found - wanted).abs().max() / wanted.abs().max())
@@ -75,17 +81,17 @@ def test_rows_are_those_of_transformers(kind: str, tmp_path: Path, seed: int) ->
     wanted = reference(model_dir, pixels, torch.float32)
     assert wanted.shape[1] == tower.config.tokens_per_tile
     for count in range(1, 6):
-        assert difference(tower.encode(pixels[:count]), wanted[:count]) < 1e-5
+        assert difference(rows_of(tower, pixels[:count]), wanted[:count]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_tiles_change_no_bit(dtype: str, tmp_path: Path, seed: int) -> None:
     tower = tower_of(make_vision("smolvlm", tmp_path / "model", seed), dtype)
     pixels = tiles(tower, 4)
-    together = tower.encode(pixels)
+    together = rows_of(tower, pixels)
     for number in range(4):
-        assert torch.equal(tower.encode(pixels[number : number + 1])[0], together[number])
-    assert torch.equal(tower.encode(pixels.flip(0)).flip(0), together)
+        assert torch.equal(rows_of(tower, pixels[number : number + 1])[0], together[number])
+    assert torch.equal(rows_of(tower, pixels.flip(0)).flip(0), together)
 
 
 def test_bfloat16_is_as_near_as_that_of_transformers(tmp_path: Path, seed: int) -> None:
@@ -94,7 +100,7 @@ def test_bfloat16_is_as_near_as_that_of_transformers(tmp_path: Path, seed: int) 
     pixels = tiles(tower, 3)
     exact = reference(model_dir, pixels, torch.float32)
     rounded = reference(model_dir, pixels, torch.bfloat16)
-    found = tower.encode(pixels)
+    found = rows_of(tower, pixels)
     assert found.dtype == torch.bfloat16
     error = (found - exact).square().mean().sqrt()
     assert error < 1.5 * (rounded - exact).square().mean().sqrt()
@@ -104,13 +110,13 @@ def test_rows_and_patches_of_a_shape(tmp_path: Path) -> None:
     tower = tower_of(make_vision("smolvlm", tmp_path / "model", 1))
     assert tower.rows_of([64, 64, 3]) == tower.config.tokens_per_tile == 16
     assert tower.cost_of([64, 64, 3]) == 64
-    assert tower.max_shape == (64, 64, 3)
+    assert tower.max_shape(100) == (64, 64, 3)
     for shape in ([64, 56, 3], [64, 64], [64, 64, 4]):
         for call in (tower.rows_of, tower.cost_of):
             with pytest.raises(InvalidRequest, match=r"this model takes \[64, 64, 3\]"):
                 call(shape)
     with pytest.raises(InvalidRequest, match="shape"):
-        tower.encode(torch.zeros(1, 64, 56, 3, dtype=torch.uint8))
+        rows_of(tower, torch.zeros(1, 64, 56, 3, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +236,7 @@ def test_older_names_and_tensors_that_do_not_fit(tmp_path: Path) -> None:
     make_vision("smolvlm", tmp_path, 1)
     tower = tower_of(tmp_path)
     pixels = tiles(tower, 2)
-    wanted, file = tower.encode(pixels), tmp_path / "model.safetensors"
+    wanted, file = rows_of(tower, pixels), tmp_path / "model.safetensors"
     tensors = load_file(file)
     older = {
         name.removeprefix("model.")
@@ -239,7 +245,7 @@ def test_older_names_and_tensors_that_do_not_fit(tmp_path: Path) -> None:
         for name, one in tensors.items()
     }
     save_file(older, file)
-    assert torch.equal(tower_of(tmp_path).encode(pixels), wanted)
+    assert torch.equal(rows_of(tower_of(tmp_path), pixels), wanted)
     check_weights(tmp_path)
     for change, reason in (
         ({"vision_model.odd.weight": torch.zeros(3)}, r"does not use: vision_model\.odd\.weight"),
@@ -263,7 +269,7 @@ def test_a_format_made_at_load_is_not_the_towers(quantization: str, tmp_path: Pa
     loaded = load_model(tmp_path, "float32", images=True, quantization=quantization)
     assert loaded.weight_format == quantization
     assert loaded.encoder is not None
-    assert torch.equal(loaded.encoder.encode(pixels), tower.encode(pixels))
+    assert torch.equal(rows_of(loaded.encoder, pixels), rows_of(tower, pixels))
 
 
 def test_a_quantised_file_may_have_products_of_the_tower_too(tmp_path: Path) -> None:
@@ -273,10 +279,10 @@ def test_a_quantised_file_may_have_products_of_the_tower_too(tmp_path: Path) -> 
     model_dir, floats = fp8_copy(source, tmp_path / "fp8", "channel")
     tower, usual = tower_of(model_dir), tower_of(floats)
     pixels = tiles(tower, 2)
-    assert difference(tower.encode(pixels), usual.encode(pixels)) < 1e-5
+    assert difference(rows_of(tower, pixels), rows_of(usual, pixels)) < 1e-5
 
 
 def test_made_up_weights_have_a_tower_too(tmp_path: Path) -> None:
     make_vision("smolvlm", tmp_path, 1)
     tower = tower_of(tmp_path, dummy=True)
-    assert tower.encode(tiles(tower, 2)).shape == (2, 16, 72)
+    assert rows_of(tower, tiles(tower, 2)).shape == (2, 16, 72)

@@ -10,25 +10,24 @@ from weft.engine.model.step import Inserted
 
 
 class MediaEmbeddings:
-    """Memory for the rows of media: [num_rows, hidden] in the model's dtype."""
+    """Memory for the rows of media: [num_rows, row_width] in the model's dtype."""
 
     def __init__(
         self,
         encoder: MediaEncoder,
         num_rows: int,
-        hidden: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._encoder = encoder
-        self._rows = torch.zeros((num_rows, hidden), dtype=dtype, device=device)
+        self._rows = torch.zeros((num_rows, encoder.row_width), dtype=dtype, device=device)
 
     def encode(self, order: EncodeMedia) -> None:
         device = self._rows.device
         with torch.inference_mode():
             data = torch.frombuffer(bytearray(order.data), dtype=torch.uint8)
-            pixels = data.view(1, *order.shape).to(device, non_blocking=True)
-            made = self._encoder.encode(pixels)[0]
+            pixels = data.view(*order.shape).to(device, non_blocking=True)
+            made = self._encoder.encode([pixels])
             places = torch.tensor(order.rows, dtype=torch.int64).to(device, non_blocking=True)
             self._rows.index_copy_(0, places, made.to(self._rows.dtype))
 

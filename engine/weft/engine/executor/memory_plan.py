@@ -315,13 +315,15 @@ def measure_needs(
 
 
 def with_media(
-    needs: MemoryNeeds, encoder: MediaEncoder, rows_bytes: int, device: torch.device
+    needs: MemoryNeeds, encoder: MediaEncoder, num_rows: int, itemsize: int, device: torch.device
 ) -> MemoryNeeds:
-    """Adds rows of images, `rows_bytes`, and encodes the largest image once to measure it. Images
-    are encoded between steps, so the larger of both counts.
+    """Adds `num_rows` rows of images, whose elements have `itemsize` bytes, and encodes the largest
+    image once to measure it. Images are encoded between steps, so the larger of both counts.
     """
-    pixels = torch.zeros((1, *encoder.max_shape), dtype=torch.uint8, device=device)
-    step_bytes = _measure_run(lambda: encoder.encode(pixels), device, "the largest image", "")
+    pixels = torch.zeros(encoder.max_shape(num_rows), dtype=torch.uint8, device=device)
+    advice = "; lower media_rows"
+    step_bytes = _measure_run(lambda: encoder.encode([pixels]), device, "the largest image", advice)
+    rows_bytes = num_rows * encoder.row_width * itemsize
     return replace(needs, step=max(needs.step, step_bytes), media=rows_bytes)
 
 

@@ -418,9 +418,8 @@ def _media_embeddings(
 ) -> MediaEmbeddings | None:
     if loaded.encoder is None:
         return None
-    hidden, dtype = loaded.config.hidden_size, activations_dtype(loaded.model)
     num_rows = config.media_rows // GROUP_ROWS * GROUP_ROWS
-    return MediaEmbeddings(loaded.encoder, num_rows, hidden, dtype, device)
+    return MediaEmbeddings(loaded.encoder, num_rows, activations_dtype(loaded.model), device)
 
 
 def _device_peers(peers: SharedGroup | DevicePeers | None) -> DevicePeers | None:

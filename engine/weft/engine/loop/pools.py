@@ -163,8 +163,8 @@ def _measure(
         tree_rows=tree_rows(config),
     )
     if loaded.encoder is not None:
-        row_bytes = loaded.config.hidden_size * activations_dtype(loaded.model).itemsize
-        needs = with_media(needs, loaded.encoder, config.media_rows * row_bytes, device)
+        itemsize = activations_dtype(loaded.model).itemsize
+        needs = with_media(needs, loaded.encoder, config.media_rows, itemsize, device)
     if draft is not None:
         needs = draft.added_to(needs, max_context_tokens, page_bytes, device)
     if layout.states is None or needs.for_pool <= 0:

@@ -74,18 +74,30 @@ class MediaEncoder(Protocol):
     """32 bytes that name the encoder and its weights."""
 
     @property
-    def max_shape(self) -> tuple[int, ...]:
-        """Shape of a medium that takes as much memory to encode as any."""
+    def row_width(self) -> int:
+        """Elements of a row: those of the stream, and as many for each of the model's first layers
+        after which further rows are added to it.
+        """
+        ...
+
+    def max_shape(self, num_rows: int) -> tuple[int, ...]:
+        """Shape of a medium that takes as much memory to encode as any that has at most so many
+        rows.
+        """
         ...
 
     def rows_of(self, shape: Sequence[int]) -> int:
         """Rows of a medium of this shape. Raises InvalidRequest for one that it cannot take."""
         ...
 
+    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """As `rows_of`, by the rows and columns in which they lie."""
+        ...
+
     def cost_of(self, shape: Sequence[int]) -> int:
         """Patches of a medium of this shape."""
         ...
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[N, height, width, 3] uint8 on the model's device -> [N, rows, hidden]."""
+    def encode(self, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[height, width, 3] uint8 each, on the model's device -> [rows of all, row_width]."""
         ...

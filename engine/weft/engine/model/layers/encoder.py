@@ -18,6 +18,7 @@ from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora.spec import Group, LoraAddition
+from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.rope import rotate_heads
 from weft.kernels.ops.stream import norm_of_sum
 from weft.kernels.ops.stream.additions import Sum
@@ -47,6 +48,15 @@ class LayerNorm:
         return norm_of_sum(added, residual, self.weight, self.bias, self.eps)
 
 
+class Turns(NamedTuple):
+    """Rotations of a batch's rows, each by its own."""
+
+    cos_sin: torch.Tensor
+    """[T, head_dim] float32: cosines of the pairs, then sines."""
+    rows: torch.Tensor
+    """[T] int64: numbers from 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """A batch of whole prompts or images."""
@@ -55,6 +65,8 @@ class Ragged:
     """Where they begin."""
     step: Step | None = None
     """Positions and adapters of prompts' tokens; None: images, which have neither."""
+    turns: Turns | None = None
+    """Rotations of pictures' patches; None: there are none."""
 
     def added(self, group: Group, layer: int) -> LoraAddition | None:
         """The addition to a product of a layer (LoRA), or None."""
@@ -80,9 +92,11 @@ class EncoderAttention:
         """[T, hidden] -> the addition to the stream."""
         qkv = linear(x, self.qkv, lora=batch.added("qkv", self.layer))
         qkv = qkv.view(len(x), 3, self.num_heads, -1)
-        if self.cos_sin is not None:
-            assert batch.step is not None, "only tokens are rotated"
-            both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
+        both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
+        if batch.turns is not None:
+            rotate_heads(both, batch.turns.rows, batch.turns.cos_sin)
+        elif self.cos_sin is not None:
+            assert batch.step is not None, "tables are for tokens"
             rotate_heads(both, batch.step.positions, self.cos_sin)
         q, k, v = qkv.unbind(1)
         mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
@@ -130,10 +144,10 @@ class GluMLP:
 class PreNormLayer(NamedTuple):
     """A layer with a norm before attention and one before the MLP."""
 
-    attention_norm: LayerNorm | None
+    attention_norm: LayerNorm | Norm | None
     """None: the input is normalised already."""
     attention: EncoderAttention
-    mlp_norm: LayerNorm
+    mlp_norm: LayerNorm | Norm
     mlp: PlainMLP | GluMLP
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
-from weft.checkpoint.vision_config import NUM_CHANNELS, VisionConfig, VitConfig
+from weft.checkpoint.vision_config import NUM_CHANNELS, VisionConfig
 from weft.contract.errors import InvalidRequest
 from weft.engine.model.layers.encoder import (
     EncoderAttention,
-    LayerNorm,
+    GluMLP,
     PlainMLP,
     PreNormLayer,
     Ragged,
 )
+from weft.engine.model.vision.connectors import (
+    AnyNorm,
+    Connector,
+    product_spec,
+    read_connector,
+    read_norm,
+)
+from weft.engine.model.vision.layouts import Grid, Layout, layout_of
 from weft.engine.model.vision.patches import PatchEmbedding
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.encoder_attention.spec import Bounds
-from weft.kernels.ops.linear import linear
-from weft.kernels.ops.linear.spec import LinearWeight
+
+_KEPT_LAYOUTS = 2
+"""A layout has some hundred bytes for each patch."""
 
 
 class VisionTower:
@@ -30,70 +39,126 @@ class VisionTower:
         self,
         config: VisionConfig,
         embedding: PatchEmbedding,
-        layers: list[PreNormLayer],
-        last_norm: LayerNorm,
-        projection: LinearWeight,
+        first_norm: AnyNorm | None,
+        layers: Sequence[PreNormLayer],
+        last_norm: AnyNorm | None,
+        connector: Connector,
+        taps: Mapping[int, Connector],
+        device: torch.device,
     ) -> None:
-        """`projection` is [hidden of the language model, factor * factor * hidden]."""
+        """`taps` are the connectors of further rows by the layers whose results they take."""
         self.config = config
         self.digest = b""
         """Empty until all of the model is loaded."""
         self._embedding = embedding
+        self._first_norm, self._last_norm = first_norm, last_norm
         self._layers = layers
-        self._last_norm = last_norm
-        self._projection = projection
+        self._connector = connector
+        self._taps = taps
+
+        def layout(grids: tuple[Grid, ...]) -> Layout:
+            return layout_of(config, grids, device)
+
+        self._layout = lru_cache(_KEPT_LAYOUTS)(layout)
 
     @classmethod
     def read(cls, weights: Weights, config: VisionConfig) -> VisionTower:
         """Reads a tower by its names in a checkpoint, of which `weights` has all parameters. A
         reader may note missing tensors until it is finished.
         """
-        vit, names = config.vit, config.names
-        body, last = _below(weights, names.towers, names.last_norm), names.last_norm
+        vit, names, taps = config.vit, config.names, config.taps
+        body = _below(weights, names.towers, names.patches)
         connector = _below(weights, names.connectors, names.projection)
-        joined = vit.hidden_size * config.connector.factor**2
         layers = body.at(names.layers)
+
+        def norm(name: str) -> AnyNorm | None:
+            return read_norm(body, name, vit.hidden_size, vit.norm) if name else None
+
+        def tap(number: int) -> Connector:
+            assert taps is not None, "only called for its layers"
+            of_tap = body.at(names.taps).at(number)
+            return read_connector(taps.connector, vit.hidden_size, names, of_tap)
+
         return cls(
             config,
             PatchEmbedding.read(body, config),
+            norm(names.first_norm),
             [_layer(config, number, layers.at(number)) for number in range(vit.num_layers)],
-            LayerNorm.read(body, last, vit.hidden_size, vit.norm.eps, bias=vit.norm.has_bias),
-            connector.linear(_spec(names.projection, joined, config.connector.out_features)),
+            norm(names.last_norm),
+            read_connector(config.connector, vit.hidden_size, names, connector),
+            {layer: tap(number) for number, layer in enumerate(taps.layers if taps else ())},
+            weights.device,
         )
 
     @property
-    def max_shape(self) -> tuple[int, ...]:
-        return (self.config.tile_size, self.config.tile_size, NUM_CHANNELS)
+    def row_width(self) -> int:
+        return self.config.row_width
+
+    def max_shape(self, num_rows: int) -> tuple[int, ...]:
+        config = self.config
+        if config.max_pixels is None:
+            return (config.tile_size, config.tile_size, NUM_CHANNELS)
+        side = config.square_size
+        squares = max(1, min(num_rows, config.max_pixels // side**2))
+        rows = math.isqrt(squares)
+        return (rows * side, squares // rows * side, NUM_CHANNELS)
 
     def rows_of(self, shape: Sequence[int]) -> int:
-        self._check(shape)
-        return self.config.tokens_per_tile
+        return self.cost_of(shape) // self.config.connector.factor**2
 
     def cost_of(self, shape: Sequence[int]) -> int:
-        self._check(shape)
-        return self.config.vit.num_patches
+        rows, columns = self._grid(shape)
+        return rows * columns
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Rows of tiles, in the model's dtype. On a CPU, and where products are in one order, a
-        tile's rows do not depend on the others. Raises InvalidRequest for other pixels than the
+    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        rows, columns = self._grid(shape)
+        return rows // self.config.connector.factor, columns // self.config.connector.factor
+
+    def encode(self, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows of pictures, in the model's dtype. On a CPU, and where products are in one order, a
+        picture's rows do not depend on the others. Raises InvalidRequest for other pixels than the
         tower takes.
         """
-        self._check(pixels.shape[1:])
-        tokens = self.config.tokens_per_tile
-        bounds = Bounds.even(len(pixels), self.config.vit.num_patches, pixels.device)
-        x, batch = self._embedding(pixels), Ragged(bounds)
-        for layer in self._layers:
-            x = layer(x, batch)
-        joined = self._last_norm(x).view(len(pixels) * tokens, -1)
-        return linear(joined, self._projection).view(len(pixels), tokens, -1)
+        grids = tuple(self._grid(picture.shape) for picture in pictures)
+        layout = self._layout(grids)
+        batch = Ragged(layout.pictures, turns=layout.turns)
+        windowed = batch
+        if layout.windows is not None:
+            windowed = Ragged(layout.windows, turns=layout.turns)
+        windows, found = self.config.vit.windows, list[torch.Tensor]()
+        x = self._embedding(pictures, grids, layout)
+        x = x if self._first_norm is None else self._first_norm(x)
+        for number, layer in enumerate(self._layers):
+            is_full = windows is None or number in windows.full_layers
+            x = layer(x, batch if is_full else windowed)
+            if number in self._taps:
+                found.append(self._taps[number](x))
+        x = x if self._last_norm is None else self._last_norm(x)
+        rows = self._connector(x)
+        rows = rows if not found else torch.cat((rows, *found), dim=1)
+        return rows if layout.back is None else rows.index_select(0, layout.back)
 
-    def _check(self, shape: Sequence[int]) -> None:
-        if tuple(shape) != self.max_shape:
-            raise InvalidRequest(
-                f"an image has the shape {list(shape)}; this model takes {list(self.max_shape)}",
-                stage="validate",
-                param="spans",
-            )
+    def _grid(self, shape: Sequence[int]) -> Grid:
+        """Raises InvalidRequest for a shape that the tower does not take."""
+        config, vit = self.config, self.config.vit
+        if config.max_pixels is None:
+            if tuple(shape) != self.max_shape(0):
+                raise _wrong_shape(shape, f"{list(self.max_shape(0))}")
+            return vit.grid, vit.grid
+        side, most = config.square_size, config.max_pixels
+        is_picture = len(shape) == 3 and shape[2] == NUM_CHANNELS and min(shape) > 0
+        if not is_picture or shape[0] % side or shape[1] % side or shape[0] * shape[1] > most:
+            told = f"[height, width, 3] in multiples of {side} with at most {most} pixels"
+            raise _wrong_shape(shape, told)
+        return shape[0] // vit.patch_size, shape[1] // vit.patch_size
+
+
+def _wrong_shape(shape: Sequence[int], wanted: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"an image has the shape {list(shape)}; this model takes {wanted}",
+        stage="validate",
+        param="spans",
+    )
 
 
 def _below(weights: Weights, prefixes: tuple[str, ...], name: str) -> Weights:
@@ -104,32 +169,43 @@ def _below(weights: Weights, prefixes: tuple[str, ...], name: str) -> Weights:
 
 def _layer(config: VisionConfig, number: int, weights: Weights) -> PreNormLayer:
     vit, names = config.vit, config.names
-    size, inner, has_bias = vit.hidden_size, vit.intermediate_size, vit.has_bias
-    norm = partial(_norm, vit, weights)
-    qkv = LinearSpec(names=names.qkv, in_features=size, rows=(size,) * 3, bias=has_bias)
+    size, has_bias = vit.hidden_size, vit.has_bias
+    is_fused = len(names.qkv) == 1
+    qkv = LinearSpec(
+        names=names.qkv * 3 if is_fused else names.qkv,
+        in_features=size,
+        rows=(size,) * 3,
+        bias=has_bias,
+        fused=names.qkv[0] if is_fused else None,
+    )
     return PreNormLayer(
-        norm(names.attention_norm),
+        read_norm(weights, names.attention_norm, size, vit.norm),
         EncoderAttention(
             layer=number,
             num_heads=vit.num_heads,
             qkv=weights.linear(qkv),
-            out=weights.linear(_spec(names.o, size, size, bias=has_bias)),
+            out=weights.linear(product_spec(names.o, size, size, bias=has_bias)),
         ),
-        norm(names.mlp_norm),
-        PlainMLP(
-            layer=number,
-            up=weights.linear(_spec(names.up, size, inner, bias=has_bias)),
-            down=weights.linear(_spec(names.down, inner, size, bias=has_bias)),
-            activation=vit.activation,
-            # On a CPU rows never depend on the rest of a batch.
-            is_fixed=True,
-        ),
+        read_norm(weights, names.mlp_norm, size, vit.norm),
+        _mlp(config, number, weights),
     )
 
 
-def _norm(vit: VitConfig, weights: Weights, name: str) -> LayerNorm:
-    return LayerNorm.read(weights, name, vit.hidden_size, vit.norm.eps, bias=vit.norm.has_bias)
-
-
-def _spec(name: str, in_features: int, out_features: int, *, bias: bool = False) -> LinearSpec:
-    return LinearSpec(names=(name,), in_features=in_features, rows=(out_features,), bias=bias)
+def _mlp(config: VisionConfig, number: int, weights: Weights) -> PlainMLP | GluMLP:
+    vit, names = config.vit, config.names
+    size, inner, has_bias = vit.hidden_size, vit.intermediate_size, vit.has_bias
+    down = weights.linear(product_spec(names.down, inner, size, bias=has_bias))
+    # On a CPU rows never depend on the rest of a batch.
+    if not vit.is_gated:
+        up = weights.linear(product_spec(names.up, size, inner, bias=has_bias))
+        return PlainMLP(layer=number, up=up, down=down, activation=vit.activation, is_fixed=True)
+    both = LinearSpec(
+        names=(names.gate, names.up), in_features=size, rows=(inner, inner), bias=has_bias
+    )
+    return GluMLP(
+        layer=number,
+        up=weights.linear(both),
+        down=down,
+        activation=vit.activation,
+        is_fixed=True,
+    )

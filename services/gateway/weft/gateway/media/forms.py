@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -144,4 +144,5 @@ def _even(number: int) -> int:
     return number + number % 2
 
 
-FORMS: Mapping[str, type[TiledForm]] = {TiledForm.name: TiledForm}
+FORMS: Mapping[str, Callable[..., ImageForm]] = {TiledForm.name: TiledForm}
+"""What makes each form of its options, by its name."""

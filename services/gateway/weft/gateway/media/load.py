@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +35,12 @@ _LABELS = (
     *("data_format", "input_data_format", "return_tensors", "device", "disable_grouping"),
 )
 """Fields that change no tile: names, forms of arrays, and padding, which equal tiles need not."""
+
+
+FormReader = Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], ImageForm]
+"""Makes a form of the settings of its image processor, of processor_config.json and of config.json.
+Raises ModelError.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +140,11 @@ def load_image_prompts(
         "SmolVLMProcessor",
     ):
         kind = _TILED_TYPES[0]
-    plain = str(kind).removesuffix("Pil").removesuffix("Fast")
-    if plain not in _TILED_TYPES:
+    read_form = _READERS.get(str(kind).removesuffix("Pil").removesuffix("Fast"))
+    if read_form is None:
         shown = json.dumps(kind)[:80]
-        raise ModelError(f"image_processor_type is {shown}; known are {', '.join(_TILED_TYPES)}")
-    form = _tiled(given, whole, config)
+        raise ModelError(f"image_processor_type is {shown}; known are {', '.join(_READERS)}")
+    form = read_form(given, whole, config)
     prompts = ImagePrompts(form, tokenizer)
     told = config.get("image_token_id", prompts.image_id)
     if told != prompts.image_id:
@@ -152,21 +158,12 @@ def load_image_prompts(
 def _tiled(
     given: Mapping[str, Any], whole: Mapping[str, Any], config: Mapping[str, Any]
 ) -> TiledForm:
-    known = {*_ALWAYS, *_OF_ENCODER, *_LABELS, *_OF_TILES}
-    for name, value in given.items():
-        if name not in known and value not in (None, False):
-            raise ModelError(f"{name} is not known")
-    for name in _ALWAYS:
-        if given.get(name) not in (None, True):
-            raise ModelError(f"{name} is {given[name]!r:.20}; it must be true")
-    resample = given.get("resample", _LANCZOS)
-    if not _is_integer(resample) or resample not in _FILTERS:
-        raise ModelError(f"resample is {resample!r:.20}; it must be a number of Pillow's, 0 to 5")
+    _check_known(given, _OF_TILES)
     form = TiledForm(
         longest_edge=_edge(given, "size", 4 * 364),
         tile_edge=_edge(given, "max_image_size", 364),
         tile_tokens=_tile_tokens(whole),
-        resample=resample,
+        resample=_filter(given, _LANCZOS),
         is_split=given.get("do_image_splitting") is not False,
     )
     if math.ceil(form.longest_edge / form.tile_edge) > _MAX_GRID:
@@ -175,6 +172,27 @@ def _tiled(
         )
     _check_encoder(form, config)
     return form
+
+
+def _check_known(given: Mapping[str, Any], of_form: Sequence[str]) -> None:
+    """Raises ModelError for settings that a form does not have, beside those that change nothing
+    and those of the encoder.
+    """
+    known = {*_ALWAYS, *_OF_ENCODER, *_LABELS, *of_form}
+    for name, value in given.items():
+        if name not in known and value not in (None, False):
+            raise ModelError(f"{name} is not known")
+    for name in _ALWAYS:
+        if given.get(name) not in (None, True):
+            raise ModelError(f"{name} is {given[name]!r:.20}; it must be true")
+
+
+def _filter(given: Mapping[str, Any], default: int) -> int:
+    """Pillow's number of the filter that resizes."""
+    resample = given.get("resample", default)
+    if not _is_integer(resample) or resample not in _FILTERS:
+        raise ModelError(f"resample is {resample!r:.20}; it must be a number of Pillow's, 0 to 5")
+    return int(resample)
 
 
 def _edge(given: Mapping[str, Any], name: str, default: int) -> int:
@@ -210,6 +228,10 @@ def _check_encoder(form: TiledForm, config: Mapping[str, Any]) -> None:
         raise ModelError(
             f"image_seq_len is {form.tile_tokens}, but the encoder makes {rows} rows of a tile"
         )
+
+
+_READERS: Mapping[str, FormReader] = dict.fromkeys(_TILED_TYPES, _tiled)
+"""Readers of forms by `image_processor_type`, without the ends that name an implementation."""
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -1,0 +1,89 @@
+"""Connectors: what makes rows of the language model's width of a vision transformer's patches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from weft.checkpoint.parts import NormConfig
+from weft.checkpoint.pooling import ActivationName
+from weft.checkpoint.vision_config import ConnectorConfig, MergerConfig, VisionNamesConfig
+from weft.engine.model.layers.encoder import LayerNorm
+from weft.engine.model.pooled_heads import ACTIVATIONS
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.ops.activation import activate_alike
+from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.norm import Norm
+
+AnyNorm = LayerNorm | Norm
+
+
+class Connector(Protocol):
+    """Joins the patches of each square."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], square after square -> [squares, out_features]."""
+
+
+class PixelShuffle(NamedTuple):
+    """One product of all patches of a square."""
+
+    projection: LinearWeight
+    """[out_features, factor * factor * hidden]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x.view(-1, self.projection.in_features), self.projection)
+
+
+class Merger(NamedTuple):
+    """A norm and an MLP of all patches of a square."""
+
+    norm: AnyNorm
+    is_norm_of_square: bool
+    up: LinearWeight
+    activation: ActivationName
+    down: LinearWeight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        width = self.up.in_features
+        if self.is_norm_of_square:
+            joined = self.norm(x.view(-1, width))
+        else:
+            joined = self.norm(x).view(-1, width)
+        inner = linear(joined, self.up)
+        # On a CPU rows never depend on the rest of a batch.
+        activated = activate_alike(inner, ACTIVATIONS[self.activation], is_fixed=True)
+        return linear(activated, self.down)
+
+
+def read_connector(
+    config: ConnectorConfig, hidden: int, names: VisionNamesConfig, weights: Weights
+) -> Connector:
+    """Reads a connector, whose parameters lie below `weights`, for patches of this width."""
+    joined = hidden * config.factor**2
+    if isinstance(config, MergerConfig):
+        norm_size = joined if config.is_norm_of_square else hidden
+        return Merger(
+            norm=read_norm(weights, names.connector_norm, norm_size, config.norm),
+            is_norm_of_square=config.is_norm_of_square,
+            up=weights.linear(product_spec(names.connector_up, joined, joined, bias=True)),
+            activation=config.activation,
+            down=weights.linear(
+                product_spec(names.projection, joined, config.out_features, bias=True)
+            ),
+        )
+    return PixelShuffle(weights.linear(product_spec(names.projection, joined, config.out_features)))
+
+
+def read_norm(weights: Weights, name: str, size: int, config: NormConfig) -> AnyNorm:
+    if config.kind == "rms":
+        return Norm(weights.norm(name, size), config.eps)
+    return LayerNorm.read(weights, name, size, config.eps, bias=config.has_bias)
+
+
+def product_spec(
+    name: str, in_features: int, out_features: int, *, bias: bool = False
+) -> LinearSpec:
+    return LinearSpec(names=(name,), in_features=in_features, rows=(out_features,), bias=bias)
