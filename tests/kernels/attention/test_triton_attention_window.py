@@ -236,7 +236,7 @@ def test_a_first_position_beside_a_window_is_refused(name: str, tmp_path: Path) 
          False),
         ("decode", ("tl.cdiv(kv_len - walk, TILE)\n    used",
                               "tl.cdiv(kv_len - walk, 2 * TILE)\n    used"), False),
-        ("extend", ("> last_seen[:, None] - WINDOW", ">= last_seen[:, None] - WINDOW"),
+        ("extend", ("> own[:, None] - WINDOW", ">= own[:, None] - WINDOW"),
          False),
         ("extend", ("tl.maximum(at + 1 - WINDOW, 0)", "tl.maximum(at - WINDOW, 0)"),
          True),

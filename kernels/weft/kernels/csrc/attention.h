@@ -147,9 +147,10 @@ INLINE void pack_values(const int is_bf16, const Pool *pool, const Block *block,
   }
 }
 
-/* Positions of a block that a row may see. */
+/* Positions of a block that a row may see; no fewer than the rows before it in its request. */
 INLINE int visible_to(const Task *t, int row, long begin, int count) {
-  long last = t->first_position + row / t->group + 1 - begin;
+  const long at = row / t->group;
+  long last = (t->key_ends == NULL ? t->first_position + at + 1 : t->key_ends[at]) - begin;
   return last < 0 ? 0 : at_most(last, count);
 }
 

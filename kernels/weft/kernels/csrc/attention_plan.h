@@ -33,6 +33,7 @@ typedef struct {
   int64_t earlier_rows; /* of each tree: bit 0 is about the place so far before a request's rows */
   const float *sinks; /* [heads], a logit in each head's sum that has no value; null: none */
   float softcap; /* cap of the scores, cap * tanh(score / cap); 0: none */
+  const int32_t *key_ends; /* [tokens], position after the last that a row sees; null: its own */
 } Attention;
 
 /* Rows are numbered in their tree. The last bit of a word stands for all rows from there on. */
@@ -106,6 +107,7 @@ typedef struct {
   long first_read; /* no row sees positions before it: they count as zeros */
   const int64_t *ancestors; /* of the first query row on; null: they see all before them */
   long root; /* place of the tree's first row */
+  const int32_t *key_ends; /* of Attention, of the first query row on */
   int rows; /* query rows * group */
 } Task;
 
@@ -147,7 +149,10 @@ static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long
                     .window = a->window, .is_chunked = a->is_chunked != 0,
                     .first_read = a->first_seen, .rows = (int)(count * group),
                     .ancestors = a->ancestors == NULL ? NULL : a->ancestors + job.first_token,
+                    .key_ends = a->key_ends == NULL ? NULL : a->key_ends + job.first_token,
                     .root = kv_len - q_rows - a->earlier_rows};
+  for (long row = 0; a->key_ends != NULL && row < count; row++)
+    if (job.task.key_ends[row] > job.end) job.end = job.task.key_ends[row];
   if (a->window > 0) {
     for (long row = 0; a->ancestors != NULL && row < count; row++) {
       long of_row = position_of(&job.task, row);
@@ -181,6 +186,8 @@ static Status check_attention(const Attention *a, const Pool *pool, long tokens)
     int bad = 0;
     for (long i = 0; i < pages; i++) bad |= (uint32_t)table[i] >= (uint64_t)pool->pages;
     if (bad) return BAD_PAGE;
+    for (long i = 0, row = a->cu_q_lens[r]; a->key_ends != NULL && i < rows; i++, row++)
+      if (a->key_ends[row] <= kv_len - rows + i || a->key_ends[row] > kv_len) return BAD_LENGTHS;
   }
   return FINE;
 }

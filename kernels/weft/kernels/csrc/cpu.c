@@ -230,13 +230,15 @@ int weft_paged_attention(const Pool *pool, int64_t layer, const void *q, void *o
                          const int32_t *kv_lens, int64_t requests, int64_t max_pages,
                          int64_t table_stride, int64_t heads, int64_t tokens, float scale,
                          int64_t first_seen, int64_t window, int64_t is_chunked,
-                         const int64_t *ancestors, int64_t earlier_rows, const float *sinks, float softcap) {
+                         const int64_t *ancestors, int64_t earlier_rows, const float *sinks,
+                         float softcap, const int32_t *key_ends) {
   Attention attention = {.q = q, .out = out, .page_table = page_table, .cu_q_lens = cu_q_lens,
                          .kv_lens = kv_lens, .requests = requests, .max_pages = max_pages,
                          .table_stride = table_stride, .heads = heads, .scale = scale,
                          .first_seen = first_seen, .window = window, .is_chunked = is_chunked,
                          .ancestors = ancestors,
-                         .earlier_rows = earlier_rows, .sinks = sinks, .softcap = softcap};
+                         .earlier_rows = earlier_rows, .sinks = sinks, .softcap = softcap,
+                         .key_ends = key_ends};
   Plan plan = {0};
   Status status = check_attention(&attention, pool, tokens);
   if (status == FINE) status = plan_attention(&attention, pool, &plan);

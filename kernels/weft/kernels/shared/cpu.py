@@ -88,6 +88,7 @@ class AttentionStruct(ctypes.Structure):
         ("earlier_rows", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
         ("softcap", ctypes.c_float),
+        ("key_ends", ctypes.c_void_p),
     )
 
 
@@ -331,7 +332,7 @@ class NativeCpu:
         )
         attention = (
             *(pointer, long, *[pointer] * 5, *[long] * 5, real),
-            *(long, long, long, pointer, long, pointer, real),
+            *(long, long, long, pointer, long, pointer, real, pointer),
         )
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 7)

@@ -47,6 +47,10 @@ def paged_attention(
     all positions before the tree and the tree's rows that its word names. Its position, from which
     a window counts, follows from its depth.
 
+    With `key_ends` a row also attends to later rows of its request, which this step brings: tokens
+    of an image see one another both ways (Gemma 3). A window then still begins as its own position
+    says.
+
     Args:
         q: [T, Hq, D], contiguous.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in 8 bits, or
@@ -73,6 +77,7 @@ def paged_attention(
         check_ancestors(ancestors, q.shape[0], spec.window, step.max_q_len, earlier_rows)
         if ancestors is not None and ancestors.device != q.device:
             raise ValueError(f"ancestors on {ancestors.device}, q on {q.device}")
+    check_key_ends(step, q.shape[0])
     native = None if q.is_cuda else native_for(q, pool)
     if native is None and not q.is_cuda:
         return paged_attention_reference(q, pool, layer, spec, step, earlier_rows=earlier_rows)
@@ -109,7 +114,7 @@ def settled(
     """
     check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
     prompts = None
-    if step.is_cold and _library_flash.supports(dtype, spec.dim, rows):
+    if step.is_cold and step.key_ends is None and _library_flash.supports(dtype, spec.dim, rows):
         prompts = _library_flash.prompt_rows(step.cu_q_lens, rows)
     return step._replace(is_settled=True, prompts=prompts)
 
@@ -119,7 +124,7 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> O
     pool: that memory, else None. `qkv`, [T, (Hq + 2 * Hkv) * D], contains V already; K gets new
     memory.
     """
-    if not step.is_settled:
+    if not step.is_settled or step.key_ends is not None:
         return None
     return _gpu.own_kv(qkv, spec, step)
 
@@ -193,6 +198,27 @@ def check_ancestors(
         raise ValueError(
             f"a window of {window} positions is too small for trees of {MAX_TREE_ROWS} rows: draft "
             "chains"
+        )
+
+
+def check_key_ends(step: AttentionMetadata, rows: int) -> None:
+    """Raises ValueError unless a step of so many rows can have these `key_ends`. Their values are
+    checked on a CPU alone, where they are used.
+    """
+    ends = step.key_ends
+    if ends is None:
+        return
+    if step.ancestors is not None:
+        raise ValueError("rows that see later ones form no trees")
+    if (
+        ends.shape != (rows,)
+        or ends.dtype != torch.int32
+        or not ends.is_contiguous()
+        or ends.device != step.kv_lens.device
+    ):
+        raise ValueError(
+            f"key_ends {tuple(ends.shape)} {ends.dtype} on {ends.device} must be contiguous "
+            f"[{rows}] int32 on {step.kv_lens.device}"
         )
 
 

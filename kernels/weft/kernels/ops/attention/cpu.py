@@ -59,6 +59,7 @@ def native_attention(
         earlier_rows,
         None if spec.sinks is None else spec.sinks.data_ptr(),
         spec.softcap or 0.0,
+        None if step.key_ends is None else step.key_ends.data_ptr(),
     )
     if status:
         cpu.check_status(status, "paged_attention")

@@ -42,10 +42,11 @@ def paged_attention(
     `max_q_len` and `max_kv_len` may be bounds; they decide which launches are made. With `own`, K
     and V of requests with several rows are not read from the pool; with `ancestors`, the decode
     kernel takes requests of few rows and reads the pool. `first_position` must be 0 with `own` or a
-    window. With `is_fixed` and without `own`, one kernel takes all requests, unless there is a
-    first position: what drafts attend to decides no bits of the text. If the step is settled,
-    offsets, lengths, page table and earlier positions of the pool were written before a launch that
-    was not dependent (`weft.kernels.shared.dependent_launch`), and may be read ahead.
+    window, and there is no `own` with `key_ends`. With `is_fixed` and without `own`, one kernel
+    takes all requests, unless there is a first position: what drafts attend to decides no bits of
+    the text. If the step is settled, offsets, lengths, page table and earlier positions of the pool
+    were written before a launch that was not dependent (`weft.kernels.shared.dependent_launch`),
+    and may be read ahead.
 
     Raises:
         ValueError: No kernel takes these arguments.
@@ -59,6 +60,7 @@ def paged_attention(
     is_tree = ancestors is not None
     if is_tree and is_fixed and first_position == 0:
         raise ValueError("attention with fixed bits takes no ancestors: draft chains")
+    ends = step.key_ends
     sees_all = (window is None or window >= max_kv_len) and not is_tree
     # Neither cuDNN's nor FlashAttention's softmax is asked for more than a scale.
     dense = own if sees_all and sinks is None and not softcap else None
@@ -88,9 +90,11 @@ def paged_attention(
             sinks,
             softcap,
             is_chunked=chunked,
+            key_ends=ends,
         )
         return out
     is_few = own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len, requests)
+    is_few &= ends is None
     if is_tree or is_few:
         decode_attention(
             out,
@@ -137,6 +141,7 @@ def paged_attention(
             least_rows=1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes,
             sinks=sinks,
             softcap=softcap,
+            key_ends=ends,
         )
     if is_tree:
         return out

@@ -52,7 +52,8 @@ def paged_attention_reference(
         before = first_page * page_size
         kv = kv[:, :, seen - before : kv_len - before]
         positions = torch.arange(seen, kv_len, device=q.device)
-        mask = positions <= rows.unsqueeze(1)
+        ends = rows + 1 if step.key_ends is None else step.key_ends[first:end]
+        mask = positions < ends.unsqueeze(1)
         if firsts is not None:
             mask &= positions >= firsts.unsqueeze(1)
         if ancestors is not None:

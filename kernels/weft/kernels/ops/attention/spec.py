@@ -94,6 +94,11 @@ class AttentionMetadata(NamedTuple):
     """
     divided: tuple[torch.Tensor, torch.Tensor] | None = None
     """For latents: page and offset of each of `places`, [T] int64 each; None: not computed."""
+    key_ends: torch.Tensor | None = None
+    """[T] int32, contiguous: the position after the last one that each row attends to, at least its
+    own and at most kv_len; within a request no row's is less than that of the row before. None:
+    every row attends to none after its own. Excludes ancestors.
+    """
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool of the first group.

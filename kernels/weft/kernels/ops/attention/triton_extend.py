@@ -73,6 +73,7 @@ def extend_attention(
     least_rows: int = 2,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    key_ends: torch.Tensor | None = None,
 ) -> None:
     """Writes the rows of `out` whose requests bring `least_rows` or more, and no others.
 
@@ -90,14 +91,18 @@ def extend_attention(
         is_chunked: Whether the window begins at a multiple of its length, and does not slide.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Cap of the scaled scores; 0: none.
+        key_ends: [T] int32 as in `AttentionMetadata`, or None; not with `own` or a
+            `first_position`.
 
     Raises:
-        ValueError: `first_position` with `own` or a window.
+        ValueError: `first_position` or `key_ends` with what excludes them.
     """
     if first_position and own is not None:
         raise ValueError("a first position needs K and V in the pool")
     if first_position and window is not None:
         raise ValueError("a first position is not taken beside a window")
+    if key_ends is not None and (own is not None or first_position):
+        raise ValueError("rows that see later ones need K and V in the pool, all positions")
     tokens, heads, dim = q.shape
     requests = page_table.shape[0]
     kv_heads, page_size = pool.shape[1], pool.shape[4]
@@ -128,6 +133,7 @@ def extend_attention(
         page_table,
         cu_q_lens,
         kv_lens,
+        key_ends,
         sinks,
         in_powers,
         layer,
@@ -207,6 +213,7 @@ def _extend_kernel(
     page_table: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
+    key_ends: tl.tensor,
     sinks: tl.tensor,
     scale: float,
     layer: int,
@@ -266,11 +273,15 @@ def _extend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
 
-    last_seen = cached + row
+    own_at = cached + row
+    last_seen = own_at
     table = page_table + request.to(tl.int64) * table_stride
     # In pages: every row sees [full, common), no row sees anything before `first` or from `end` on.
     if own_k is None:
         end = cached + tl.minimum(begin + ROWS, q_len)
+        if key_ends is not None:
+            # What a row sees behind itself is masked, as the diagonal is.
+            last_seen, end = seen_behind(key_ends, first_row + row, row < q_len, own_at, end)
         common = (cached + begin + 1) // TILE * TILE if FIRST_POSITION == 0 else 0
     else:
         end = cached
@@ -302,13 +313,13 @@ def _extend_kernel(
                 largest, total, mixed, unit = attend_scaled_tile(
                     largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position,
                     end, last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, 0,
-                    IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                    IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP, own_at,
                 )  # fmt: skip
             else:
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at, k_at + OF_ROWS,
                     position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED, at=own_at,
                 )  # fmt: skip
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
@@ -320,7 +331,7 @@ def _extend_kernel(
             largest, total, mixed, unit = attend_scaled_tile(
                 largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
                 last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, False, IS_NATIVE, 0,
-                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP, own_at,
             )  # fmt: skip
         else:
             largest, total, mixed = attend_tile(
@@ -337,13 +348,13 @@ def _extend_kernel(
             largest, total, mixed, unit = attend_scaled_tile(
                 largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
                 last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, FIRST_POSITION,
-                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP, own_at,
             )  # fmt: skip
         else:
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + OF_ROWS,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, at=own_at,
             )  # fmt: skip
     if IS_SCALED:
         mixed = mixed * unit
@@ -431,6 +442,18 @@ def window_of_rows(
 
 
 @triton.jit
+def seen_behind(
+    key_ends: tl.tensor, token: tl.tensor, is_row: tl.tensor, at: tl.tensor, end: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The last position that each row sees, and the one after all of these, which is at least
+    `end`. `token`: numbers of the rows in the step. Others than rows see up to `at`.
+    """
+    last_seen = tl.load(key_ends + token, mask=is_row, other=0) - 1
+    last_seen = tl.where(is_row, last_seen, at)
+    return last_seen, tl.maximum(end, tl.max(tl.where(is_row, last_seen + 1, 0), axis=0))
+
+
+@triton.jit
 def first_of_chunk(at: tl.tensor, before: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
     """First position of the chunk that holds positions `at`, all counted from `before` on."""
     return (at + before) // WINDOW * WINDOW - before
@@ -493,11 +516,13 @@ def attend_tile(
     IS_CHUNKED: tl.constexpr = False,
     scale_at: tl.tensor = None,
     TO_V: tl.constexpr = 0,
+    at: tl.tensor = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax. With IS_PARTIAL each row adds what it sees of
     the tile.
 
-    In 8 bits `scale_at` points to the scales of K, and those of V are TO_V further.
+    In 8 bits `scale_at` points to the scales of K, and those of V are TO_V further. `at`: positions
+    of the rows, from which windows count, if they are not `last_seen`.
     """
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if IS_PARTIAL:
@@ -522,7 +547,7 @@ def attend_tile(
     scores = capped(scores, SOFTCAP)
     if IS_PARTIAL:
         scores = seen_alone(
-            scores, position, is_there, last_seen, before, FIRST_POSITION, WINDOW, IS_CHUNKED
+            scores, position, is_there, last_seen, before, FIRST_POSITION, WINDOW, IS_CHUNKED, at
         )
     return mix_tile(  # type: ignore[no-any-return]
         largest, total, mixed, scores, values, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
@@ -539,13 +564,15 @@ def seen_alone(
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
+    at: tl.tensor = None,
 ) -> tl.tensor:
     """Scores of the positions of a tile that each row sees; the others are hidden."""
     is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
+    own = last_seen if at is None else at
     if IS_CHUNKED:
-        is_seen &= position[None, :] >= first_of_chunk(last_seen, before, WINDOW)[:, None]
+        is_seen &= position[None, :] >= first_of_chunk(own, before, WINDOW)[:, None]
     elif WINDOW > 0:
-        is_seen &= position[None, :] > last_seen[:, None] - WINDOW
+        is_seen &= position[None, :] > own[:, None] - WINDOW
     # Finite where a whole tile may be hidden: its weight vanishes next to any other tile's.
     return tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
 
@@ -575,6 +602,7 @@ def attend_scaled_tile(
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    at: tl.tensor = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """`attend_tile` for pages in 8 bits, whose scales are applied to scores and weights; `unit` as
     in `weights_in_units`.
@@ -605,7 +633,7 @@ def attend_scaled_tile(
     scores = capped(scores * (k_scales * unit_of_query)[None, :], SOFTCAP)
     if IS_PARTIAL:
         scores = seen_alone(
-            scores, position, is_there, last_seen, 0, FIRST_POSITION, WINDOW, IS_CHUNKED
+            scores, position, is_there, last_seen, 0, FIRST_POSITION, WINDOW, IS_CHUNKED, at
         )
     largest, total, shrink, weights = weigh_tile(
         largest, total, scores, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0

@@ -19,6 +19,7 @@ from weft.kernels.ops.attention.triton_extend import (
     attend_tile,
     k_of_pages,
     launch_config,
+    seen_behind,
     window_of_rows,
 )
 from weft.kernels.ops.pages.triton_entries import SCALE_BYTES
@@ -53,6 +54,7 @@ def fixed_attention(
     softcap: float = 0.0,
     *,
     is_chunked: bool = False,
+    key_ends: torch.Tensor | None = None,
 ) -> None:
     """Writes all rows of `out`.
 
@@ -67,6 +69,7 @@ def fixed_attention(
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Cap of the scaled scores; 0: none.
         is_chunked: Whether the window begins at a multiple of its length, and does not slide.
+        key_ends: [T] int32 as in `AttentionMetadata`, or None.
     """
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
@@ -92,6 +95,7 @@ def fixed_attention(
         page_table,
         cu_q_lens,
         kv_lens,
+        key_ends,
         sinks,
         in_powers_of_two,
         layer,
@@ -141,6 +145,7 @@ def _fixed_kernel(
     page_table: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
+    key_ends: tl.tensor,
     sinks: tl.tensor,
     scale: float,
     layer: int,
@@ -196,10 +201,13 @@ def _fixed_kernel(
     all_mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
 
     cached = tl.load(kv_lens + request) - q_len
-    last_seen = cached + row
+    own_at = cached + row
+    last_seen = own_at
     table = page_table + request.to(tl.int64) * table_stride
     # Every row sees [full, common), no row sees anything before `first` or from `end` on.
     end = cached + tl.minimum(begin + Q_ROWS, q_len)
+    if key_ends is not None:
+        last_seen, end = seen_behind(key_ends, first_row + row, is_there, own_at, end)
     common = (cached + begin + 1) // TILE * TILE
     first, full, walk, tail = 0, 0, 0, common
     if WINDOW > 0:
@@ -229,7 +237,7 @@ def _fixed_kernel(
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end,
                     last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
+                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V, own_at,
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
@@ -251,7 +259,7 @@ def _fixed_kernel(
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + OF_ROWS,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V, own_at,
             )  # fmt: skip
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from weft.kernels.ops.attention import check_ancestors, check_attention_pool
+from weft.kernels.ops.attention import check_ancestors, check_attention_pool, check_key_ends
 from weft.kernels.ops.attention.cpu import fits_native
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -231,6 +231,7 @@ class DenseRun:
         if step.ancestors is not None:
             for one in self._layers:
                 check_ancestors(step.ancestors, rows, one.spec.window, step.max_q_len)
+        check_key_ends(step, rows)
         attention = cpu.AttentionStruct(
             None,
             None,
@@ -242,6 +243,7 @@ class DenseRun:
             spec.heads,
             spec.scale,
             ancestors=None if step.ancestors is None else step.ancestors.data_ptr(),
+            key_ends=None if step.key_ends is None else step.key_ends.data_ptr(),
         )
         first = ctypes.byref(self._described[0])
         width = native.layer_scratch_width(first, ctypes.byref(attention), spec.dim)

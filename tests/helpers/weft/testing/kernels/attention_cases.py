@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ def in_parts(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         softcap: float | None = None,
         first_position: int = 0,
         is_chunked: bool = False,
+        key_ends: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
         heads = (q.shape[1], pool.shape[1], q.shape[2])
@@ -49,6 +52,7 @@ def in_parts(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
             max_kv_len=max_kv_len,
             ancestors=ancestors,
             is_settled=is_settled,
+            key_ends=key_ends,
         )
         return attention(q, pool, layer, spec, step, **options)
 
@@ -163,12 +167,26 @@ def hide_before_window(case: Case, window: int, *, is_chunked: bool = False) -> 
         case.pool[pages, :, LAYER, :, hidden % page_size] = float("nan")
 
 
+def random_key_ends(case: Case) -> torch.Tensor:
+    """Ends of rows among which some spans see one another both ways, one of them to the end."""
+    ends = []
+    for (first, end), kv_len in zip(pairwise(case.cu_q_lens.tolist()), case.kv_lens, strict=True):
+        at, last = int(kv_len) - (end - first), int(kv_len)
+        while at < last:
+            length = min(last - at, random.choice((1, 3, 70, 150)))
+            is_span = random.random() < 0.6
+            ends += [at + length] * length if is_span else range(at + 1, at + length + 1)
+            at += length
+    return torch.tensor(ends, dtype=torch.int32, device=case.q.device)
+
+
 def eager_attention(
     case: Case,
     first_position: int = 0,
     window: int | None = None,
     *,
     is_chunked: bool = False,
+    key_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Torch's own result in the dtype of the case."""
     return in_parts(paged_attention_reference)(
@@ -184,6 +202,7 @@ def eager_attention(
         first_position=first_position,
         window=window,
         is_chunked=is_chunked,
+        key_ends=key_ends,
     )
 
 
@@ -195,6 +214,7 @@ def exact_attention(
     softcap: float | None = None,
     *,
     is_chunked: bool = False,
+    key_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition in float64: [T, Hq * D]; a row that sees nothing is zero."""
     heads = case.q.shape[1]
@@ -208,7 +228,8 @@ def exact_attention(
         scores = torch.einsum("thd,hnd->htn", case.q[first:end].double(), k) * case.scale
         positions = torch.arange(k.shape[1], device=k.device)
         last_seen = torch.arange(k.shape[1] - (end - first), k.shape[1], device=k.device)
-        is_hidden = (positions > last_seen.unsqueeze(1)) | (positions < first_position)
+        ends = last_seen + 1 if key_ends is None else key_ends[first:end]
+        is_hidden = (positions >= ends.unsqueeze(1)) | (positions < first_position)
         if window is not None and is_chunked:
             is_hidden |= positions // window != last_seen.unsqueeze(1) // window
         elif window is not None:
