@@ -85,6 +85,20 @@ def spans_within(
         yield span, max(span.position, start), min(span.end, end)
 
 
+def before_span(spans: Sequence[MediaSpan], position: int) -> int:
+    """The position itself, or the first one of the span that it cuts. `spans` are in order."""
+    index = bisect_right(spans, position, key=lambda span: span.end)
+    return min(position, spans[index].position) if index < len(spans) else position
+
+
+def border_before_span(spans: Sequence[MediaSpan], position: int, page_size: int) -> int:
+    """The last page border that is not after a position and cuts no span."""
+    border = position // page_size * page_size
+    while (first := before_span(spans, border)) < border:
+        border = first // page_size * page_size
+    return border
+
+
 def check_spans(spans: Sequence[MediaSpan], num_tokens: int) -> None:
     """Raises InvalidRequest unless the spans are in order, apart from each other and within the
     prompt.

@@ -52,7 +52,7 @@ def test_steps_read_the_rows_of_their_media(seed: int) -> None:
     """
     draw = random.Random(seed)
     store = MediaStore(1 << 20)
-    media = MediaRows(store, FACTS, 8 * GROUP_ROWS, max_step_cost=40)
+    media = MediaRows(store, FACTS, 8 * GROUP_ROWS, max_step_cost=40, max_step_tokens=100)
     device, known = Device(), [medium(n, draw.randint(1, 3 * GROUP_ROWS)) for n in range(12)]
     requests = []
     for _ in range(20):
@@ -127,7 +127,7 @@ def test_what_a_request_needs_is_not_dropped() -> None:
 
 def test_a_medium_that_can_never_have_rows_is_refused() -> None:
     store = MediaStore(1 << 20)
-    media = MediaRows(store, FACTS, 2 * GROUP_ROWS, max_step_cost=10)
+    media = MediaRows(store, FACTS, 2 * GROUP_ROWS, max_step_cost=10, max_step_tokens=100)
     large = medium(1, 3 * GROUP_ROWS)
     store.put(large)
     with pytest.raises(InvalidRequest, match=f"{3 * GROUP_ROWS} rows.*room for {2 * GROUP_ROWS}"):
@@ -146,7 +146,10 @@ def test_without_an_encoder_media_are_refused() -> None:
 
 def test_a_medium_that_could_not_be_encoded_is_encoded_again() -> None:
     store = MediaStore(1 << 20)
-    media, device = MediaRows(store, FACTS, 4 * GROUP_ROWS, max_step_cost=10), Device()
+    media, device = (
+        MediaRows(store, FACTS, 4 * GROUP_ROWS, max_step_cost=10, max_step_tokens=100),
+        Device(),
+    )
     one = medium(1, 3 * GROUP_ROWS)
     store.put(one)
     request = cast(Request, Asked([span_of(one, 0)], 0, 60))

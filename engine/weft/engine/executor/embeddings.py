@@ -35,6 +35,7 @@ class MediaEmbeddings:
         """What a step's stack puts in place of embeddings."""
         device = self._rows.device
         rows, sources = (
-            torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in inserted
+            torch.from_numpy(numbers).to(device, non_blocking=True)
+            for numbers in (inserted.rows, inserted.sources)
         )
         return Inserted(rows, self._rows.index_select(0, sources))

@@ -429,7 +429,16 @@ class LocalExecutor:
         if inserted is not None:
             assert self._media is not None, "a step has media, and there is no memory for them"
             batch.inserted = self._media.of(inserted)
+            if inserted.ends is not None:
+                self._set_key_ends(batch, batch.inserted.rows, inserted.ends)
         return batch
+
+    def _set_key_ends(self, batch: Step, rows: torch.Tensor, ends: Int64Array) -> None:
+        (sent,) = self._batches.send((ends,))
+        key_ends = (batch.positions + 1).index_copy_(0, rows, sent).int()
+        batch.groups = tuple(
+            group._replace(key_ends=key_ends, is_cold=False) for group in batch.groups
+        )
 
     def _with_more_rows(
         self, step: StepInput, arrays: StepArrays

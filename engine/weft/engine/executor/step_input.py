@@ -72,6 +72,8 @@ class InsertedRows(NamedTuple):
     """Numbers of the rows."""
     sources: Int64Array
     """The place of each one's embedding in the memory of media."""
+    ends: Int64Array | None = None
+    """The position after the last one that each row attends to; None: it is the row's own."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.contract.spans import spans_within
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.drafts.chains import LaterChains
@@ -200,14 +201,19 @@ def _pieces(
 
 def _inserted(plan: Plan, media: MediaRows, at: int) -> InsertedRows | None:
     """Rows of a step that come from media; its chunks begin at row `at`."""
-    rows, sources = [], []
+    rows, sources, ends = [], [], []
     for request, start, num_tokens, _, has_lead in plan.chunks:
-        first = start - has_lead
-        for behind, places in media.places_in(request, first, start + num_tokens):
+        first, end = start - has_lead, start + num_tokens
+        for behind, places in media.places_in(request, first, end):
             rows.append(at + behind)
             sources.append(places)
+        for span, begin, last in spans_within(request.uncut_spans, first, end):
+            ends.append(np.full(last - begin, span.end))
         at += num_tokens + has_lead
-    return InsertedRows(np.concatenate(rows), np.concatenate(sources)) if rows else None
+    if not rows:
+        return None
+    columns = map(np.concatenate, (rows, sources, *([ends] if ends else ())))
+    return InsertedRows(*columns)
 
 
 def _adapters(plan: Plan) -> Int32Array | None:

@@ -45,6 +45,7 @@ class Intake:
         pooling: The task that the model serves, and how it makes vectors; None: it generates.
         embedding_size: Entries of an embedding; 0: unknown.
         encoder_digest: 32 bytes that name the encoder of media; empty: prompts have none.
+        has_uncut_spans: Whether tokens of a medium attend to one another both ways.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Intake:
         embedding_size: int = 0,
         *,
         encoder_digest: bytes = b"",
+        has_uncut_spans: bool = False,
     ) -> None:
         self.encoder_digest = encoder_digest
+        self._has_uncut_spans = has_uncut_spans
         self._media_names = MediaNames() if encoder_digest else None
         self._page_size = config.page_size
         self._layout = layout.describe()
@@ -154,6 +157,7 @@ class Intake:
             chat=ChatSession(submit.session_id, submit.ends_session),
             namespace=namespace,
             spans=submit.spans,
+            uncut_spans=submit.spans if self._has_uncut_spans else (),
             adapter=submit.adapter,
             traceparent=submit.traceparent,
             drafts=DraftState(submit.sampling.speculates),
@@ -255,6 +259,7 @@ class Intake:
             chat=first.chat,
             namespace=first.namespace,
             spans=first.spans,
+            uncut_spans=first.uncut_spans,
             adapter=first.adapter,
             traceparent=first.traceparent,
             num_cached_tokens=first.num_cached_tokens,
@@ -287,6 +292,7 @@ class Intake:
             tenant=handle.tenant,
             namespace=handle.namespace,
             spans=handle.spans,
+            uncut_spans=handle.spans if self._has_uncut_spans else (),
             adapter=handle.adapter,
             traceparent=traceparent,
             fill=FillTask(handle.lease_id, handle.companion_pages),

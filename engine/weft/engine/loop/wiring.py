@@ -180,7 +180,8 @@ class EngineWiring:
         if encoder is None:
             return None
         store = MediaStore(config.media_bytes)
-        return MediaRows(store, encoder, config.media_rows, config.max_step_patches)
+        sizes = config.media_rows, config.max_step_patches, config.max_step_tokens
+        return MediaRows(store, encoder, *sizes)
 
     def _make_scheduler(self, *, drafts_on_device: bool) -> Scheduler:
         config, parts, pages = self._config, self._parts, self.pages

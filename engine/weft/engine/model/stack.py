@@ -160,8 +160,9 @@ class Stack:
         (hidden, step), rows, peers = self._embed(step), step.logits_rows, self.peers
         if step.wants_all:
             return self._end(run_all(self._whole, hidden, step, pool, taps, peers))
-        # A row of a tree cannot become a request: it does not see all rows before it.
-        if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees:
+        # A row of a tree cannot become a request, since it does not see all rows before it, nor can
+        # one that sees later rows.
+        if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees or step.sees_behind:
             hidden = run_all(self._whole, hidden, step, pool, taps, peers)
             return self._end(hidden.index_select(0, rows))
         # The last layer writes K and V of all rows, but computes only the wanted ones.

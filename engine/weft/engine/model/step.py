@@ -71,6 +71,11 @@ class Step:
         """Whether rows form trees (`AttentionMetadata.ancestors`)."""
         return self.groups[0].ancestors is not None
 
+    @property
+    def sees_behind(self) -> bool:
+        """Whether rows attend to later ones (`AttentionMetadata.key_ends`)."""
+        return self.groups[0].key_ends is not None
+
     def one_row_requests(self) -> Step:
         """The rows of `logits_rows` alone, each as a separate request with one new token. A row
         attends to the positions up to its own, so its results do not change.

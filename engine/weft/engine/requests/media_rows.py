@@ -27,6 +27,8 @@ class EncoderFacts(NamedTuple):
     """
     cost_of: Callable[[Sequence[int]], int]
     """Patches of a medium of this shape."""
+    sees_both_ways: bool = False
+    """Whether tokens of a medium attend to one another both ways."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +65,16 @@ class MediaRows:
         num_rows: Rows of the executor's memory.
         max_step_cost: Patches that a step encodes beside running requests. The first medium of a
             step may have more.
+        max_step_tokens: Prompt tokens that a step can have.
     """
 
     def __init__(
-        self, store: MediaStore, facts: EncoderFacts, num_rows: int, max_step_cost: int
+        self,
+        store: MediaStore,
+        facts: EncoderFacts,
+        num_rows: int,
+        max_step_cost: int,
+        max_step_tokens: int,
     ) -> None:
         self.store = store
         self._facts = facts
@@ -74,6 +82,7 @@ class MediaRows:
         self._free = list(range(self._num_groups - 1, -1, -1))
         self._held: OrderedDict[bytes, _Encoded] = OrderedDict()
         self._max_step_cost = max_step_cost
+        self._max_step_tokens = max_step_tokens
         self._room = 0
         self._has_running = False
         self._due: list[tuple[Media, _Encoded]] = []
@@ -107,6 +116,20 @@ class MediaRows:
                     stage="validate",
                     param="spans",
                 )
+            if self._facts.sees_both_ways:
+                self._check_whole(span, num_rows)
+
+    def _check_whole(self, span: MediaSpan, num_rows: int) -> None:
+        if span.length < num_rows:
+            problem = f"an image has {num_rows} rows, all of which this model needs in the prompt"
+        elif num_rows > self._max_step_tokens:
+            problem = (
+                f"an image has {num_rows} tokens, which this model computes in one step; a step "
+                f"has at most {self._max_step_tokens} (max_step_tokens)"
+            )
+        else:
+            return
+        raise InvalidRequest(problem, stage="validate", param="spans")
 
     def begin(self, request: Request) -> None:
         """Keeps the content of a request's media until `end`."""

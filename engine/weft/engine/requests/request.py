@@ -205,6 +205,8 @@ class Request:
     namespace: bytes = b""
     spans: Sequence[MediaSpan] = ()
     """Media of its prompt, in order."""
+    uncut_spans: Sequence[MediaSpan] = ()
+    """Those that no step ends within, since their tokens attend to one another both ways."""
     adapter: bytes = b""
     """Content digest of its adapter; empty: the base model."""
     adapter_slot: int = 0

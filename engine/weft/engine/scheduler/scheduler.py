@@ -21,6 +21,7 @@ from itertools import chain, islice
 
 import numpy as np
 from weft.contract.errors import WeftError
+from weft.contract.spans import before_span, border_before_span
 from weft.engine.requests.media_rows import MediaRows
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import LEGAL_EDGES, Request, State
@@ -113,6 +114,8 @@ class Scheduler:
         self.num_urgent_preemptions = 0
         """Preemptions in favour of a more urgent request, part of the number above."""
         self._lacks_pages = False
+        self._step_room = 0
+        """Prompt tokens that the step being planned can have beside running requests."""
         self.running_plans = RunningPlans(limits, pages, self._preempt_cheapest, drafting)
         self._arriving: list[Request] = []
         """RUNNING requests whose last prompt chunk is under way."""
@@ -240,6 +243,7 @@ class Scheduler:
         has_running = len(plan) > 0
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
         budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
+        self._step_room = budget
         if has_running and self._prompt_budget is not None:
             num_waiting = len(self.prefilling) + len(self.waiting)
             wanted = self._prompt_budget(
@@ -557,14 +561,20 @@ class Scheduler:
         has_lead = self._limits.needs_lead and start > 0 and request.state_end != start
         has_lead = has_lead and not self.pages.has_last_rows
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
+        if request.uncut_spans:
+            num_tokens = self._whole_spans(request, start, num_tokens, is_first=not items)
         if self._media is not None and request.spans:
             num_tokens = self._media.limit(request, start, num_tokens)
         if num_tokens == pending and request.is_fill and not items:
-            num_tokens -= self._last_piece(request, pending)
+            end = before_span(
+                request.uncut_spans, start + pending - self._last_piece(request, pending)
+            )
+            num_tokens = end - start if end > start else pending
         if num_tokens < pending and self._limits.has_whole_prompts:
             return 0
         if num_tokens < pending:
-            to_border = (start + num_tokens) // page_size * page_size - start
+            end = border_before_span(request.uncut_spans, start + num_tokens, page_size)
+            to_border = end - start
             # If the budget ends inside a page, the first prompt of a step takes all of the budget.
             num_tokens = to_border if to_border > 0 or items else num_tokens
         if num_tokens <= 0:
@@ -576,6 +586,17 @@ class Scheduler:
         samples = is_last and request.draws
         items.append(PlanItem(request, start, num_tokens, samples, has_lead))
         return num_tokens
+
+    def _whole_spans(self, request: Request, start: int, num_tokens: int, *, is_first: bool) -> int:
+        """Tokens of a chunk of at most so many that ends within no medium whose tokens attend to
+        one another both ways. The first chunk of a step may have more if it has to, up to the
+        step's size.
+        """
+        end = before_span(request.uncut_spans, start + num_tokens)
+        if end > start or not is_first:
+            return max(0, end - start)
+        rest = next(span.end for span in request.uncut_spans if span.end > start) - start
+        return rest if rest <= self._step_room else 0
 
     def _last_piece(self, request: Request, pending: int) -> int:
         """Leaves the last tokens of a long fill for one more step, so that few pages are still to

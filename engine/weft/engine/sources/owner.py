@@ -29,6 +29,7 @@ from weft.contract.clock import Clock
 from weft.contract.fills import FillCommand, LeaseAnswer
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, KvHandle
 from weft.contract.keys import PieceShape, blocks_keys
+from weft.contract.spans import border_before_span
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
@@ -155,6 +156,12 @@ class OwnerFills:
         is_load = request.sources.candidates[0].kind == "kvstore" and wanted <= free
         if not (is_load or self._line.may_begin(request)):
             return True
+        if request.uncut_spans and request.sources.candidates[0].kind != "kvstore":
+            free, most = (self._num_computable(request, begin, count) for count in (free, most))
+            if not most:
+                request.sources.candidates.clear()  # No fill can have all of the next medium.
+                self._line.leaves(request)
+                return False
         num_pages, least = min(wanted, free), min(most, self._landing.least_pages)
         has_more = self.packer is not None
         if has_more and request.sources.candidates[0].kind == "kvstore" and num_pages < wanted:
@@ -360,8 +367,16 @@ class OwnerFills:
         if request.sources.candidates and request.sources.candidates[0].kind == "kvstore":
             return min(end, request.sources.candidates[0].match_tokens)
         if end > self._next_token(request) and self.packer is None:
-            return len(request.tokens) // size * size
-        return end
+            end = len(request.tokens) // size * size
+        return border_before_span(request.uncut_spans, end, size)
+
+    def _num_computable(self, request: Request, begin: int, num_pages: int) -> int:
+        """The most of so many pages from `begin` on that a filler can compute: none ends in a
+        medium whose tokens attend to one another both ways.
+        """
+        size = self._config.page_size
+        end = border_before_span(request.uncut_spans, begin + num_pages * size, size)
+        return max(0, end - begin) // size
 
     def _next_token(self, request: Request) -> int:
         if self.packer is None:
