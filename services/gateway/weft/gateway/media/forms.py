@@ -18,9 +18,11 @@ class ImagePlan:
     """What one image becomes in a prompt."""
 
     text: str
-    """Takes the placeholder's place; has one image token for each medium."""
+    """Takes the placeholder's place; has one row token for each run."""
     lengths: tuple[int, ...]
-    """Tokens of each medium, which repeat its image token."""
+    """Tokens of each run, which repeat its row token."""
+    media: tuple[int, ...] = ()
+    """Number of the medium whose next rows each run has; empty: each is a medium of its own."""
 
 
 class ImageForm(Protocol):
@@ -31,6 +33,16 @@ class ImageForm(Protocol):
     @property
     def image_token(self) -> str:
         """What a chat template writes in an image's place."""
+        ...
+
+    @property
+    def row_token(self) -> str:
+        """The token in whose places media have their rows."""
+        ...
+
+    @property
+    def around(self) -> tuple[str, str]:
+        """Texts before and after the image token, which are tokenised with what is next to them."""
         ...
 
     @property
@@ -70,6 +82,14 @@ class TiledForm:
     """Pillow's number of the filter."""
     is_split: bool = True
     """Whether images are cut at all, rather than squeezed into one tile."""
+
+    @property
+    def row_token(self) -> str:
+        return self.image_token
+
+    @property
+    def around(self) -> tuple[str, str]:
+        return "", ""
 
     @property
     def largest(self) -> ImagePlan:
@@ -144,5 +164,40 @@ def _even(number: int) -> int:
     return number + number % 2
 
 
-FORMS: Mapping[str, Callable[..., ImageForm]] = {TiledForm.name: TiledForm}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedForm:
+    """Gemma 3's form: an image is resized to one size, whatever its own, as transformers'
+    Gemma3ImageProcessorPil does it without pan and scan.
+    """
+
+    name: ClassVar[str] = "fixed"
+    image_token: str
+    row_token: str
+    end_token: str
+    around: tuple[str, str] = ("\n\n", "\n\n")
+    height: int
+    width: int
+    num_tokens: int
+    resample: int
+    """Pillow's number of the filter."""
+
+    @property
+    def largest(self) -> ImagePlan:
+        return ImagePlan(f"{self.image_token}{self.row_token}{self.end_token}", (self.num_tokens,))
+
+    def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
+        return self.largest
+
+    def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
+        pixels = image.resize((self.width, self.height), self.resample).tobytes()
+        return [Media.of("image", self.name, (self.height, self.width, 3), pixels)]
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+FORMS: Mapping[str, Callable[..., ImageForm]] = {
+    TiledForm.name: TiledForm,
+    FixedForm.name: FixedForm,
+}
 """What makes each form of its options, by its name."""

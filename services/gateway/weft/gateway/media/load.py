@@ -8,26 +8,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from tokenizers import Tokenizer
 from weft.checkpoint.tokenizer_files import read_json
 from weft.contract.errors import ModelError
 from weft.contract.spans import Media, MediaSpan
-from weft.gateway.media.forms import ImageForm, ImagePlan, TiledForm
+from weft.gateway.media.forms import FixedForm, ImageForm, ImagePlan, TiledForm
 
 PROCESSOR_FILES = _PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
 """Files of which models that take images have at least one."""
-_LANCZOS = 1
+_LANCZOS, _BILINEAR = 1, 2
 _FILTERS = frozenset(range(6))
 _MAX_EDGE = 4096
 """Longest edge to which transformers resizes images of this form."""
 _MAX_GRID = 16
 """Most rows, and most columns, of tiles."""
-_TILED_TYPES = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 """Steps that the form has in any case; the last ones are the encoder's."""
 _OF_ENCODER = ("image_mean", "image_std", "rescale_factor")
+_OF_FIXED = (
+    *("size", "resample", "image_seq_length"),
+    *("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
+    "pan_and_scan_min_ratio_to_activate",
+)
 _OF_TILES = ("size", "max_image_size", "resample", "do_image_splitting")
 _LABELS = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map"),
@@ -37,10 +41,24 @@ _LABELS = (
 """Fields that change no tile: names, forms of arrays, and padding, which equal tiles need not."""
 
 
-FormReader = Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], ImageForm]
-"""Makes a form of the settings of its image processor, of processor_config.json and of config.json.
-Raises ModelError.
+FormReader = Callable[
+    [Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], Tokenizer], ImageForm
+]
+"""Makes a form of the settings of its image processor, of processor_config.json, of config.json and
+of the tokenizer. Raises ModelError.
 """
+
+
+class Run(NamedTuple):
+    """Consecutive tokens that have rows of one medium."""
+
+    start: int
+    """Index of the first in the tokens of its image."""
+    length: int
+    medium: int
+    """Number of the medium among those of its image."""
+    offset: int
+    """Row of the medium that the first has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +66,7 @@ class Expansion:
     """The tokens of one image."""
 
     ids: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
-    """First index in `ids` and length of each medium's tokens."""
+    runs: tuple[Run, ...]
 
 
 class ImagePrompts:
@@ -61,11 +78,10 @@ class ImagePrompts:
 
     def __init__(self, form: ImageForm, tokenizer: Tokenizer) -> None:
         self.form = form
-        token, known = form.image_token, tokenizer.token_to_id(form.image_token)
-        if known is None:
-            raise ModelError(f"the tokenizer has no token {token}")
-        self.image_id: int = known
+        self.image_id = _id_of(form.image_token, tokenizer)
         """The token that the chat template writes for an image."""
+        self.row_id = _id_of(form.row_token, tokenizer)
+        """The token that stands for a row of a medium."""
         self._tokenizer = tokenizer
         # An instance keeps its own few results.
         self._expand = lru_cache(maxsize=1024)(self._encode)
@@ -76,23 +92,34 @@ class ImagePrompts:
         """The tokens of an image, by its size alone."""
         return self._expand(self.form.plan(height, width, is_coarse=is_coarse))
 
+    def with_texts_around(self, rendered: str) -> str:
+        """A rendered conversation with the texts that the form has around each image."""
+        token, (before, after) = self.form.image_token, self.form.around
+        if not before and not after:
+            return rendered
+        return rendered.replace(token, f"{before}{token}{after}")
+
     def _encode(self, plan: ImagePlan) -> Expansion:
         (encoding,) = self._tokenizer.encode_batch_fast([plan.text], add_special_tokens=False)
-        ids: list[int] = []
-        runs: list[tuple[int, int]] = []
-        lengths = iter(plan.lengths)
-        for id_ in encoding.ids:
-            if id_ != self.image_id:
-                ids.append(id_)
-                continue
-            length = next(lengths, 0)
-            runs.append((len(ids), length))
-            ids += [id_] * length
-        if len(runs) != len(plan.lengths) or not all(length for _, length in runs):
+        found = encoding.ids.count(self.row_id)
+        if found != len(plan.lengths) or not all(plan.lengths):
             raise ModelError(
-                f"the tokenizer finds {len(runs)} tokens {self.form.image_token} in the text of an "
+                f"the tokenizer finds {found} tokens {self.form.row_token} in the text of an "
                 f"image, not {len(plan.lengths)}"
             )
+        media = plan.media or range(len(plan.lengths))
+        waiting = zip(plan.lengths, media, strict=True)
+        ids: list[int] = []
+        runs: list[Run] = []
+        num_rows = dict.fromkeys(media, 0)
+        for id_ in encoding.ids:
+            if id_ != self.row_id:
+                ids.append(id_)
+                continue
+            length, medium = next(waiting)
+            runs.append(Run(len(ids), length, medium, num_rows[medium]))
+            num_rows[medium] += length
+            ids += [id_] * length
         return Expansion(tuple(ids), tuple(runs))
 
 
@@ -111,10 +138,25 @@ def put_in(
             continue
         expansion, media = next(waiting)
         start = len(expanded)
-        for (offset, length), medium in zip(expansion.runs, media, strict=bool(media)):
-            spans.append(MediaSpan(position=start + offset, length=length, digest=medium.digest))
+        if media:
+            spans += [
+                MediaSpan(
+                    position=start + run.start,
+                    length=run.length,
+                    digest=media[run.medium].digest,
+                    offset=run.offset,
+                )
+                for run in expansion.runs
+            ]
         expanded += expansion.ids
     return expanded, tuple(spans)
+
+
+def _id_of(token: str, tokenizer: Tokenizer) -> int:
+    known: int | None = tokenizer.token_to_id(token)
+    if known is None:
+        raise ModelError(f"the tokenizer has no token {token}")
+    return known
 
 
 def load_image_prompts(
@@ -135,28 +177,79 @@ def load_image_prompts(
             return None
         raise ModelError(f"there is no {_PROCESSOR_FILE}")
     kind = given.get("image_processor_type", "")
-    if not kind and whole.get("processor_class", given.get("processor_class")) in (
-        "Idefics3Processor",
-        "SmolVLMProcessor",
-    ):
-        kind = _TILED_TYPES[0]
+    if not kind:
+        of_whole = whole.get("processor_class", given.get("processor_class"))
+        kind = _TYPES_OF_PROCESSORS.get(of_whole, kind) if isinstance(of_whole, str) else kind
     read_form = _READERS.get(str(kind).removesuffix("Pil").removesuffix("Fast"))
     if read_form is None:
         shown = json.dumps(kind)[:80]
         raise ModelError(f"image_processor_type is {shown}; known are {', '.join(_READERS)}")
-    form = read_form(given, whole, config)
+    form = read_form(given, whole, config, tokenizer)
     prompts = ImagePrompts(form, tokenizer)
-    told = config.get("image_token_id", prompts.image_id)
-    if told != prompts.image_id:
+    told = config.get("image_token_id", config.get("image_token_index", prompts.row_id))
+    if told != prompts.row_id:
         raise ModelError(
-            f"config.json: image_token_id is {told!r:.20}, but {form.image_token} is token "
-            f"{prompts.image_id}"
+            f"config.json: image_token_id is {told!r:.20}, but {form.row_token} is token "
+            f"{prompts.row_id}"
         )
     return prompts
 
 
+def _fixed(
+    given: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> FixedForm:
+    _check_known(given, _OF_FIXED)
+    size = given.get("size", {"height": 224, "width": 224})
+    edges = [size.get(name) for name in ("height", "width")] if isinstance(size, dict) else []
+    if not edges or not all(_is_integer(edge) and 1 <= edge <= _MAX_EDGE for edge in edges):
+        shown = json.dumps(size)[:80]
+        raise ModelError(f"size is {shown}; it must have a height and width of 1 to {_MAX_EDGE}")
+    count = whole.get("image_seq_length", given.get("image_seq_length", 256))
+    rows = config.get("mm_tokens_per_image", 256)
+    if not _is_integer(count) or count < 1 or count != rows:
+        raise ModelError(
+            f"image_seq_length is {count!r:.20}, but the encoder makes {rows!r:.20} rows of an "
+            "image (mm_tokens_per_image)"
+        )
+    edge = _section(config, "vision_config").get("image_size")
+    if _is_integer(edge) and edges != [edge, edge]:
+        raise ModelError(
+            f"size is {edges[0]} x {edges[1]} for an encoder of {edge} (vision_config.image_size)"
+        )
+
+    def token(name: str, default: int) -> str:
+        number = config.get(f"{name}_index", config.get(f"{name}_id", default))
+        found: str | None = None
+        if _is_integer(number) and number >= 0:
+            found = tokenizer.id_to_token(number)
+        if found is None:
+            raise ModelError(f"config.json: {name}_index is {number!r:.20}, which is no token")
+        return found
+
+    return FixedForm(
+        image_token=token("boi_token", 255_999),
+        row_token=token("image_token", 262_144),
+        end_token=token("eoi_token", 256_000),
+        height=edges[0],
+        width=edges[1],
+        num_tokens=count,
+        resample=_filter(given, _BILINEAR),
+    )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _tiled(
-    given: Mapping[str, Any], whole: Mapping[str, Any], config: Mapping[str, Any]
+    given: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
 ) -> TiledForm:
     _check_known(given, _OF_TILES)
     form = TiledForm(
@@ -230,9 +323,19 @@ def _check_encoder(form: TiledForm, config: Mapping[str, Any]) -> None:
         )
 
 
-_READERS: Mapping[str, FormReader] = dict.fromkeys(_TILED_TYPES, _tiled)
-"""Readers of forms by `image_processor_type`, without the ends that name an implementation."""
-
-
 def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+_READERS: Mapping[str, FormReader] = {
+    "Gemma3ImageProcessor": _fixed,
+    "Idefics3ImageProcessor": _tiled,
+    "SmolVLMImageProcessor": _tiled,
+}
+"""Readers of forms by `image_processor_type`, without the ends that name an implementation."""
+_TYPES_OF_PROCESSORS = {
+    "Gemma3Processor": "Gemma3ImageProcessor",
+    "Idefics3Processor": "Idefics3ImageProcessor",
+    "SmolVLMProcessor": "SmolVLMImageProcessor",
+}
+"""Classes of image processors by that of the processor, where a folder names only this."""

@@ -72,15 +72,13 @@ class Rendered(NamedTuple):
 
 class ControlTokens:
     """The control tokens of one model. Safe to use from several threads. `sources` are its chat
-    templates, `image_token` stands for an image in them; empty: none does.
+    templates, and tokens that the gateway writes.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, sources: Sequence[str] = (), image_token: str = ""
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, sources: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        source = "\n".join([*sources, image_token])
+        source = "\n".join(sources)
         controls = {one.content: id_ for id_, one in added.items() if _is_control(one, source)}
         unknown = getattr(tokenizer.model, "unk_token", None)
         self._ids = frozenset(id_ for one, id_ in controls.items() if one != unknown)

@@ -274,8 +274,9 @@ def _read_tokenizer(
 def _controls(parts: Mapping[str, Any], images: ImagePrompts | None) -> ControlTokens:
     templates = (parts["template"], parts["tool_template"])
     sources = [one.source for one in templates if one is not None]
-    image_token = "" if images is None else images.form.image_token
-    return ControlTokens(parts["tokenizer"], sources, image_token)
+    if images is not None:
+        sources += [images.form.image_token, images.form.row_token]
+    return ControlTokens(parts["tokenizer"], sources)
 
 
 def _pooling(folder: Path) -> tuple[PoolingConfig, str]:

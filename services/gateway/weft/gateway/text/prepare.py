@@ -261,6 +261,9 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
 
 
 def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, rendered: Rendered) -> PreparedPrompt:
+    if model.images is not None:
+        # In texts of the conversation the token is spelled with a mark in it.
+        rendered = rendered._replace(text=model.images.with_texts_around(rendered.text))
     ids = model.controls.encode(rendered)
     if model.images is not None:
         _check_placeholders(ids.count(model.images.image_id), len(prompt.images))
