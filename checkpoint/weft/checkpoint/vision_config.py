@@ -19,6 +19,8 @@ from weft.checkpoint.parts import NormConfig
 VisionActivation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 
 NUM_CHANNELS = 3
+_TILE_EDGES = (("max_image_size", "longest_edge"), ("size", "height"), ("size", "width"))
+"""Fields of processors that have the side of pictures of one size."""
 _ACTIVATIONS: Mapping[str, VisionActivation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -169,7 +171,24 @@ class MergerConfig:
         return {"kind": "merger", **asdict(self)}
 
 
-ConnectorConfig = PixelShuffleConfig | MergerConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanPoolConfig:
+    """A connector that makes one row of each square of patches by their mean, a norm, and a product
+    without bias.
+    """
+
+    factor: int
+    """Side of a square in patches; divides the grid."""
+    out_features: int
+    """Width of the language model."""
+    norm: NormConfig
+
+    def values(self) -> dict[str, Any]:
+        """The fields for a fingerprint."""
+        return {"kind": "mean", **asdict(self)}
+
+
+ConnectorConfig = PixelShuffleConfig | MergerConfig | MeanPoolConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +222,10 @@ class VisionConfig:
     pixels: PixelsConfig = PixelsConfig()
     names: VisionNamesConfig = VisionNamesConfig()
     taps: TapsConfig | None = None
+    sees_both_ways: bool = False
+    """Whether tokens of one picture attend to one another both ways in the language model, and so
+    are computed together.
+    """
     max_pixels: int | None = None
     """Most pixels of a picture, whose sides may be any multiples of `square_size`; None: pictures
     are squares of `tile_size`.
@@ -256,18 +279,49 @@ def read_idefics3_vision(whole: Fields, text: Fields) -> VisionConfig:
     vision = whole.section("vision_config")
     if text.flag("use_resampler", False):
         raise text.error("use_resampler", "only connectors with a pixel shuffle are supported")
+    sizes = {"image_size": 224, "patch_size": 32, "hidden_size": 1152, "num_hidden_layers": 12}
+    sizes |= {"num_attention_heads": 16, "intermediate_size": 3072}
+    vit = siglip_vit(vision, sizes, "bucketed")
+    factor = whole.positive("scale_factor", 2)
+    if vit.grid % factor:
+        raise whole.error("scale_factor", f"{factor} does not divide a row of {vit.grid} patches")
+    return VisionConfig(
+        vit=vit,
+        connector=PixelShuffleConfig(factor=factor, out_features=text.positive("hidden_size")),
+        image_token_id=image_token(whole, "image_token_id", 128_257, text.positive("vocab_size")),
+    )
+
+
+def image_token(whole: Fields, name: str, default: int, vocab_size: int) -> int:
+    """The placeholder token that a field names. Raises ModelError if it is none of the
+    vocabulary.
+    """
+    token = whole.count(name, default)
+    if token >= vocab_size:
+        raise whole.error(name, f"{token} is none of {vocab_size} tokens")
+    return token
+
+
+def siglip_vit(
+    vision: Fields, defaults: Mapping[str, int], positions: Literal["bucketed", "learned"]
+) -> VitConfig:
+    """A vision transformer in SigLIP's form; `defaults` are those of the fields that are sizes.
+    Raises ModelError if a field is malformed or not supported.
+    """
     channels = vision.positive("num_channels", NUM_CHANNELS)
     if channels != NUM_CHANNELS:
         raise vision.error("num_channels", f"only {NUM_CHANNELS} are supported, not {channels}")
+    size = {name: vision.positive(name, default) for name, default in defaults.items()}
     vit = VitConfig(
-        image_size=vision.positive("image_size", 224),
-        patch_size=vision.positive("patch_size", 32),
-        hidden_size=vision.positive("hidden_size", 1152),
-        num_layers=vision.positive("num_hidden_layers", 12),
-        num_heads=vision.positive("num_attention_heads", 16),
-        intermediate_size=vision.positive("intermediate_size", 3072),
+        image_size=size["image_size"],
+        patch_size=size["patch_size"],
+        hidden_size=size["hidden_size"],
+        num_layers=size["num_hidden_layers"],
+        num_heads=size["num_attention_heads"],
+        intermediate_size=size["intermediate_size"],
         activation=_activation(vision, "gelu_pytorch_tanh"),
         norm=NormConfig(eps=vision.number("layer_norm_eps", 1e-6), kind="layer", has_bias=True),
+        positions=positions,
     )
     if vit.hidden_size % vit.num_heads:
         raise vision.error(
@@ -277,17 +331,7 @@ def read_idefics3_vision(whole: Fields, text: Fields) -> VisionConfig:
         raise vision.error(
             "patch_size", f"{vit.patch_size} pixels are more than an image's {vit.image_size}"
         )
-    factor = whole.positive("scale_factor", 2)
-    if vit.grid % factor:
-        raise whole.error("scale_factor", f"{factor} does not divide a row of {vit.grid} patches")
-    token, vocab_size = whole.count("image_token_id", 128_257), text.positive("vocab_size")
-    if token >= vocab_size:
-        raise whole.error("image_token_id", f"{token} is none of {vocab_size} tokens")
-    return VisionConfig(
-        vit=vit,
-        connector=PixelShuffleConfig(factor=factor, out_features=text.positive("hidden_size")),
-        image_token_id=token,
-    )
+    return vit
 
 
 def _activation(vision: Fields, default: str) -> VisionActivation:
@@ -307,10 +351,12 @@ def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
     fields, usual = image_processor(model_dir), config.pixels
     if config.max_pixels is not None:
         config = replace(config, max_pixels=pixel_bounds(fields)[1])
-    elif (tile := _tile_size(fields, config.tile_size)) != config.tile_size:
-        raise fields.error(
-            "max_image_size", f"tiles of {tile} pixels, but the tower's have {config.tile_size}"
-        )
+    else:
+        for name, edge in _TILE_EDGES:
+            tile = fields.section(name).positive(edge, config.tile_size)
+            if tile != config.tile_size:
+                problem = f"tiles of {tile} pixels, but the tower's have {config.tile_size}"
+                raise fields.error(name, problem)
     is_scaled, is_normal = fields.flag("do_rescale", True), fields.flag("do_normalize", True)
     return replace(
         config,
@@ -337,10 +383,6 @@ def pixel_bounds(processor: Fields) -> tuple[int, int]:
     if least > most:
         raise processor.error("min_pixels", f"{least} are more than max_pixels, {most}")
     return least, most
-
-
-def _tile_size(processor: Fields, default: int) -> int:
-    return processor.section("max_image_size").positive("longest_edge", default)
 
 
 def image_processor(model_dir: Path) -> Fields:

@@ -264,8 +264,8 @@ def test_a_strided_page_table_is_read_by_its_rows() -> None:
     ("original", "replacement"),
     [
         (
-            "t->first_position + row / t->group + 1 - begin",
-            "t->first_position + row / t->group - begin",
+            "t->first_position + at + 1",
+            "t->first_position + at",
         ),
         ("scratch->sum_weight[row] * shrink +", "scratch->sum_weight[row] +"),
         ("if (weight == 0) weight = 1;", ""),

@@ -138,6 +138,19 @@ def test_a_medium_that_can_never_have_rows_is_refused() -> None:
         media.check([MediaSpan(position=0, length=5, digest=small.digest, offset=1)], 100)
 
 
+def test_media_whose_tokens_see_one_another_are_whole_and_within_a_step() -> None:
+    store, facts = MediaStore(1 << 20), FACTS._replace(sees_both_ways=True)
+    media = MediaRows(store, facts, 9 * GROUP_ROWS, max_step_cost=10, max_step_tokens=60)
+    large, small = medium(1, 61), medium(2, 60)
+    for one in (large, small):
+        store.put(one)
+    media.check([span_of(small, 3)], 100)
+    with pytest.raises(InvalidRequest, match="61 tokens"):
+        media.check([span_of(large, 3)], 100)
+    with pytest.raises(InvalidRequest, match="60 rows, all of which"):
+        media.check([MediaSpan(position=0, length=59, digest=small.digest)], 100)
+
+
 def test_without_an_encoder_media_are_refused() -> None:
     check_media(None, [], 10)
     with pytest.raises(InvalidRequest, match="no images"):

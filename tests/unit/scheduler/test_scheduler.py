@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.contract.errors import DeadlineExceeded
+from weft.contract.spans import MediaSpan
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.base.config import PolicyName
 from weft.engine.features.speculative.fixed_gate import FixedGate
@@ -65,6 +66,36 @@ def test_every_request_ends_whatever_the_load(
             bench.scheduler.finish(rng.choice(requests))  # a cancel, perhaps of a finished one
     bench.run(*requests)
     assert len(bench.finished) == len(requests), "each ends exactly once"
+    check_empty(bench)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(30, 60), st.integers(1, 4), st.booleans())
+def test_no_chunk_ends_in_a_span_that_must_be_whole(
+    seed: int, num_pages: int, max_running: int, is_overlapped: bool
+) -> None:
+    """Whatever the budgets, behind cached pages and fills that end within it. All requests end."""
+    rng = random.Random(seed)
+    most = rng.choice([8, 20])
+    limits = SchedulerLimits(PAGE, most, rng.choice([4, 8]), max_running)
+    bench = Bench(rng, num_pages, limits, is_overlapped=is_overlapped)
+    requests = []
+    for _ in range(rng.randint(1, 10)):
+        spans, position = list[MediaSpan](), rng.randrange(9)
+        for _ in range(rng.randrange(4)):
+            span = MediaSpan(position=position, length=rng.randint(1, most), digest=bytes(32))
+            spans.append(span)
+            position = span.end + rng.choice([0, 1, 5, 20])
+        stem = random.Random(STEM_SEED)
+        prefix = [stem.randrange(100) for _ in range(rng.choice([0, 10, 20]))]
+        length = position + rng.randint(0 if spans else 1, 6)
+        remote = rng.random() < 0.5
+        requests.append(
+            bench.add(max(1, length), 5, remote=remote, prefix=prefix, uncut_spans=spans)
+        )
+        for _ in range(rng.randint(0, 4)):
+            bench.step()
+    bench.run(*requests)
     check_empty(bench)
 
 

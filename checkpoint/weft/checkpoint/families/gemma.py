@@ -4,21 +4,40 @@ in most layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig, SlidingWindow
 from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family
+from weft.checkpoint.fields import Fields
 from weft.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
     HeadNormConfig,
     MlpConfig,
     NamesConfig,
+    NormConfig,
 )
 from weft.checkpoint.rope import RopeConfig, rope_config
+from weft.checkpoint.vision_config import (
+    MeanPoolConfig,
+    VisionConfig,
+    VisionNamesConfig,
+    image_token,
+    siglip_vit,
+)
 
+_GEMMA3_TEXT = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+"""Defaults of transformers for fields that `text_config` leaves out."""
 _FEED_NORM = "pre_feedforward_layernorm"
 
 
@@ -70,6 +89,9 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     """Gemma 3 (arXiv 2503.19786), text: normalised heads; layers with a window rotate by a base of
     their own.
     """
+    if "text_config" in raw:
+        text = Fields(raw, where).section("text_config")
+        raw = {**raw, "text_config": _GEMMA3_TEXT | {name: text.get(name) for name in text}}
     family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
     is_encoder = family.fields.flag("use_bidirectional_attention", False)
     if is_encoder:
@@ -95,7 +117,7 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         left_out=VISION,
         feed_norm=_FEED_NORM,
     )
-    return family.config(
+    config = family.config(
         _decoder(family, layers, soft_cap(family, "final_logit_softcapping")),
         head_dim=family.head_dim(256),
         window=_bidirectional_window(family, kinds) if is_encoder else family.window(kinds, 4096),
@@ -103,6 +125,42 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         is_tied=True,
         kv_heads=4,
         is_encoder=is_encoder,
+    )
+    if config.architecture != "Gemma3ForConditionalGeneration" or "vision_config" not in raw:
+        return config
+    return replace(config, vision=_read_gemma3_vision(family.whole, config))
+
+
+def _read_gemma3_vision(whole: Fields, text: ModelConfig) -> VisionConfig:
+    """SigLIP, whose patches are pooled."""
+    sizes = {"image_size": 224, "patch_size": 16, "hidden_size": 768, "num_hidden_layers": 12}
+    sizes |= {"num_attention_heads": 12, "intermediate_size": 3072}
+    vit = siglip_vit(whole.section("vision_config"), sizes, "learned")
+    count = whole.positive("mm_tokens_per_image", 256)
+    side = math.isqrt(count)
+    if side * side != count or vit.grid % side:
+        problem = f"{count} are not those of a square grid that divides {vit.grid} x {vit.grid}"
+        raise whole.error("mm_tokens_per_image", f"{problem} patches")
+    return VisionConfig(
+        vit=vit,
+        connector=MeanPoolConfig(
+            factor=vit.grid // side,
+            out_features=text.hidden_size,
+            norm=NormConfig(eps=vit.norm.eps, adds_one=True),
+        ),
+        image_token_id=image_token(whole, "image_token_index", 262_144, text.vocab_size),
+        sees_both_ways=True,
+        names=VisionNamesConfig(
+            towers=(
+                "model.vision_tower.vision_model",
+                "vision_tower.vision_model",
+                "model.vision_tower",
+                "vision_tower",
+            ),
+            connectors=("model.multi_modal_projector", "multi_modal_projector"),
+            projection="mm_input_projection_weight",
+            connector_norm="mm_soft_emb_norm",
+        ),
     )
 
 

@@ -256,6 +256,7 @@ def _load_parts(
         loaded.pooling,
         loaded.embedding_size,
         encoder_digest=b"" if encoder is None else encoder.digest,
+        has_uncut_spans=encoder is not None and encoder.sees_both_ways,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
     prefixes: PrefixTree | None = None
@@ -299,7 +300,9 @@ def _load_parts(
             if lora is None
             else AdapterManager(lora.limits, lora, wake, host, on_order=on_order)
         ),
-        encoder=None if encoder is None else EncoderFacts(encoder.rows_of, encoder.cost_of),
+        encoder=None
+        if encoder is None
+        else EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,

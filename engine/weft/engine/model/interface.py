@@ -80,6 +80,11 @@ class MediaEncoder(Protocol):
         """
         ...
 
+    @property
+    def sees_both_ways(self) -> bool:
+        """Whether tokens of one medium attend to one another both ways in the language model."""
+        ...
+
     def max_shape(self, num_rows: int) -> tuple[int, ...]:
         """Shape of a medium that takes as much memory to encode as any that has at most so many
         rows.

@@ -595,8 +595,12 @@ class Scheduler:
         end = before_span(request.uncut_spans, start + num_tokens)
         if end > start or not is_first:
             return max(0, end - start)
-        rest = next(span.end for span in request.uncut_spans if span.end > start) - start
-        return rest if rest <= self._step_room else 0
+        end = next(span.end for span in request.uncut_spans if span.end > start)
+        page_size, last = self._limits.page_size, len(request.tokens)
+        border = min(last, -(-end // page_size) * page_size)
+        if border - start <= self._step_room and before_span(request.uncut_spans, border) == border:
+            end = border
+        return end - start if end - start <= self._step_room else 0
 
     def _last_piece(self, request: Request, pending: int) -> int:
         """Leaves the last tokens of a long fill for one more step, so that few pages are still to

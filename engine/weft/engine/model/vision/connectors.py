@@ -7,13 +7,20 @@ from typing import NamedTuple, Protocol
 import torch
 from weft.checkpoint.parts import NormConfig
 from weft.checkpoint.pooling import ActivationName
-from weft.checkpoint.vision_config import ConnectorConfig, MergerConfig, VisionNamesConfig
+from weft.checkpoint.vision_config import (
+    ConnectorConfig,
+    MeanPoolConfig,
+    MergerConfig,
+    VisionNamesConfig,
+)
 from weft.engine.model.layers.encoder import LayerNorm
 from weft.engine.model.pooled_heads import ACTIVATIONS
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.activation import activate_alike
 from weft.kernels.ops.linear import linear
+from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 
@@ -58,6 +65,20 @@ class Merger(NamedTuple):
         return linear(activated, self.down)
 
 
+class MeanPool(NamedTuple):
+    """The mean of a square's patches, a norm, and a product."""
+
+    square: int
+    """Patches of a square."""
+    norm: AnyNorm
+    projection: LinearWeight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # On a CPU and on a GPU a square's sum does not depend on the others.
+        mean = x.view(-1, self.square, x.shape[1]).mean(1)
+        return linear(self.norm(mean), self.projection)
+
+
 def read_connector(
     config: ConnectorConfig, hidden: int, names: VisionNamesConfig, weights: Weights
 ) -> Connector:
@@ -74,10 +95,20 @@ def read_connector(
                 product_spec(names.projection, joined, config.out_features, bias=True)
             ),
         )
+    if isinstance(config, MeanPoolConfig):
+        matrix = weights.read([TensorSlice(names.projection, (hidden, config.out_features))])
+        return MeanPool(
+            square=config.factor**2,
+            norm=read_norm(weights, names.connector_norm, hidden, config.norm),
+            projection=pack_linear(matrix.t().contiguous(), None, weights.arena),
+        )
     return PixelShuffle(weights.linear(product_spec(names.projection, joined, config.out_features)))
 
 
 def read_norm(weights: Weights, name: str, size: int, config: NormConfig) -> AnyNorm:
+    if config.kind == "rms" and config.adds_one:
+        weight = weights.read([TensorSlice(f"{name}.weight", (size,))], dtype=torch.float32)
+        return Norm(weight + 1.0, config.eps)
     if config.kind == "rms":
         return Norm(weights.norm(name, size), config.eps)
     return LayerNorm.read(weights, name, size, config.eps, bias=config.has_bias)

@@ -68,7 +68,8 @@ class VisionTower:
         """
         vit, names, taps = config.vit, config.names, config.taps
         body = _below(weights, names.towers, names.patches)
-        connector = _below(weights, names.connectors, names.projection)
+        in_connector = names.connector_norm or names.projection
+        connector = _below(weights, names.connectors, in_connector)
         layers = body.at(names.layers)
 
         def norm(name: str) -> AnyNorm | None:
@@ -93,6 +94,10 @@ class VisionTower:
     @property
     def row_width(self) -> int:
         return self.config.row_width
+
+    @property
+    def sees_both_ways(self) -> bool:
+        return self.config.sees_both_ways
 
     def max_shape(self, num_rows: int) -> tuple[int, ...]:
         config = self.config

@@ -203,10 +203,7 @@ def _fixed(
 ) -> FixedForm:
     _check_known(given, _OF_FIXED)
     size = given.get("size", {"height": 224, "width": 224})
-    edges = [size.get(name) for name in ("height", "width")] if isinstance(size, dict) else []
-    if not edges or not all(_is_integer(edge) and 1 <= edge <= _MAX_EDGE for edge in edges):
-        shown = json.dumps(size)[:80]
-        raise ModelError(f"size is {shown}; it must have a height and width of 1 to {_MAX_EDGE}")
+    height, width = _height_and_width(size)
     count = whole.get("image_seq_length", given.get("image_seq_length", 256))
     rows = config.get("mm_tokens_per_image", 256)
     if not _is_integer(count) or count < 1 or count != rows:
@@ -215,9 +212,9 @@ def _fixed(
             "image (mm_tokens_per_image)"
         )
     edge = _section(config, "vision_config").get("image_size")
-    if _is_integer(edge) and edges != [edge, edge]:
+    if _is_integer(edge) and (height, width) != (edge, edge):
         raise ModelError(
-            f"size is {edges[0]} x {edges[1]} for an encoder of {edge} (vision_config.image_size)"
+            f"size is {height} x {width} for an encoder of {edge} (vision_config.image_size)"
         )
 
     def token(name: str, default: int) -> str:
@@ -233,11 +230,24 @@ def _fixed(
         image_token=token("boi_token", 255_999),
         row_token=token("image_token", 262_144),
         end_token=token("eoi_token", 256_000),
-        height=edges[0],
-        width=edges[1],
+        height=height,
+        width=width,
         num_tokens=count,
         resample=_filter(given, _BILINEAR),
     )
+
+
+def _height_and_width(size: object) -> tuple[int, int]:
+    if isinstance(size, dict):
+        height, width = size.get("height"), size.get("width")
+        if _is_edge(height) and _is_edge(width):
+            return height, width
+    shown = json.dumps(size)[:80]
+    raise ModelError(f"size is {shown}; it must have a height and width of 1 to {_MAX_EDGE}")
+
+
+def _is_edge(value: object) -> TypeGuard[int]:
+    return _is_integer(value) and 1 <= value <= _MAX_EDGE
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

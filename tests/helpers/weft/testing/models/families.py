@@ -93,6 +93,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": {**SIZES, "head_dim": 16, "sliding_window": 24},
             "vision_config": _SIGLIP,
             "mm_tokens_per_image": 4,
+            "image_token_index": 258,
         },
     ),
     "gemma3n": (

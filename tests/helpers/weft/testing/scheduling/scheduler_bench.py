@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from weft.contract.pages import PageCopy
+from weft.contract.spans import MediaSpan, before_span
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.base.config import PolicyName
 from weft.engine.base.state_rows import StateRows
@@ -323,6 +324,7 @@ class Bench:
         adapter: bytes = b"",
         deadline: float = math.inf,
         first_token_deadline: float = math.inf,
+        uncut_spans: Sequence[MediaSpan] = (),
     ) -> Request:
         """Queues a prompt of random tokens behind a prefix."""
         tokens = ([*prefix] + [self.rng.randrange(100) for _ in range(num_prompt)])[:num_prompt]
@@ -342,6 +344,7 @@ class Bench:
             adapter=adapter,
             deadline=deadline,
             first_token_deadline=first_token_deadline,
+            uncut_spans=uncut_spans,
         )
         self.scheduler.add(request)
         return request
@@ -388,9 +391,11 @@ class Bench:
             start = request.num_computed + request.num_launched
             assert item.start == start, "tokens are computed in order, once"
             assert len(request.held.pages) * PAGE >= end, "computed tokens have pages"
-            assert item.num_tokens <= max(limits.chunk_tokens, 1)
+            longest = max((span.length for span in request.uncut_spans), default=0)
+            assert item.num_tokens <= max(limits.chunk_tokens, 1, longest + PAGE)
+            assert before_span(request.uncut_spans, end) == end, "no chunk ends in a span"
             assert item.draws == (end == request.num_tokens + is_under_way)
-            is_within = end // PAGE == item.start // PAGE
+            is_within = end // PAGE == item.start // PAGE or bool(longest)
             assert end % PAGE == 0 or item.draws or is_within, "chunks end at page borders"
             assert end <= request.num_prompt_tokens + request.max_tokens - 1 or not is_under_way
 

@@ -1,0 +1,178 @@
+"""Families that take images against transformers: rows of towers, and tokens of prompts with one to
+four images, in chunks, behind cached prefixes, with adapters, in FP8, and filled by another worker.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from weft.contract.messages import Inbox
+from weft.contract.request import StopCriteria
+from weft.contract.spans import MediaSpan
+from weft.engine.loop.llm import LLM
+from weft.engine.model.loader import load_model
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import check_choices
+from weft.testing.models.fp8_models import fp8_copy
+from weft.testing.models.image_families import (
+    FAMILIES,
+    ImageFamily,
+    Prompt,
+    normalised,
+    pixels_of,
+    text,
+)
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+NEAR_TIE = 3e-5
+"""A tower adds its roundings to those of the language model."""
+COUNT = 10
+STOP = StopCriteria(max_tokens=COUNT, ignore_eos=True)
+LANGUAGE_MODEL = ["q_proj", "v_proj", "o_proj", "down_proj"]
+
+
+class Case:
+    """One family's model, and transformers' reading of it."""
+
+    def __init__(self, family: ImageFamily, folder: Path) -> None:
+        self.family, self.folder = family, folder
+        self.model = load_reference(folder)
+
+    def prompts(self, *counts: int) -> list[Prompt]:
+        return [self.family.prompt([self.family.picture() for _ in range(n)]) for n in counts]
+
+    def check(self, prompt: Prompt, tokens: list[int], model: Any = None) -> None:
+        """Each token is the model's choice, where float32 can tell."""
+        assert len(tokens) == COUNT
+        logits = self.family.logits(self.model if model is None else model, prompt, tokens)
+        check_choices(logits, tokens, NEAR_TIE)
+
+
+def load_reference(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    family = FAMILIES[request.param]()
+    return Case(family, family.make(tmp_path_factory.mktemp("family") / "model", seed))
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, dtype="float32", **{"num_pages": 400, **settings})
+
+
+def run(llm: LLM, *prompts: Prompt, **options: Any) -> list[Any]:
+    llm.put([one for prompt in prompts for one in prompt.media])
+    ids, spans = [prompt.ids for prompt in prompts], [prompt.spans for prompt in prompts]
+    return llm.generate(ids, stop=STOP, spans=spans, **options)
+
+
+def test_rows_are_those_of_transformers(case: Case) -> None:
+    """Pictures of several sizes together, and each alone."""
+    encoder = load_model(case.folder, "float32", images=True).encoder
+    assert encoder is not None
+    media = [case.family.picture() for _ in range(4)]
+    wanted = case.family.rows(case.model, [normalised(one) for one in media])
+    together = encoder.encode([pixels_of(one) for one in media])
+    assert len(together) == sum(encoder.rows_of(one.shape) for one in media)
+    for one, rows in zip(media, wanted, strict=True):
+        found, together = together[: len(rows)], together[len(rows) :]
+        assert float((found - rows).abs().max() / rows.abs().max()) < 1e-5
+        assert torch.equal(encoder.encode([pixels_of(one)]), found)
+
+
+@pytest.mark.parametrize("chunk", [256, 16])
+def test_tokens_are_those_of_transformers(case: Case, chunk: int) -> None:
+    """In a batch, with little memory for rows, and chunks that hold whole prompts or not even the
+    tokens of one image.
+    """
+    prompts = case.prompts(1, 2, 4)
+    with engine(case.folder, prefill_chunk_tokens=chunk, media_rows=64) as llm:
+        for prompt, sample in zip(prompts, run(llm, *prompts), strict=True):
+            case.check(prompt, sample.token_ids)
+
+
+def test_cached_prefixes_may_end_within_an_image(case: Case) -> None:
+    """The page in which the text behind an image differs, and those of the image before it."""
+    (seen,) = case.prompts(2)
+    last = seen.spans[-1]
+    again = Prompt([*seen.ids[: last.end], *text(), *text()], seen.spans, seen.media)
+    other = case.family.picture()
+    while other.shape != seen.media[-1].shape:
+        other = case.family.picture()
+    changed = [
+        span
+        if span.digest != last.digest
+        else MediaSpan(
+            position=span.position, length=span.length, digest=other.digest, offset=span.offset
+        )
+        for span in seen.spans
+    ]
+    first = next(span.position for span in changed if span.digest == other.digest)
+    swapped = Prompt(seen.ids, changed, [*seen.media[:-1], other])
+    with engine(case.folder, page_size=8) as llm:
+        for prompt, most in ((seen, 0), (again, last.end), (swapped, first)):
+            (sample,) = run(llm, prompt)
+            case.check(prompt, sample.token_ids)
+            matched = sample.timeline.matched_tokens
+            assert most - 8 <= matched <= most
+
+
+def test_adapters_and_images(case: Case, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    settings = {"r": 5, "target_modules": LANGUAGE_MODEL, "exclude_modules": ".*vision.*"}
+    model = get_peft_model(load_reference(case.folder), LoraConfig(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape)
+    model.save_pretrained(tmp_path / "adapter")
+    prompts = case.prompts(1, 2)
+    with engine(case.folder, enable_lora=True, prefill_chunk_tokens=32) as llm:
+        digest = llm.load_adapter(tmp_path / "adapter")
+        samples = run(llm, *prompts, adapters=[digest, b""])
+    case.check(prompts[0], samples[0].token_ids, model.base_model.model)
+    case.check(prompts[1], samples[1].token_ids)
+
+
+def test_a_quantised_language_model(case: Case, tmp_path: Path) -> None:
+    folder, floats = fp8_copy(case.folder, tmp_path / "fp8", "channel")
+    shutil.copy(case.folder / "preprocessor_config.json", folder)
+    (prompt,) = case.prompts(2)
+    with engine(folder) as llm:
+        (sample,) = run(llm, prompt)
+    case.check(prompt, sample.token_ids, load_reference(floats))
+
+
+def test_a_prefill_worker_fills_pages_of_images(case: Case) -> None:
+    """The owner computes the rest, also where the last page ends within an image."""
+    clock = ManualClock()
+    owner, filler = (make_engine(case.folder, role, clock) for role in ("decode", "prefill"))
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        for count in (1, 2):
+            (prompt,) = case.prompts(count)
+            end = prompt.spans[-1].end
+            for ids in (prompt.ids, [*prompt.ids[:end], 5, 6]):
+                asked = Prompt(list(ids), prompt.spans, prompt.media)
+                before = owner.counters()["fills_done"]
+                filler.turn(Inbox(media=list(asked.media)))
+                pair.send(media=asked.media)
+                name = pair.submit(asked.ids, COUNT, spans=list(asked.spans), cache_salt=str(ids))
+                (tokens,) = pair.finish(name)
+                case.check(asked, tokens)
+                assert owner.counters()["fills_done"] > before
+        pair.settle()
+    finally:
+        pair.close()

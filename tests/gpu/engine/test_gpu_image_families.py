@@ -1,0 +1,39 @@
+"""Prompts with images on a GPU, against transformers in float32."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from weft.contract.request import StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.testing.models.choices import check_choices
+from weft.testing.models.image_families import FAMILIES
+
+pytestmark = pytest.mark.needs("cuda")
+
+NEAR_TIE = 1e-3
+"""Products on a GPU are summed in other orders."""
+
+
+@pytest.mark.parametrize("chunk", [256, 16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    family = FAMILIES[name]()
+    folder = family.make(tmp_path / "model", seed)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [family.prompt([family.picture() for _ in range(count)]) for count in (1, 2, 4)]
+    stop = StopCriteria(max_tokens=10, ignore_eos=True)
+    settings = {"dtype": "float32", "num_pages": 400, "prefill_chunk_tokens": chunk}
+    with LLM(folder, device="cuda", **settings) as llm:
+        llm.put([one for prompt in prompts for one in prompt.media])
+        ids, spans = [prompt.ids for prompt in prompts], [prompt.spans for prompt in prompts]
+        samples = llm.generate(ids, stop=stop, spans=spans)
+    for prompt, sample in zip(prompts, samples, strict=True):
+        logits = family.logits(model, prompt, sample.token_ids)
+        check_choices(logits, sample.token_ids, NEAR_TIE)

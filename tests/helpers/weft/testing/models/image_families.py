@@ -1,0 +1,220 @@
+"""Small random models of several families that take images, written by transformers, and what
+transformers makes of prompts with images.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from weft.chaos.tiny import write_tokenizer
+from weft.contract.spans import Media, MediaSpan
+
+VOCAB_SIZE = 517
+IMAGE_TOKEN_ID, BEGIN_ID, END_ID, BREAK_ID = range(VOCAB_SIZE - 4, VOCAB_SIZE)
+MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.4, 0.5)
+
+
+class Prompt(NamedTuple):
+    """Tokens, and the media among them."""
+
+    ids: list[int]
+    spans: list[MediaSpan]
+    media: list[Media]
+
+
+class ImageFamily(ABC):
+    """One family with tiny sizes."""
+
+    name: ClassVar[str]
+    """Of its image processor's class, without the end."""
+    sees_both_ways: ClassVar[bool] = False
+    """Whether tokens of one picture attend to one another both ways."""
+    embedding_scale: ClassVar[float] = 0.5
+    """Small enough that layers, and so images, decide what is drawn."""
+
+    @abstractmethod
+    def config(self, **fields: Any) -> Any:
+        """Transformers' configuration. `fields` replace its own: `vision` and `text` are fields of
+        these sections.
+        """
+
+    @abstractmethod
+    def picture(self) -> Media:
+        """A random picture of any shape that the tower takes."""
+
+    @abstractmethod
+    def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
+        """Adds a picture's tokens and spans to a prompt's."""
+
+    @abstractmethod
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[rows, hidden] of each picture, [3, height, width] of normalised numbers."""
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        """Fields of preprocessor_config.json."""
+        return {"size": {"height": config.vision_config.image_size}}
+
+    def hidden(self, model: Any, embedded: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """[1, T, hidden]: the language model's result. `ids` has no placeholders but those of
+        media.
+        """
+        return model.model.language_model(inputs_embeds=embedded).last_hidden_state  # type: ignore[no-any-return]
+
+    def make(self, path: Path, seed: int, **fields: Any) -> Path:
+        """Writes a model directory."""
+        import transformers
+
+        config = self.config(**fields)
+        model = transformers.AutoModelForImageTextToText.from_config(config).float()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                noise = torch.randn(value.shape, generator=generator)
+                if value.ndim == 1 or "cls_token" in name or "lambda" in name:
+                    value.copy_(0.3 * noise if self.is_around_zero(name) else 1 + 0.2 * noise)
+                elif name.endswith(("embed_tokens.weight", "position_embedding.weight")):
+                    value.copy_(self.embedding_scale * noise)
+                else:
+                    value.copy_(noise / value[0].numel() ** 0.5)
+        model.save_pretrained(path)
+        write_tokenizer(path, VOCAB_SIZE, 8192)
+        processor = {
+            "image_mean": MEAN,
+            "image_std": STD,
+            "image_processor_type": f"{self.name}ImageProcessor",
+            "rescale_factor": 1 / 255,
+            **self.processor(config),
+        }
+        (path / "preprocessor_config.json").write_text(json.dumps(processor))
+        return path
+
+    def is_around_zero(self, name: str) -> bool:
+        """Whether a vector of parameters is about 0, and not about 1."""
+        return name.endswith(("bias", "cls_token", "position_embeddings"))
+
+    def prompt(self, pictures: Sequence[Media], begin: list[int] | None = None) -> Prompt:
+        """Text, the pictures with text between some of them, text."""
+        ids, spans = list(begin or text()), list[MediaSpan]()
+        for one in pictures:
+            self.put(ids, spans, one)
+            if random.random() < 0.7:
+                ids += text()
+        return Prompt([*ids, *text()], spans, list({one.digest: one for one in pictures}.values()))
+
+    @torch.no_grad()
+    def logits(self, model: Any, prompt: Prompt, tokens: list[int]) -> torch.Tensor:
+        """[tokens, vocab]: before each of the tokens after the prompt. Placeholders among those are
+        tokens like others: a model of random weights draws them.
+        """
+        by_digest = dict(
+            zip(
+                (one.digest for one in prompt.media),
+                self.rows(model, [normalised(one) for one in prompt.media]),
+                strict=True,
+            )
+        )
+        ids = torch.tensor([[*prompt.ids, *tokens]])
+        embedded = model.get_input_embeddings()(ids).clone()
+        is_row = torch.zeros_like(ids)
+        for span in prompt.spans:
+            rows = by_digest[span.digest][span.offset : span.offset + span.length]
+            embedded[0, span.position : span.end] = rows
+            is_row[0, span.position : span.end] = 1
+        hidden = self.hidden(model, embedded, is_row)
+        logits: torch.Tensor = model.lm_head(hidden)[0, len(prompt.ids) - 1 : -1]
+        return logits
+
+
+class Gemma3(ImageFamily):
+    """A window in two of three layers, shorter than an image's tokens."""
+
+    name = "Gemma3"
+    sees_both_ways = True
+    embedding_scale = 0.05
+
+    def config(self, **fields: Any) -> Any:
+        import transformers
+
+        return transformers.Gemma3Config(
+            text_config={
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": 64,
+                "head_dim": 32,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 96,
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "sliding_window": 10,
+                "max_position_embeddings": 8192,
+                "query_pre_attn_scalar": 32,
+                **fields.pop("text", {}),
+            },
+            vision_config={
+                "model_type": "siglip_vision_model",
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 80,
+                "image_size": 48,
+                "patch_size": 6,
+                "vision_use_head": False,
+                **fields.pop("vision", {}),
+            },
+            mm_tokens_per_image=16,
+            image_token_index=IMAGE_TOKEN_ID,
+            boi_token_index=BEGIN_ID,
+            eoi_token_index=END_ID,
+            **fields,
+        )
+
+    def is_around_zero(self, name: str) -> bool:
+        """Norms of the language model add 1 to their weights."""
+        is_of_tower = "vision_tower" in name
+        return name.endswith("bias") or ("norm" in name and not is_of_tower)
+
+    def picture(self) -> Media:
+        return random_picture(48, 48)
+
+    def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
+        ids.append(BEGIN_ID)
+        spans.append(MediaSpan(position=len(ids), length=16, digest=medium.digest))
+        ids += [*[IMAGE_TOKEN_ID] * 16, END_ID]
+
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = model.model.get_image_features(torch.stack(list(pictures))).pooler_output
+        return list(found)
+
+    def hidden(self, model: Any, embedded: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        found = model.model(inputs_embeds=embedded, token_type_ids=ids, use_cache=False)
+        return found.last_hidden_state  # type: ignore[no-any-return]
+
+
+FAMILIES: dict[str, type[ImageFamily]] = {"gemma3": Gemma3}
+
+
+def text(most: int = 24) -> list[int]:
+    """Random tokens of text."""
+    return [random.randrange(3, 256) for _ in range(random.randint(1, most))]
+
+
+def random_picture(height: int, width: int) -> Media:
+    """A picture of noise."""
+    return Media.of("image", "test", (height, width, 3), random.randbytes(height * width * 3))
+
+
+def pixels_of(medium: Media) -> torch.Tensor:
+    """[height, width, 3] uint8."""
+    return torch.frombuffer(bytearray(medium.data), dtype=torch.uint8).view(medium.shape)
+
+
+def normalised(medium: Media) -> torch.Tensor:
+    """[3, height, width]: what transformers' processor makes of a picture."""
+    numbers = (pixels_of(medium) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    return numbers.permute(2, 0, 1)
