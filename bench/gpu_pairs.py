@@ -2,6 +2,7 @@
 
     python bench/gpu_pairs.py rest --old TREE [--model qwen3-0.6b] [--bursts 1 16 64 256]
     python bench/gpu_pairs.py engine --old TREE [--batches 1 64 256] [--pairs 8]
+        [--config JSON] [--settings JSON] [--adapters 8] [--drafts 3]
 
 `TREE` is another commit's working tree, as `git worktree add` or `git archive` makes it, with its
 contracts generated, and for `rest` with its own `services/rest/bin/weft-rest`. Both systems stay
@@ -13,6 +14,9 @@ measures the new one first. Weights are random, in the model's real shape, witho
 `bench/gpu_engine.py`. The table shows medians, and the ratio new / old of the pairs with its 10th
 and 90th percentile. A note says how many greedy answers are the same: those to three prompts one by
 one with `rest`, those to a batch of each size with `engine`.
+
+With `--adapters` the requests of `engine` take random adapters in turn; with `--drafts` a random
+EAGLE-3 head drafts so many tokens in each step, which are not accepted.
 
 On a CPU: `--device cpu --model smollm2-135m --num-pages 2000`.
 """
@@ -34,10 +38,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from draft_cost import write_head
 from gpu_apart import CHECKED, answers_of, make_model, prompts_of, run_load
 from harness import Harness, Run, in_turns, pair_row, tree_environment
 from machine import ROOT, commit_of
 from model_shapes import MODELS
+from random_adapters import write_adapter
 from serving.mesh import MeshProcess
 
 TOKENS_OF_BURST = {1: 2000, 16: 1000, 64: 512}
@@ -61,6 +67,10 @@ harness.flag("--device", default="cuda:0")
 harness.flag("--dtype", default="bfloat16")
 harness.flag("--num-pages", type=int, default=13_500, help="of each system's KV")
 harness.flag("--worker-args", default="", help="further flags of the decode workers")
+harness.flag("--config", type=json.loads, default={}, help="changed fields of the model's, JSON")
+harness.flag("--settings", type=json.loads, default={}, help="further ones of engines, JSON")
+harness.flag("--adapters", type=int, default=0, help="random ones of rank 16, of engines")
+harness.flag("--drafts", type=int, default=0, help="of a random EAGLE-3 head, of engines")
 
 
 @dataclass(slots=True)
@@ -139,7 +149,14 @@ def engine_of(tree: Path, model: Path, options: argparse.Namespace) -> Iterator[
             "prefix_cache": False,
             "inter_token_target_s": 1.0,
         }
-        ask({"model": str(model), "settings": settings})
+        adapters = sorted(map(str, model.glob("adapter-*")))
+        if adapters:
+            settings |= {"enable_lora": True, "max_loras": len(adapters), "drafter": "none"}
+        if options.drafts:
+            settings |= {"drafter": "eagle3", "draft_dir": str(model / "draft")}
+            settings |= {"max_draft_tokens": options.drafts}
+        order = {"model": str(model), "settings": settings | options.settings}
+        ask(order | {"adapters": adapters, "drafts": options.drafts})
 
         def measure(count: int) -> Measured:
             return dict(ask({"batch": count}))
@@ -159,6 +176,12 @@ def pairs(run: Run) -> None:
     start = mesh_of if options.kind == "rest" else engine_of
     folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
     model = make_model(folder, options)
+    described = model / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | options.config))
+    for number in range(options.adapters):
+        write_adapter(model / f"adapter-{number}", model, 16, number)
+    if options.drafts:
+        write_head(model / "draft", model)
     old_tree = options.old.resolve()
     run.keep(old_commit=options.old_commit or commit_of(old_tree))
     old, new = (run.stack.enter_context(start(tree, model, options)) for tree in (old_tree, ROOT))

@@ -54,6 +54,7 @@ def shared(run: Run) -> None:
         here, there = context.Pipe()
         process = context.Process(target=own, args=(there, device), daemon=True)
         process.start()
+        there.close()  # If the owner fails, `recv` does too.
         target = here.recv()
         senders = SharedSenders(memory.region())
         connect_s = timed(partial(senders.connect, KEY, target))

@@ -1,7 +1,8 @@
 """Runs an engine of one source tree for `gpu_pairs.py`.
 
 It reads orders from stdin, one JSON object a line, and answers each by a line of JSON on stdout.
-The first order names the model's folder and the engine's settings. Then `{"answers_to": N}` asks
+The first order names the model's folder, the engine's settings, the folders of adapters that the
+requests take in turn, and how many tokens a head drafts in each step. Then `{"answers_to": N}` asks
 for the tokens of a batch of N greedy requests, and `{"batch": N}` for the times of such a batch.
 
 It starts with `python -P`, so that `gpu_engine` is that of the tree and not of this folder.
@@ -13,6 +14,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gpu_engine
@@ -27,9 +29,26 @@ def orders() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def times_of(llm: LLM, batch: int) -> dict[str, float]:
+def run_of(llm: LLM, adapters: list[bytes], batch: int, tokens: int) -> Any:
+    """A batch of random prompts."""
+    if not adapters:
+        return gpu_engine.run_batch(llm, batch, PROMPT_TOKENS, tokens)
+    prompts = gpu_engine.random_prompts(llm.engine.info.vocab_size, batch, PROMPT_TOKENS)
+    names = [adapters[number % len(adapters)] for number in range(batch)]
+    greedy, counts = gpu_engine.GREEDY, [tokens] * batch
+    return gpu_engine.run_requests(llm, prompts, counts, greedy, adapters=names)
+
+
+def fix_drafts(llm: LLM, count: int) -> None:
+    """Drafts so many tokens for each request in each step."""
+    from draft_cost import DraftShape, Watch
+
+    llm.engine.scheduler.running_plans.gate = Watch(None, DraftShape(count, count))
+
+
+def times_of(llm: LLM, adapters: list[bytes], batch: int) -> dict[str, float]:
     """Times of one batch, milliseconds."""
-    run = gpu_engine.run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS)
+    run = run_of(llm, adapters, batch, NEW_TOKENS)
     host_ms = 1e3 * np.array(run.host_s)
     return {
         "step, ms": 1e3 * run.seconds / run.num_steps,
@@ -44,16 +63,22 @@ def main() -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     asked = orders()
     first = next(asked)
-    with LLM(first["model"], **first["settings"]) as llm:
+    settings = first["settings"]
+    if head := settings.get("draft_dir"):
+        settings["draft_dir"] = Path(head)
+    with LLM(first["model"], **settings) as llm:
+        adapters = [llm.load_adapter(folder) for folder in first["adapters"]]
+        if first["drafts"]:
+            fix_drafts(llm, first["drafts"])
         gc.collect()
         gc.freeze()  # As workers do.
         answer: Any = {}
         print(json.dumps(answer), file=answers, flush=True)
         for order in asked:
             if "batch" in order:
-                answer = times_of(llm, order["batch"])
+                answer = times_of(llm, adapters, order["batch"])
             else:
-                answer = gpu_engine.run_batch(llm, order["answers_to"], PROMPT_TOKENS, 32).tokens
+                answer = run_of(llm, adapters, order["answers_to"], 32).tokens
             print(json.dumps(answer), file=answers, flush=True)
     return 0
 

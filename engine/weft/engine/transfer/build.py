@@ -139,8 +139,7 @@ def stages_on_device(config: EngineConfig, device: torch.device) -> bool:
         return config.staging_memory == "device"
     if device.type != "cuda" or config.has_store or config.transport == "data":
         return False
-    is_reached = config.device_memory_share < 1 or bool(reached_gpus(device.index))
-    return is_reached and best_lane(config.transport) == "nixl"
+    return config.device_memory_share < 1 or bool(reached_gpus(device.index))
 
 
 def reached_gpus(index: int) -> list[int]:

@@ -15,6 +15,7 @@ Connection = multiprocessing.connection.Connection
 
 def own(connection: Connection, device: str) -> None:
     """An owner's process: tells the digests of the pages that it is asked about."""
+    torch.cuda.set_device(device)
     memory = DeviceStagingPages(PAGES, PAGE_BYTES, torch.device(device), is_shared=True)
     assert memory.shared is not None
     sharer = SharedPool("owner", memory.shared, PAGE_BYTES, PAGES)
