@@ -85,9 +85,9 @@ def test_parts_keep_their_times_and_share_no_number(tmp_path: Path) -> None:
     assert processes.keys() == {
         f"decode-{number} rank 0: {what}"
         for number in (0, 1)
-        for what in ("host", "GPU 0", "GPU 1")
+        for what in ("host", "GPU 0")  # Nothing ran on GPU 1.
     }
-    assert len(set(processes.values())) == 6
+    assert len(set(processes.values())) == 4
     for number, at in enumerate(steps):
         for what, name, later_s in (("host", "step", 0.0), ("GPU 0", "gemm", 20e-6)):
             pid = processes[f"decode-{number} rank 0: {what}"]

@@ -100,11 +100,14 @@ def _all_events(order: MergeOrder, base_ns: int) -> Iterator[Event]:
 
 def part_events(part: Part, base_ns: int, numbers: Iterator[int]) -> Iterator[Event]:
     """The events of a part with times since `base_ns`, and with processes and arrows numbered
-    anew. What belongs to no process, such as the profiler's own marks, is left out.
+    anew. What belongs to no process, such as the profiler's own marks, is left out, and so are
+    processes without events: the profiler names all GPUs that there might be.
     """
     trace = _read(Path(part.path))
     shift_us = (trace.get(BASE, 0) - base_ns) / 1e3
     events = [event for event in trace[EVENTS] if isinstance(event.get("pid"), int)]
+    busy = {event["pid"] for event in events if event["ph"] != "M"}
+    events = [event for event in events if event["pid"] in busy]
     labels = {
         event["pid"]: event["args"]["labels"]
         for event in events
