@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from weft.testing.engine.ranked_pages import PAGE, ranked_pages
 from weft.testing.engine.ranked_texts import gpus_of_ranks
+from weft.testing.engine.tier_bench import VOCAB
+from weft.testing.models.families import make_family
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -61,6 +63,43 @@ def test_a_shipped_prompt_has_the_text_of_one_that_stays(
 
 def test_pages_of_all_ranks_come_back_from_host_memory_and_disk(model_dir: Path) -> None:
     found = ranked_pages("tiers", model_dir, {"tp": 2, "device": gpus_of_ranks(2)})
+    assert found["again"] == found["alone"]
+    assert found["corrupt"] == 0
+    assert sum(found["loaded"]) > 0
+
+
+@pytest.fixture(scope="module", params=["nemotron_h", "qwen3_next"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = {"vocab_size": VOCAB, "max_position_embeddings": 1024}
+    path = tmp_path_factory.mktemp("hybrid") / "model"
+    return make_family(request.param, path, random.randrange(1 << 30), **fields)
+
+
+OF_STATES = {"checkpoint_tokens": 4 * PAGE}
+
+
+@pytest.mark.parametrize(
+    ("transport", "staging", "owner", "filler"),
+    [
+        ("data", "host", 2, 1),
+        pytest.param("nixl", "host", 1, 2, marks=NIXL),
+        pytest.param("nixl", "device", 2, 1, marks=NIXL),
+    ],
+)
+def test_states_are_shipped_with_the_pages_before_them(
+    transport: str, staging: str, owner: int, filler: int, hybrid: Path
+) -> None:
+    settings = {"transport": transport, "staging_memory": staging, **OF_STATES}
+    devices = {1: "cuda:0", 2: gpus_of_ranks(2)}
+    sides = ({**settings, "tp": size, "device": devices[size]} for size in (owner, filler))
+    found = ranked_pages("shipped", hybrid, *sides)
+    assert found["failures"] == ["", "", ""]
+    assert found["tokens"] == [6 * PAGE] * 3
+    assert found["shipped"] == found["alone"]
+
+
+def test_states_of_all_ranks_come_back_from_tiers(hybrid: Path) -> None:
+    found = ranked_pages("tiers", hybrid, {"tp": 2, "device": gpus_of_ranks(2), **OF_STATES})
     assert found["again"] == found["alone"]
     assert found["corrupt"] == 0
     assert sum(found["loaded"]) > 0
