@@ -217,11 +217,24 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+_SHORT = frozenset(
+    {
+        *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemcpyDtoDAsync_v2"),
+        *("cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventDestroy_v2"),
+    }
+)
+"""Functions that return at once. They keep the interpreter's lock: a thread that gives it away for
+each of many copies waits each time until the engine's thread gives it back.
+"""
+
+
 class _Driver:
     def __init__(self) -> None:
         try:
-            library = ctypes.CDLL("libcuda.so.1")
-            self._functions = {name: getattr(library, name) for name in _ARGUMENTS}
+            long, short = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
+            self._functions = {
+                name: getattr(short if name in _SHORT else long, name) for name in _ARGUMENTS
+            }
         except (OSError, AttributeError) as error:
             raise TransferError(f"there is no CUDA driver: {error}") from error
         for name, arguments in _ARGUMENTS.items():
