@@ -21,6 +21,8 @@ VisionActivation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 NUM_CHANNELS = 3
 _TILE_EDGES = (("max_image_size", "longest_edge"), ("size", "height"), ("size", "width"))
 """Fields of processors that have the side of pictures of one size."""
+NUM_AXES = 3
+"""Time, rows and columns."""
 _ACTIVATIONS: Mapping[str, VisionActivation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -203,6 +205,26 @@ class TapsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AxesConfig:
+    """Rotations of the language model by time, row and column (M-RoPE, arXiv 2409.12191)."""
+
+    sections: tuple[int, int, int]
+    """Pairs of a head that each of them turns."""
+    is_interleaved: bool = False
+    """Whether the sections of rows and of columns have every third pair, as far as they reach,
+    rather than consecutive ones.
+    """
+
+    def axis_of_pairs(self, num_pairs: int) -> tuple[int, ...]:
+        """The axis, 0 to 2, of each pair that is rotated."""
+        if not self.is_interleaved:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        ends = [0, *(NUM_AXES * count for count in self.sections[1:])]
+        axes = (number % NUM_AXES for number in range(num_pairs))
+        return tuple(axis if number < ends[axis] else 0 for number, axis in enumerate(axes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PixelsConfig:
     """A pixel's number x, 0 to 255, becomes (x * scale - mean) / std, by channel."""
 
@@ -226,6 +248,8 @@ class VisionConfig:
     """Whether tokens of one picture attend to one another both ways in the language model, and so
     are computed together.
     """
+    axes: AxesConfig | None = None
+    """None: rows have the positions of their tokens."""
     max_pixels: int | None = None
     """Most pixels of a picture, whose sides may be any multiples of `square_size`; None: pictures
     are squares of `tile_size`.
@@ -263,6 +287,8 @@ class VisionConfig:
         }
         if self.taps is not None:
             values["taps"] = asdict(self.taps)
+        if self.axes is not None:
+            values["axes"] = asdict(self.axes)
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -319,7 +345,7 @@ def siglip_vit(
         num_layers=size["num_hidden_layers"],
         num_heads=size["num_attention_heads"],
         intermediate_size=size["intermediate_size"],
-        activation=_activation(vision, "gelu_pytorch_tanh"),
+        activation=activation_of(vision, "gelu_pytorch_tanh"),
         norm=NormConfig(eps=vision.number("layer_norm_eps", 1e-6), kind="layer", has_bias=True),
         positions=positions,
     )
@@ -334,7 +360,8 @@ def siglip_vit(
     return vit
 
 
-def _activation(vision: Fields, default: str) -> VisionActivation:
+def activation_of(vision: Fields, default: str) -> VisionActivation:
+    """`hidden_act` of a vision transformer. Raises ModelError if it is not supported."""
     name = vision.text("hidden_act", default)
     if name not in _ACTIVATIONS:
         known = ", ".join(sorted(_ACTIVATIONS))

@@ -9,7 +9,8 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
-from weft.gateway.media.decode import BadImage, open_image, to_rgb, upright_size
+from weft.gateway.media.decode import open_image, to_rgb, upright_size
+from weft.gateway.media.forms import BadImage
 from weft.testing.models.tiny_images import encoded, random_image
 
 MAX_PIXELS = 1_000_000

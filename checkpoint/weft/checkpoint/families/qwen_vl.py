@@ -1,5 +1,5 @@
-"""The text of Qwen2-VL, 2.5-VL and 3-VL: Qwen's layers. Positions of text are the same along all
-axes of the rotation, so that its sections have no effect.
+"""Qwen2-VL (its text alone), 2.5-VL and 3-VL: Qwen's layers. Positions of text are the same along
+all axes of the rotation, so that its sections have an effect on images alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from weft.checkpoint.parts import (
     MlpConfig,
     NamesConfig,
 )
+from weft.checkpoint.qwen_vision import TextOfVision, read_qwen2_5_vision, read_qwen3_vision
 from weft.checkpoint.rope import RopeConfig
 
 _NAMES = NamesConfig(
@@ -31,7 +32,11 @@ def read_qwen2_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     family.only("use_sliding_window", False)
     dim = family.head_dim()
     layer = AttentionConfig(rope=_rope(family, 1e6), scale=dim**-0.5, qkv_bias=True)
-    return _config(family, layer, dim, eps=1e-5)
+    config = _config(family, layer, dim, eps=1e-5)
+    if config.architecture != "Qwen2_5_VLForConditionalGeneration":
+        return config
+    text = _text_of(family, dim, (16, 24, 24))
+    return replace(config, vision=read_qwen2_5_vision(family.whole, text))
 
 
 def read_qwen3_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -45,7 +50,9 @@ def read_qwen3_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         o_bias=bias,
         head_norm=HeadNormConfig(norm=family.rms()),
     )
-    return _config(family, layer, dim, eps=1e-6)
+    config = _config(family, layer, dim, eps=1e-6)
+    text = _text_of(family, dim, (24, 20, 20))
+    return replace(config, vision=read_qwen3_vision(family.whole, text))
 
 
 def read_qwen3_vl_moe(
@@ -56,6 +63,11 @@ def read_qwen3_vl_moe(
     family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
     names = replace(config.names, moe=MoENamesConfig(is_transposed=True))
     return replace(config, names=names, moe=qwen_experts(family.fields))
+
+
+def _text_of(family: Family, dim: int, sections: tuple[int, ...]) -> TextOfVision:
+    sizes = family.hidden_size, family.num_layers, dim // 2
+    return TextOfVision(family.fields, *sizes, sections)
 
 
 def _rope(family: Family, theta: float) -> RopeConfig:

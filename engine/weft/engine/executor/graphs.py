@@ -29,6 +29,7 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
+from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.interface import Model
 from weft.kernels.ops.attention import is_faster_by_lengths, is_faster_when_cold
@@ -316,6 +317,7 @@ class StepGraphs:
         model: On a CUDA device.
         pool: Its KV pool, which must not move.
         on_capture: Called after each capture with (captured, total, time and memory in words).
+        rotations: Rotations of slots with images; None: there are none.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -328,7 +330,9 @@ class StepGraphs:
         inputs: DeviceInputs,
         buckets: Sequence[GraphBucket],
         on_capture: Progress = lambda done, total, what: None,
+        rotations: SlotRotations | None = None,
     ) -> None:
+        self._rotations = rotations
         self._model = model
         self._pool = pool
         self._inputs = inputs
@@ -498,6 +502,8 @@ class StepGraphs:
         step.wants_all = bucket.kind in ("decode", "verify") or self._model.config.is_encoder
         if self._types is not None:
             step.token_types = self._types[: bucket.tokens]
+        if self._rotations is not None:
+            self._rotations.turn_captured(step)
         return self._model.forward(step, self._pool)
 
 

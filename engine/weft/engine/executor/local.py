@@ -38,6 +38,7 @@ from weft.engine.executor.orders import (
     PoisonBlocks,
     PoisonPages,
     PrepareProfile,
+    ShiftRotations,
     StartProfile,
     StopProfile,
     UnpackBlock,
@@ -47,8 +48,9 @@ from weft.engine.executor.orders import (
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
+from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
-from weft.engine.executor.step_input import InsertedRows, StepInput
+from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
@@ -149,6 +151,11 @@ class LocalExecutor:
         self._model = model
         self._peers = peers
         self._media = media
+        self._rotations: SlotRotations | None = None
+        """None: rotations are by tokens' positions alone."""
+        vision = model.config.vision
+        if media is not None and vision is not None and vision.axes is not None:
+            self._rotations = SlotRotations(max_requests, device)
         self._on_capture = on_capture
         heads = PooledHeads(DenseLayers(), None) if heads is None else heads
         width = model.config.hidden_size
@@ -220,7 +227,9 @@ class LocalExecutor:
                     tree_rows=tree_rows,
                     has_states=layout.states is not None,
                 )
-                self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
+                self.graphs = StepGraphs(
+                    model, self.pool, self._inputs, buckets, on_capture, self._rotations
+                )
         step_sizes = () if self.graphs is None else self.graphs.buckets.ragged_sizes
         self.facts = ExecutorFacts(layout.page_size, step_sizes, is_asynchronous=is_cuda)
 
@@ -295,7 +304,7 @@ class LocalExecutor:
         if step.scores or step.pooled:
             (hidden, scores, vectors), bucket = self._with_more_rows(step, arrays), None
         else:
-            hidden, bucket = self._hidden(arrays, step.inserted)
+            hidden, bucket = self._hidden(arrays, step)
         self._verifying = None
         if arrays.verify_rows is not None:
             assert self._batches.step is not None
@@ -411,26 +420,28 @@ class LocalExecutor:
         return self._logits(hidden, arrays) if hidden.shape[0] else None
 
     def _hidden(
-        self, arrays: StepArrays, inserted: InsertedRows | None = None
+        self, arrays: StepArrays, step: StepInput | None = None
     ) -> tuple[torch.Tensor, GraphBucket | None]:
         """[L, hidden], valid until the next step, and the bucket whose graph ran. Steps with rows
         of media have no graph.
         """
         with torch.inference_mode():
             bucket = None
-            if self.graphs is not None and inserted is None:
+            if self.graphs is not None and not (step is not None and step.has_media):
                 bucket = self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
                 return self.graphs.forward(arrays, bucket), bucket
-            return self._model.forward(self._batch(arrays, inserted), self._own_pool), None
+            return self._model.forward(self._batch(arrays, step), self._own_pool), None
 
-    def _batch(self, arrays: StepArrays, inserted: InsertedRows | None) -> Step:
+    def _batch(self, arrays: StepArrays, step: StepInput | None) -> Step:
         batch = self._batches.batch(arrays)
-        if inserted is not None:
+        if step is not None and step.inserted is not None:
             assert self._media is not None, "a step has media, and there is no memory for them"
-            batch.inserted = self._media.of(inserted)
-            if inserted.ends is not None:
-                self._set_key_ends(batch, batch.inserted.rows, inserted.ends)
+            batch.inserted = self._media.of(step.inserted)
+            if step.inserted.ends is not None:
+                self._set_key_ends(batch, batch.inserted.rows, step.inserted.ends)
+        if self._rotations is not None:
+            self._rotations.turn(batch, None if step is None else step.turned)
         return batch
 
     def _set_key_ends(self, batch: Step, rows: torch.Tensor, ends: Int64Array) -> None:
@@ -454,7 +465,7 @@ class LocalExecutor:
         rows = np.concatenate([int(arrays.cu_q_lens[at]) + np.array(own) for at, own in wanted])
         rows = rows.astype(np.int64)
         types, bucket = self._token_types(step, arrays), None
-        if self.graphs is not None and not (step.scores or count or step.inserted):
+        if self.graphs is not None and not (step.scores or count or step.has_media):
             bucket = self.graphs.bucket_of(arrays)
             if bucket is not None and not self._model.config.is_encoder:
                 bucket = bucket if len(rows) <= bucket.columns.max_logits else None
@@ -462,7 +473,7 @@ class LocalExecutor:
             if self.graphs is not None and bucket is not None:
                 hidden = self.graphs.forward_pooled(arrays, rows, bucket, types)
             else:
-                batch = self._batch(arrays, step.inserted)
+                batch = self._batch(arrays, step)
                 (sent,) = self._batches.send((rows,))
                 batch.logits_rows = torch.cat([batch.logits_rows, sent])
                 if types is not None:
@@ -545,6 +556,9 @@ class LocalExecutor:
             case EncodeMedia():
                 assert self._media is not None, "the model has no encoder"
                 self._media.encode(order)
+            case ShiftRotations(slot, shift):
+                assert self._rotations is not None, "the model has one axis"
+                self._rotations.shift(slot, shift)
             case PrepareProfile(host, device):
                 self.profiler.prepare(host=host, device=device)
             case StartProfile():

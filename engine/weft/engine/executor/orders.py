@@ -84,6 +84,15 @@ class EncodeMedia(NamedTuple):
     """uint8."""
 
 
+class ShiftRotations(NamedTuple):
+    """Sets what is added to the positions of a slot's rows for their rotations. The rows of images
+    and those before them bring their own (`StepInput.turned`).
+    """
+
+    slot: int
+    shift: int
+
+
 class PrepareProfile(NamedTuple):
     """Gets ready to record steps, in the background: on a GPU that may take seconds."""
 
@@ -114,7 +123,9 @@ PageOrder: TypeAlias = (
     | UnpackPages
 )
 """Orders on pages and blocks. Ranks that share their pages need one of them to do these."""
-Order: TypeAlias = PageOrder | EncodeMedia | PrepareProfile | StartProfile | StopProfile
+Order: TypeAlias = (
+    PageOrder | EncodeMedia | ShiftRotations | PrepareProfile | StartProfile | StopProfile
+)
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 
 _KINDS: tuple[type[Order], ...] = get_args(Order)

@@ -76,6 +76,15 @@ class InsertedRows(NamedTuple):
     """The position after the last one that each row attends to; None: it is the row's own."""
 
 
+class TurnedRows(NamedTuple):
+    """Rows of a step that are rotated by positions along several axes."""
+
+    rows: Int64Array
+    """[M]: numbers of the rows."""
+    axes: Int64Array
+    """[M, 3]: time, row and column."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepInput:
     """The requests of a step: decodes first, then requests whose drafts are verified, then chunks
@@ -133,6 +142,13 @@ class StepInput:
     """Blocks of recurrent layers; None: the model has none."""
     inserted: InsertedRows | None = None
     """Rows that come from media; None: none do."""
+    turned: TurnedRows | None = None
+    """Rows whose rotations do not follow from position and slot; None: there are none."""
+
+    @property
+    def has_media(self) -> bool:
+        """Whether some rows come from media or are among them, for which no step is captured."""
+        return self.inserted is not None or self.turned is not None
 
     @property
     def num_rows(self) -> int:

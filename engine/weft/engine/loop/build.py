@@ -300,9 +300,7 @@ def _load_parts(
             if lora is None
             else AdapterManager(lora.limits, lora, wake, host, on_order=on_order)
         ),
-        encoder=None
-        if encoder is None
-        else EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways),
+        encoder=_encoder_facts(loaded),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
@@ -414,6 +412,15 @@ def _make_executor(
     if shared is not None:
         shared.others.agree("pool")
     return executor
+
+
+def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:
+    encoder, vision = loaded.encoder, loaded.config.vision
+    if encoder is None:
+        return None
+    has_axes = vision is not None and vision.axes is not None
+    grid_of = encoder.grid_of if has_axes else None
+    return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, grid_of)
 
 
 def _media_embeddings(

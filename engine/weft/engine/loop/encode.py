@@ -13,7 +13,13 @@ from weft.contract.spans import spans_within
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.drafts.chains import LaterChains
-from weft.engine.executor.step_input import ON_DEVICE, InsertedRows, PooledRows, StepInput
+from weft.engine.executor.step_input import (
+    ON_DEVICE,
+    InsertedRows,
+    PooledRows,
+    StepInput,
+    TurnedRows,
+)
 from weft.engine.requests.media_rows import MediaRows
 from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
@@ -56,9 +62,10 @@ def step_input(
         own, firsts, rows, draws, recomputed_rows = _pieces(plan.chunks, table, page_size, tokens)
         groups.append((own, firsts, firsts, rows))
     slots, starts, max_starts, counts = map(_joined, zip(*groups, strict=True))
-    inserted = None
+    inserted, turned = None, None
     if media is not None and plan.chunks:
-        inserted = _inserted(plan, media, int(counts[: -len(plan.chunks)].sum()))
+        at = int(counts[: -len(plan.chunks)].sum())
+        inserted, turned = _inserted(plan, media, at), _turned(plan, at)
     is_on_device = not plan.chunks and len(draft_limits) == len(groups)
     return StepInput(
         slots=slots,
@@ -78,6 +85,7 @@ def step_input(
         scores=_scores(plan) if plan.chunks else (),
         pooled=_pooled(plan) if plan.chunks else (),
         inserted=inserted,
+        turned=turned,
     )
 
 
@@ -214,6 +222,19 @@ def _inserted(plan: Plan, media: MediaRows, at: int) -> InsertedRows | None:
         return None
     columns = map(np.concatenate, (rows, sources, *([ends] if ends else ())))
     return InsertedRows(*columns)
+
+
+def _turned(plan: Plan, at: int) -> TurnedRows | None:
+    """Rows of chunks up to the end of the last medium of their prompt."""
+    rows, axes = [], []
+    for request, start, num_tokens, _, has_lead in plan.chunks:
+        first, end = start - has_lead, start + num_tokens
+        if request.axes is not None and first < request.axes.end:
+            own = request.axes.of(first, min(end, request.axes.end))
+            rows.append(at + np.arange(len(own)))
+            axes.append(own)
+        at += end - first
+    return TurnedRows(np.concatenate(rows), np.concatenate(axes)) if rows else None
 
 
 def _adapters(plan: Plan) -> Int32Array | None:

@@ -29,7 +29,7 @@ from weft.contract.give_way import HostPriority
 from weft.contract.pages import PageCopy
 from weft.contract.spans import Media
 from weft.engine.base.device_copies import Mark
-from weft.engine.executor.orders import CopyPages, EncodeMedia
+from weft.engine.executor.orders import CopyPages, EncodeMedia, ShiftRotations
 from weft.engine.executor.port import Executor, Logits
 from weft.engine.loop.draws import SampledTokens, StepSampler, wait_for_tokens
 from weft.engine.loop.encode import step_input
@@ -258,6 +258,7 @@ class StepPipeline:
                 plan.drafting_s = self._clock() - drafting_at
             if self._media is not None:
                 self._media.encode(self._encode)
+                self._media.shift((item.request for item in plan.chunks), self._shift)
             made = step_input(
                 plan, self._executor.page_table, self._executor.facts.page_size, self._media
             )
@@ -273,6 +274,9 @@ class StepPipeline:
 
     def _encode(self, media: Media, places: Int64Array) -> None:
         self._executor.order(EncodeMedia(places.tolist(), media.shape, media.data))
+
+    def _shift(self, slot: int, shift: int) -> None:
+        self._executor.order(ShiftRotations(slot, shift))
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         self._executor.order(CopyPages(*zip(*copies, strict=True)))

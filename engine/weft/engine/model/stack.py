@@ -12,7 +12,8 @@ from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Form, Layer, StackLayer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.per_layer import PerLayerEmbedding
-from weft.engine.model.step import Step
+from weft.engine.model.layers.rotary import AxisTurns
+from weft.engine.model.step import Inserted, Step
 from weft.kernels.ops.dense_run import DenseLayer, DenseRun
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.peers.spec import Peers
@@ -38,13 +39,14 @@ class Run:
         if (
             self._dense is None
             or not self._dense.fits(pool)
+            or step.turns is not None
             or (peers is not None and peers.device_type != "cpu")
         ):
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()
         group, *further = step.groups
         parts = step.lora, stream.taps, further, peers
-        self._dense(hidden, step.positions, group, pool, first.number, *parts)
+        self._dense(hidden, step.turn_rows, group, pool, first.number, *parts)
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
@@ -66,6 +68,7 @@ def run_all(
     pool: torch.Tensor,
     taps: Taps | None = None,
     peers: Peers | None = None,
+    added: Sequence[Inserted] = (),
 ) -> torch.Tensor:
     """Takes all rows of a step through runs of layers. Returns [T, hidden].
 
@@ -73,10 +76,13 @@ def run_all(
         hidden: [T, hidden], contiguous; may be overwritten.
         taps: Gets the inputs of the layers that it names, or None.
         peers: Ranks that have all other shares of the layers; None: there are none.
+        added: What is added to the stream after each of the first runs.
     """
     stream = stream_of(hidden, taps, peers)
-    for run in runs:
+    for number, run in enumerate(runs):
         step = run(stream, step, pool)
+        if number < len(added):
+            stream.settle().index_add_(0, *added[number])
     return stream.settle()
 
 
@@ -125,6 +131,8 @@ class Stack:
         per_layer: PerLayerEmbedding | None = None,
         positions: torch.Tensor | None = None,
         copies: Copies | None = None,
+        axes: AxisTurns | None = None,
+        num_taps: int = 0,
     ) -> None:
         """Assembles the stack from its parts.
 
@@ -134,6 +142,8 @@ class Stack:
                 dtype.
             positions: [max_positions, hidden], added to each row by its position, or None.
             copies: Makes the copies of the stream that the layers take, or None.
+            axes: Makes rotations by several axes, or None.
+            num_taps: First layers after which rows of media are added to the stream.
         """
         self.peers = peers
         """Ranks that have all other shares of the layers; None: there are none."""
@@ -142,7 +152,10 @@ class Stack:
         self.norm = norm
         self.layers = tuple(layers)
         self._per_layer, self._positions, self._copies = per_layer, positions, copies
+        self._axes, self._num_taps = axes, num_taps
         self._whole = runs_of(layers)
+        singles = (Run([layer]) for layer in layers[:num_taps])
+        self._tapped = (*singles, *runs_of(layers[num_taps:])) if num_taps else self._whole
         last = max(number for number, layer in enumerate(layers) if layer.mixer.has_own_kv)
         self._last = layers[last]
         """The last layer that stores K and V or states. Later layers compute only the wanted rows.
@@ -152,12 +165,22 @@ class Stack:
     def with_layers(self, layers: Sequence[StackLayer]) -> Stack:
         multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
         return Stack(
-            self.embed_tokens, layers, self.norm, multiplier, self.peers, positions=self._positions
+            self.embed_tokens,
+            layers,
+            self.norm,
+            multiplier,
+            self.peers,
+            positions=self._positions,
+            axes=self._axes,
+            num_taps=self._num_taps,
         )
 
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
         (hidden, step), rows, peers = self._embed(step), step.logits_rows, self.peers
+        if added := self._added(step):
+            hidden = run_all(self._tapped, hidden, step, pool, taps, peers, added)
+            return self._end(hidden if step.wants_all else hidden.index_select(0, rows))
         if step.wants_all:
             return self._end(run_all(self._whole, hidden, step, pool, taps, peers))
         # A row of a tree cannot become a request, since it does not see all rows before it, nor can
@@ -182,7 +205,24 @@ class Stack:
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [T, hidden], the normalised hidden states of all rows."""
         hidden, step = self._embed(step)
-        return self._end(run_all(self._whole, hidden, step, pool, None, self.peers))
+        added = self._added(step)
+        runs = self._tapped if added else self._whole
+        return self._end(run_all(runs, hidden, step, pool, None, self.peers, added))
+
+    def turned(self, step: Step) -> Step:
+        """A step whose rotations by several axes are computed, if it has some."""
+        if step.axes is None or step.turns is not None:
+            return step
+        assert self._axes is not None, "only models with axes get steps with them"
+        numbers = torch.arange(len(step.axes), device=step.axes.device)
+        return replace(step, turns=self._axes.of(step.axes), turned_by=numbers)
+
+    def _added(self, step: Step) -> Sequence[Inserted]:
+        if step.inserted is None or not self._num_taps:
+            return ()
+        rows, embeddings = step.inserted
+        _, *parts = embeddings.chunk(1 + self._num_taps, dim=1)
+        return [Inserted(rows, part) for part in parts]
 
     def _end(self, stream: torch.Tensor) -> torch.Tensor:
         return self.norm(stream if self._copies is None else self._copies.merged(stream))
@@ -193,11 +233,12 @@ class Stack:
             adapt_embeddings(hidden, step.token_ids, step.lora)
         hidden = hidden if self._multiplier is None else hidden.mul_(self._multiplier)
         if step.inserted is not None:
-            hidden.index_copy_(0, *step.inserted)
+            rows, embeddings = step.inserted
+            hidden.index_copy_(0, rows, embeddings[:, : hidden.shape[1]])
         if self._positions is not None:
             hidden = hidden.add_(self._positions.index_select(0, step.positions))
         if self._per_layer is not None:
             step = replace(step, per_layer=self._per_layer(step.token_ids, hidden))
         if self._copies is not None:
             hidden = self._copies.spread(hidden)
-        return hidden, step
+        return hidden, self.turned(step)

@@ -18,7 +18,9 @@ class Inserted(NamedTuple):
     rows: torch.Tensor
     """[M] int64: numbers of the rows."""
     embeddings: torch.Tensor
-    """[M, hidden], as an encoder of media made them."""
+    """[M, row_width], as an encoder of media made them: embeddings, and additions to the stream
+    after each of the first layers.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +60,14 @@ class Step:
 
     inserted: Inserted | None = None
     """Rows that come from media; None: all are of tokens."""
+    turned_by: torch.Tensor | None = None
+    """[T] int64: each row's row in the tables of rotations, or in `turns`; None: `positions`."""
+    axes: torch.Tensor | None = None
+    """[T, 3] int64: positions along time, rows and columns, of which the stack makes `turns`; None:
+    all axes have the same.
+    """
+    turns: torch.Tensor | None = None
+    """[rows, D] float32: rotations of this step in place of the layers' tables, or None."""
 
     def added(self, group: Group, layer: int) -> LoraAddition | None:
         """The step's addition to a product of a layer (LoRA), or None."""
@@ -65,6 +75,11 @@ class Step:
 
     def without_additions(self) -> Step:
         return replace(self, lora=None)
+
+    @property
+    def turn_rows(self) -> torch.Tensor:
+        """[T] int64: the row of each row's rotation in a table of rotations."""
+        return self.positions if self.turned_by is None else self.turned_by
 
     @property
     def has_trees(self) -> bool:
@@ -108,4 +123,6 @@ class Step:
             lora=None if self.lora is None else self.lora.select(rows),
             slots=None if self.slots is None else self.slots.index_select(0, requests),
             per_layer=None if self.per_layer is None else self.per_layer.index_select(0, rows),
+            turned_by=None if self.turned_by is None else self.turned_by.index_select(0, rows),
+            turns=self.turns,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
 from weft.contract.spans import Media, MediaSpan, check_spans, spans_within
+from weft.engine.requests.media_positions import MediaPositions
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
@@ -29,6 +30,10 @@ class EncoderFacts(NamedTuple):
     """Patches of a medium of this shape."""
     sees_both_ways: bool = False
     """Whether tokens of a medium attend to one another both ways."""
+    grid_of: Callable[[Sequence[int]], tuple[int, int]] | None = None
+    """Rows and columns in which the rows of a medium of this shape lie, where the model rotates by
+    them; None: it rotates by tokens' positions alone.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +93,7 @@ class MediaRows:
         self._due: list[tuple[Media, _Encoded]] = []
         self._planned: dict[bytes, _Encoded] = {}
         self._steps: dict[int, list[_Encoded]] = {}
+        self._shifts: dict[int, int] = {}
         self.num_encoded = 0
         """Media encoded since the start."""
 
@@ -134,6 +140,10 @@ class MediaRows:
     def begin(self, request: Request) -> None:
         """Keeps the content of a request's media until `end`."""
         self.store.pin(request.spans)
+        if request.spans and self._facts.grid_of is not None:
+            shapes = (self.store.get(span.digest).shape for span in request.spans)
+            grids = [self._facts.grid_of(shape) for shape in shapes]
+            request.axes = MediaPositions(request.spans, grids)
 
     def end(self, request: Request) -> None:
         self.store.unpin(request.spans)
@@ -169,6 +179,18 @@ class MediaRows:
                 encoded.is_lost = True
                 del self._held[media.digest]
             self._due.clear()
+
+    def shift(self, requests: Iterable[Request], tell: Callable[[int, int], None]) -> None:
+        """Calls `tell` with the slot and the shift of each request whose rotations are elsewhere
+        than those of the request that had its slot before. A request begins with a chunk.
+        """
+        if self._facts.grid_of is None:
+            return
+        for request in requests:
+            shift = 0 if request.axes is None else request.axes.shift
+            if self._shifts.get(request.slot, 0) != shift:
+                self._shifts[request.slot] = shift
+                tell(request.slot, shift)
 
     def places_in(
         self, request: Request, first: int, end: int

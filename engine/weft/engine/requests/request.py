@@ -14,6 +14,7 @@ from weft.contract.spans import MediaSpan
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.requests.acceptance import Acceptance
+from weft.engine.requests.media_positions import MediaPositions
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import Node
 
@@ -207,6 +208,8 @@ class Request:
     """Media of its prompt, in order."""
     uncut_spans: Sequence[MediaSpan] = ()
     """Those that no step ends within, since their tokens attend to one another both ways."""
+    axes: MediaPositions | None = None
+    """Positions along three axes; None: all rotations are by the tokens' positions."""
     adapter: bytes = b""
     """Content digest of its adapter; empty: the base model."""
     adapter_slot: int = 0

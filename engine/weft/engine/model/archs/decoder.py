@@ -54,7 +54,7 @@ from weft.engine.model.layers.parallel_block import ParallelBlock
 from weft.engine.model.layers.per_layer import PerLayerEmbedding, PerLayerPart
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.layers.recurrent import RecurrentMixer
-from weft.engine.model.layers.rotary import Rotaries
+from weft.engine.model.layers.rotary import AxisTurns, Rotaries
 from weft.engine.model.layers.shared_attention import SharedAttention
 from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
@@ -149,7 +149,37 @@ def _build_stack(
     positions, copies = _read_positions(config, parts, weights), None
     if parts.altup is not None:
         copies = Copies.read(config.hidden_size, parts.altup.copies, weights)
-    return Stack(embed_tokens, layers, last, factor, weights.peers, per_layer, positions, copies)
+    axes, num_taps = _axes_and_taps(config, parts, rotaries)
+    return Stack(
+        embed_tokens,
+        layers,
+        last,
+        factor,
+        weights.peers,
+        per_layer,
+        positions,
+        copies,
+        axes,
+        num_taps,
+    )
+
+
+def _axes_and_taps(
+    config: ModelConfig, parts: DecoderConfig, rotaries: Rotaries
+) -> tuple[AxisTurns | None, int]:
+    """How the stack takes rows of images: rotations by several axes, and the first layers after
+    which rows are added.
+    """
+    vision = config.vision
+    if vision is None:
+        return None, 0
+    axes = None
+    if vision.axes is not None:
+        rope = parts.attention.rope
+        assert rope is not None, "such models rotate"
+        pairs = rope.rotary_dim(config.head_dim) // 2
+        axes = AxisTurns(rotaries.of(rope).cos_sin, vision.axes.axis_of_pairs(pairs))
+    return axes, 0 if vision.taps is None else len(vision.taps.layers)
 
 
 def _read_positions(

@@ -80,6 +80,7 @@ class MtpHead:
     def extend(
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = target.model.turned(step)
         states = target.forward_all(step, pool)
         assert step.slots is not None, "a step of a drafted model names its slots"
         group = step.groups[self.group]

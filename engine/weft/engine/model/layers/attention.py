@@ -194,7 +194,7 @@ class Attention:
         spec, dtype = self.spec, self.qkv_proj.dtype
         heads = (spec.heads, spec.kv_heads)
         shape = (rows, (spec.heads + 2 * spec.kv_heads) * spec.dim)
-        check_rope(shape, dtype, step.positions, self.cos_sin, pool, group.places, heads)
+        check_rope(shape, dtype, step.turn_rows, self._turns(step), pool, group.places, heads)
         groups = list(step.groups)
         groups[self.group] = settled(group, spec, rows, dtype, pool)
         return replace(step, groups=tuple(groups))
@@ -207,7 +207,7 @@ class Attention:
             qkv, gate = self._apart(qkv)
         elif self.gate is not None and self.gate.proj is not None:
             gate = x.linear(self.gate.proj, None)
-        positions = step.positions
+        positions = step.turn_rows
         for change in self.changes:
             qkv = change(qkv, positions, spec.heads * spec.dim)
         is_settled = group.is_settled
@@ -218,7 +218,7 @@ class Attention:
         q = rope_and_cache(
             qkv,
             positions,
-            self.cos_sin,
+            self._turns(step),
             plane_of(group, pool, self._plane),
             self.in_pool,
             group.places,
@@ -234,6 +234,9 @@ class Attention:
         if self.q_scales is not None:
             q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
         return Query(q, own, gate)
+
+    def _turns(self, step: Step) -> torch.Tensor:
+        return self.cos_sin if step.turns is None else step.turns
 
     def _apart(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, keys and values, [T, (Hq + 2 * Hkv) * D], and gates, [T, Hq, D]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,23 @@ class Rotary(NamedTuple):
     """[max_positions, D] float32, from `cos_sin_table`; with one row heads are not rotated."""
     num_adjacent: int = 0
     """Pairs of adjacent elements that are rotated together, as in `rope_and_cache`."""
+
+
+class AxisTurns:
+    """Rotations by positions along several axes, each of which turns some pairs of a head."""
+
+    def __init__(self, cos_sin: torch.Tensor, axes: Sequence[int]) -> None:
+        """`axes` are those of the rotated pairs, which come first in the table `cos_sin`."""
+        self._table = cos_sin
+        pairs = cos_sin.shape[1] // 2
+        # Cosine and sine of further pairs are the same at all positions.
+        of_pairs = torch.tensor([*axes, *[0] * (pairs - len(axes))], dtype=torch.int64)
+        self._axes = of_pairs.repeat(2).to(cos_sin.device)
+        self._columns = torch.arange(2 * pairs, device=cos_sin.device)
+
+    def of(self, axes: torch.Tensor) -> torch.Tensor:
+        """[T, axes] int64 positions -> [T, D] float32, in the form of a table of rotations."""
+        return self._table[axes[:, self._axes], self._columns]
 
 
 class Rotaries:

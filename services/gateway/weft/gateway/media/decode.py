@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 from PIL import Image
+from weft.gateway.media.forms import BadImage
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _ORIENTATION = 0x0112
@@ -21,10 +22,6 @@ _TRANSPOSED = {
 """What turns the pixels upright, by the orientation of EXIF."""
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 _WHITE = (255, 255, 255, 255)
-
-
-class BadImage(Exception):
-    """A file that cannot be used as an image; the message says why."""
 
 
 def open_image(data: bytes | bytearray, max_pixels: int) -> Image.Image:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image  # which only media processes load
 
 
+class BadImage(Exception):
+    """A file that cannot be used as an image; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
     """What one image becomes in a prompt."""
@@ -51,7 +55,9 @@ class ImageForm(Protocol):
         ...
 
     def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
-        """What an image of this size becomes. `is_coarse`: with few tokens, at less detail."""
+        """What an image of this size becomes. `is_coarse`: with few tokens, at less detail. Raises
+        BadImage for a size that the model does not take; media processes then refuse the image.
+        """
         ...
 
     def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
@@ -61,6 +67,12 @@ class ImageForm(Protocol):
     def options(self) -> dict[str, Any]:
         """Arguments that make the same form in another process."""
         ...
+
+
+COARSE_PIXELS = 512 * 512
+"""Most pixels of an image of any size in its coarse form."""
+_MAX_RATIO = 200
+"""Longest side of an image in its shorter ones, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +172,76 @@ class TiledForm:
         return math.ceil(length / self.tile_edge) * self.tile_edge
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledForm:
+    """The form of Qwen2-VL's image processor: an image is one picture of about its own size and
+    proportions, whose sides are multiples of what becomes one token. The arithmetic is that of
+    transformers' Qwen2VLImageProcessorPil, rounding included.
+    """
+
+    name: ClassVar[str] = "scaled"
+    image_token: str = "<|image_pad|>"
+    square: int
+    """Side in pixels of what becomes one token."""
+    min_pixels: int
+    max_pixels: int
+    """Of an image of little detail `COARSE_PIXELS` at most."""
+    resample: int
+    """Pillow's number of the filter."""
+
+    @property
+    def row_token(self) -> str:
+        return self.image_token
+
+    @property
+    def around(self) -> tuple[str, str]:
+        return "", ""
+
+    @property
+    def largest(self) -> ImagePlan:
+        return ImagePlan(self.image_token, (self.max_pixels // self.square**2,))
+
+    @property
+    def most_enlarged(self) -> int:
+        """Bound of the tokens of an image that is enlarged to `min_pixels`."""
+        longer = math.sqrt(self.min_pixels * _MAX_RATIO)
+        shorter = math.sqrt(self.min_pixels / _MAX_RATIO)
+        return math.ceil((longer / self.square + 1) * (shorter / self.square + 1))
+
+    def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
+        rows, columns = self._grid(height, width, is_coarse)
+        return ImagePlan(self.image_token, (rows * columns,))
+
+    def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
+        rows, columns = self._grid(image.height, image.width, is_coarse)
+        height, width = rows * self.square, columns * self.square
+        image = image.resize((width, height), self.resample)
+        return [Media.of("image", self.name, (height, width, 3), image.tobytes())]
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        if max(height, width) > _MAX_RATIO * min(height, width):
+            raise BadImage(
+                f"has {width} x {height} pixels; one side may be {_MAX_RATIO} times the other"
+            )
+        square, most = self.square, self.max_pixels
+        if is_coarse:
+            most = max(self.min_pixels, min(most, COARSE_PIXELS))
+        rows, columns = round(height / square), round(width / square)
+        if rows * columns * square**2 > most:
+            factor = math.sqrt(height * width / most)
+            rows, columns = (
+                max(1, math.floor(length / factor / square)) for length in (height, width)
+            )
+        elif rows * columns * square**2 < self.min_pixels:
+            factor = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(length * factor / square) for length in (height, width))
+        return rows, columns
+
+
 def _even(number: int) -> int:
     return number + number % 2
 
@@ -199,5 +281,6 @@ class FixedForm:
 FORMS: Mapping[str, Callable[..., ImageForm]] = {
     TiledForm.name: TiledForm,
     FixedForm.name: FixedForm,
+    ScaledForm.name: ScaledForm,
 }
 """What makes each form of its options, by its name."""

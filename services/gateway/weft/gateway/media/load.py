@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from tokenizers import Tokenizer
+from weft.checkpoint.fields import Fields
 from weft.checkpoint.tokenizer_files import read_json
+from weft.checkpoint.vision_config import pixel_bounds
 from weft.contract.errors import ModelError
 from weft.contract.spans import Media, MediaSpan
-from weft.gateway.media.forms import FixedForm, ImageForm, ImagePlan, TiledForm
+from weft.gateway.media.forms import FixedForm, ImageForm, ImagePlan, ScaledForm, TiledForm
 
 PROCESSOR_FILES = _PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
 """Files of which models that take images have at least one."""
-_LANCZOS, _BILINEAR = 1, 2
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _FILTERS = frozenset(range(6))
 _MAX_EDGE = 4096
 """Longest edge to which transformers resizes images of this form."""
@@ -32,7 +34,9 @@ _OF_FIXED = (
     *("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
     "pan_and_scan_min_ratio_to_activate",
 )
+_OF_PATCHES = ("patch_size", "merge_size", "temporal_patch_size")
 _OF_TILES = ("size", "max_image_size", "resample", "do_image_splitting")
+_OF_SCALED = ("min_pixels", "max_pixels", "size", "resample", *_OF_PATCHES)
 _LABELS = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map"),
     *("do_pad", "pad_size", "return_row_col_info", "video_sampling"),
@@ -277,6 +281,33 @@ def _tiled(
     return form
 
 
+def _scaled(
+    given: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> ScaledForm:
+    _check_known(given, _OF_SCALED)
+    fields = Fields(given, _PROCESSOR_FILE)
+    patch, merge = fields.positive("patch_size", 14), fields.positive("merge_size", 2)
+    least, most = pixel_bounds(fields)
+    form = ScaledForm(
+        square=patch * merge,
+        min_pixels=least,
+        max_pixels=most,
+        resample=_filter(given, _BICUBIC),
+    )
+    vision = Fields(config, "config.json").section("vision_config")
+    for own, of_encoder in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
+        value = patch if own == "patch_size" else merge
+        if vision.positive(of_encoder, value) != value:
+            told = f"{own} is {value}, but vision_config.{of_encoder} {vision.get(of_encoder)}"
+            raise ModelError(told)
+    if max(least, form.most_enlarged * form.square**2) > most:
+        raise ModelError(f"max_pixels is {most}; it is too near to min_pixels, {least}")
+    return form
+
+
 def _check_known(given: Mapping[str, Any], of_form: Sequence[str]) -> None:
     """Raises ModelError for settings that a form does not have, beside those that change nothing
     and those of the encoder.
@@ -340,12 +371,16 @@ def _is_integer(value: object) -> TypeGuard[int]:
 _READERS: Mapping[str, FormReader] = {
     "Gemma3ImageProcessor": _fixed,
     "Idefics3ImageProcessor": _tiled,
+    "Qwen2VLImageProcessor": _scaled,
+    "Qwen2_5_VLImageProcessor": _scaled,
     "SmolVLMImageProcessor": _tiled,
 }
 """Readers of forms by `image_processor_type`, without the ends that name an implementation."""
 _TYPES_OF_PROCESSORS = {
     "Gemma3Processor": "Gemma3ImageProcessor",
     "Idefics3Processor": "Idefics3ImageProcessor",
+    "Qwen2_5_VLProcessor": "Qwen2VLImageProcessor",
+    "Qwen3VLProcessor": "Qwen2VLImageProcessor",
     "SmolVLMProcessor": "SmolVLMImageProcessor",
 }
 """Classes of image processors by that of the processor, where a folder names only this."""

@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from weft.gateway.media.decode import BadImage, open_image, to_rgb, upright_size
-from weft.gateway.media.forms import FORMS
+from weft.gateway.media.decode import open_image, to_rgb, upright_size
+from weft.gateway.media.forms import FORMS, BadImage
 from weft.gateway.media.frames import PeerGone, receive, send
 
 _NICENESS = 5
@@ -40,12 +40,13 @@ def _answer(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], b
     try:
         image = open_image(data, head["max_pixels"])
         size = upright_size(image)
+        form = FORMS[head["form"]](**head["options"])
+        form.plan(*size, is_coarse=head["is_coarse"])
         if head["measures"]:
             return {"size": size}, b""
         pixels = to_rgb(image)
     except BadImage as error:
         return {"bad": str(error)}, b""
-    form = FORMS[head["form"]](**head["options"])
     media = form.process(pixels, is_coarse=head["is_coarse"])
     told = [
         {"processor": one.processor, "shape": one.shape, "digest": one.digest.hex()}

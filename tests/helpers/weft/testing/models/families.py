@@ -359,6 +359,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 },
             },
             "vision_config": _QWEN_VISION,
+            "image_token_id": 258,
         },
     ),
     "qwen3_vl": (
@@ -366,6 +367,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**SIZES, "head_dim": 16},
             "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+            "image_token_id": 258,
         },
     ),
     "qwen3_next": (
@@ -384,6 +386,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**SIZES, **_GATED_DELTA},
             "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+            "image_token_id": 258,
         },
     ),
     "qwen3_5_moe": (
@@ -532,6 +535,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "tie_word_embeddings": False,
             },
             "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+            "image_token_id": 258,
             "tie_word_embeddings": False,
         },
     ),

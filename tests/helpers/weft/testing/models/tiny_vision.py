@@ -5,6 +5,7 @@ transformers.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ _VISION: dict[str, Any] = {
     "patch_size": 8,
     "image_size": 64,
 }
+_TABLES = ("embed_tokens.weight", "position_embedding.weight", "pos_embed.weight")
 _NAMES = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
 
 
@@ -96,29 +98,38 @@ def make_vision(
     }
     config = transformers.AutoConfig.for_model(kind, **settings)
     model = transformers.AutoModelForImageTextToText.from_config(config).float()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            noise = torch.randn(value.shape, generator=generator)
-            if value.ndim == 1:
-                value.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise)
-            else:
-                is_table = name.endswith(("embed_tokens.weight", "position_embedding.weight"))
-                value.copy_(noise if is_table else noise / value[0].numel() ** 0.5)
+    randomise(model, seed)
     model.save_pretrained(path)
-    _write_tokenizer(path)
+    write_marked_tokenizer(path, VOCAB_SIZE, MARKS, CHAT_TEMPLATE, END)
     size = settings["vision_config"]["image_size"]
     _write_processor(kind, path, size, config, processor or {})
     return path
 
 
-def _write_tokenizer(path: Path) -> None:
-    """Byte-level, with `MARKS` in place of the last pairs of letters."""
-    write_tokenizer(path, VOCAB_SIZE, 8192)
+@torch.no_grad()
+def randomise(model: Any, seed: int) -> None:
+    """Gives a model's parameters values with which all of its parts have an effect."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in model.named_parameters():
+        noise = torch.randn(value.shape, generator=generator)
+        if value.ndim == 1:
+            value.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise)
+        else:
+            is_table = name.endswith(_TABLES)
+            value.copy_(noise if is_table else noise / value[0].numel() ** 0.5)
+
+
+def write_marked_tokenizer(
+    path: Path, vocab_size: int, marks: Sequence[str], template: str, end: str
+) -> None:
+    """Writes a byte-level tokenizer whose last tokens are these special ones, in place of pairs of
+    letters; `end` ends an answer.
+    """
+    write_tokenizer(path, vocab_size, 8192)
     file = path / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
-    for mark in reversed(MARKS):
+    for mark in reversed(marks):
         id_ = vocab.pop("".join(tokenizer["model"]["merges"].pop()))
         vocab[mark] = id_
         added.append({**added[0], "id": id_, "content": mark})
@@ -126,7 +137,7 @@ def _write_tokenizer(path: Path) -> None:
     file.write_text(json.dumps(tokenizer))
     file = path / "tokenizer_config.json"
     settings = json.loads(file.read_text())
-    settings |= {"chat_template": CHAT_TEMPLATE, "eos_token": END}
+    settings |= {"chat_template": template, "eos_token": end}
     file.write_text(json.dumps(settings))
 
 

@@ -1,0 +1,227 @@
+"""Small random models in the forms of Qwen2.5-VL, Qwen3-VL and Qwen3.5, written by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from weft.testing.models.tiny_vision import randomise, write_marked_tokenizer
+
+VOCAB_SIZE = 480
+START, END, IMAGE, VIDEO, STOP = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|im_end|>",
+)
+MARKS = (START, END, IMAGE, VIDEO, STOP)
+"""Special tokens, the last ones of the vocabulary in this order."""
+IDS = {mark: VOCAB_SIZE - len(MARKS) + number for number, mark in enumerate(MARKS)}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Qwen2.5-VL's and Qwen3-VL's, as far as images go."""
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "intermediate_size": 104,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": IDS[STOP],
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "depth": 4,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 72,
+}
+_INTERLEAVED = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_interleaved": True}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+}
+_LINEAR = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {**_INTERLEAVED, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+}
+_OF_KIND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        # Heads of 18 elements are not supported by all of transformers' attentions.
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [4, 5, 3],
+            },
+        },
+        {"window_size": 16, "fullatt_block_indexes": [1, 3], "hidden_act": "silu"},
+    ),
+    "qwen3_vl": (
+        {"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "mrope_section": [4, 2, 2]}},
+        {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 36},
+    ),
+    "qwen3_5": (_LINEAR, {"num_position_embeddings": 36}),
+}
+_OF_KIND["qwen3_vl_moe"] = (
+    {**_OF_KIND["qwen3_vl"][0], **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
+    _OF_KIND["qwen3_vl"][1],
+)
+_OF_KIND["qwen3_5_moe"] = ({**_LINEAR, **_EXPERTS}, _OF_KIND["qwen3_5"][1])
+KINDS = tuple(_OF_KIND)
+SQUARE = 8
+"""Sides in pixels of what becomes one row."""
+
+
+def make_qwen_vl(
+    kind: str,
+    path: Path,
+    seed: int,
+    *,
+    vision: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
+    processor: dict[str, Any] | None = None,
+) -> Path:
+    """Writes a model directory with tokenizer, chat template and processor.
+
+    Args:
+        kind: One of KINDS.
+        path: Directory to create.
+        seed: Of the weights.
+        vision: Fields of `vision_config`.
+        text: Fields of `text_config`.
+        processor: Fields of preprocessor_config.json.
+
+    Returns:
+        `path`.
+    """
+    import transformers
+
+    of_text, of_vision = _OF_KIND[kind]
+    config = transformers.AutoConfig.for_model(
+        kind,
+        text_config={**_TEXT, **of_text, **(text or {})},
+        vision_config={**_VISION, **of_vision, **(vision or {})},
+        image_token_id=IDS[IMAGE],
+        video_token_id=IDS[VIDEO],
+        vision_start_token_id=IDS[START],
+        vision_end_token_id=IDS[END],
+        tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).float()
+    randomise(model, seed)
+    model.save_pretrained(path)
+    write_marked_tokenizer(path, VOCAB_SIZE, MARKS, CHAT_TEMPLATE, STOP)
+    image_processor = {
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "merge_size": 2,
+        "patch_size": SQUARE // 2,
+        "processor_class": "Qwen2_5_VLProcessor" if kind == "qwen2_5_vl" else "Qwen3VLProcessor",
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": {"shortest_edge": 4 * SQUARE**2, "longest_edge": 64 * SQUARE**2},
+        "temporal_patch_size": 2,
+        **(processor or {}),
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(image_processor, indent=1))
+    return path
+
+
+def patches_of(pixels: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+    """[height, width, 3] uint8 -> [patches, 3 * 2 * side * side] float32: what transformers' model
+    takes, in the arithmetic of Qwen2-VL's processor.
+    """
+    side, merge = settings["patch_size"], settings["merge_size"]
+    mean, std = (torch.tensor(settings[name]) for name in ("image_mean", "image_std"))
+    numbers = (pixels * settings["rescale_factor"] - mean) / std
+    height, width, _ = numbers.shape
+    along = [(size // side // merge, merge, side) for size in (height, width)]
+    parts = numbers.view(*along[0], *along[1], 3).permute(0, 3, 1, 4, 6, 2, 5)
+    frames = parts.unsqueeze(5).expand(*parts.shape[:5], 2, *parts.shape[5:])
+    return frames.reshape(height * width // side**2, -1)
+
+
+@torch.no_grad()
+def qwen_rows(model: Any, pictures: list[torch.Tensor], settings: dict[str, Any]) -> torch.Tensor:
+    """[rows of all, row width]: what transformers' model makes of pictures, with its taps."""
+    found = model.model.get_image_features(**_inputs(pictures, settings))
+    return torch.cat([torch.cat(list(found.pooler_output)), *_taps(found)], dim=1)
+
+
+@torch.no_grad()
+def qwen_logits(
+    model: Any,
+    prompt: list[int],
+    tokens: list[int],
+    pictures: list[torch.Tensor],
+    settings: dict[str, Any],
+) -> torch.Tensor:
+    """[tokens, vocab]: what transformers' model makes of a prompt with images, before each of the
+    tokens after it. Placeholders among those are tokens like others.
+    """
+    whole = model.model
+    ids = torch.tensor([[*prompt, *tokens]])
+    length = len(prompt)
+    types = torch.zeros_like(ids)
+    is_image = torch.tensor(prompt) == IDS[IMAGE]
+    types[0, :length][is_image] = 1
+    of_images = _inputs(pictures, settings)
+    grids = of_images["image_grid_thw"]
+    positions, _ = whole.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids)
+    found = whole.get_image_features(**of_images)
+    embedded = model.get_input_embeddings()(ids)
+    rows = is_image.nonzero()[:, 0]
+    embedded[0, rows] = torch.cat(list(found.pooler_output))
+    more: dict[str, Any] = {}
+    if taps := _taps(found):
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask[0, rows] = True
+        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": taps}
+    hidden = whole.language_model(
+        inputs_embeds=embedded, position_ids=positions, use_cache=False, **more
+    ).last_hidden_state
+    logits: torch.Tensor = model.lm_head(hidden)[0, length - 1 : -1]
+    return logits
+
+
+def _taps(found: Any) -> list[torch.Tensor]:
+    """[rows of all, hidden] of each layer of the vision transformer that is tapped."""
+    return [torch.cat(list(level)) for level in getattr(found, "deepstack_features", None) or ()]
+
+
+def _inputs(pictures: list[torch.Tensor], settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    side = settings["patch_size"]
+    grids = [[1, one.shape[0] // side, one.shape[1] // side] for one in pictures]
+    return {
+        "pixel_values": torch.cat([patches_of(one, settings) for one in pictures]),
+        "image_grid_thw": torch.tensor(grids),
+    }
