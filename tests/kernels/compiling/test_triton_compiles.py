@@ -21,6 +21,7 @@ KERNELS = {
     "groups": "_few _tensor_cores _groups _in_floats",
     "8 bits": "_decode _extend _rope_and_cache",
     "fixed": "_fixed _fixed_linear _sorted",
+    "both ways": "_extend _fixed",
     "latents": "_latent _merge_latents",
     "recurrences": "_recurrence _conv _tails _norm _gates _states _outputs _plan _shares _heads "
     "_prepare",

@@ -311,6 +311,19 @@ def compile_fixed() -> None:
     run_layers((1024, 768, 16, 128), [1] * 3, experts=8, is_fixed=True)
 
 
+def compile_both_ways() -> None:
+    """Attention of rows that see later ones."""
+    for dim, window in ((256, 64), (128, None)):
+        for is_fixed in (False, True):
+            spec = AttentionSpec(8, 2, dim, 0.1, window, is_fixed)
+            step = make_step([40, 1]).groups[0]
+            step = step._replace(key_ends=torch.full((41,), MAX_CONTEXT, dtype=torch.int32))
+            pool = torch.zeros(40, 2, 2, 2, PAGE_SIZE, dim, dtype=BF16)
+            q = torch.zeros(41, 8, dim, dtype=BF16)
+            with as_on_gpu():
+                paged_attention(q, pool, 0, spec, step)
+
+
 def fp8_weight(rows: int, columns: int, block_rows: int, *, gated: bool = False) -> LinearWeight:
     data = torch.zeros(rows, columns, dtype=FP8)
     if block_rows:
@@ -552,8 +565,8 @@ def compile_ranks() -> None:
             peer_sum.sum_rows(memory, x, x, x)
 
 
-FORMATS = {"fp8", "groups", "8 bits"}
-"""Groups that launch kernels of others with operands of other formats."""
+FORMATS = {"fp8", "groups", "8 bits", "both ways"}
+"""Groups that launch kernels of others with operands of other formats or more of them."""
 
 
 def groups(is_full: bool) -> dict[str, Callable[[], None]]:
@@ -563,6 +576,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "experts": partial(compile_experts, is_full),
         "encoders": compile_encoders,
         "fixed": compile_fixed,
+        "both ways": compile_both_ways,
         "latents": compile_latents,
         "recurrences": partial(compile_recurrences, is_full),
         "fp8": partial(compile_fp8, is_full),
