@@ -42,6 +42,7 @@ class VisionNamesConfig:
     """Prefixes of the connector; the first one that exists counts."""
     patches: str = "embeddings.patch_embedding"
     positions: str = "embeddings.position_embedding"
+    class_token: str = ""
     first_norm: str = ""
     """Norm of the patches before the first layer."""
     layers: str = "encoder.layers"
@@ -49,14 +50,20 @@ class VisionNamesConfig:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three modules, or one that has the rows of all three."""
     o: str = "self_attn.out_proj"
+    q_norm: str = ""
+    k_norm: str = ""
+    attention_scale: str = ""
     mlp_norm: str = "layer_norm2"
     gate: str = ""
     up: str = "mlp.fc1"
     down: str = "mlp.fc2"
+    mlp_scale: str = ""
     last_norm: str = "post_layernorm"
     projection: str = "modality_projection.proj"
     """The connector's only product, or its last one."""
     connector_norm: str = ""
+    connector_join: str = ""
+    """The product that joins a square's patches before the MLP."""
     connector_up: str = ""
     """The connector's first product of two."""
     taps: str = ""
@@ -75,6 +82,8 @@ class AxialRopeConfig:
     """
 
     theta: float = 10_000.0
+    takes_turns: bool = False
+    """Whether rows and columns take frequencies of one series in turn, not each of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +128,14 @@ class VitConfig:
     """Whether the MLP has a gate."""
     rope: AxialRopeConfig | None = None
     windows: PatchWindowsConfig | None = None
+    has_qkv_bias: bool = True
+    """Whether the product of q, k and v has a bias, if products have some."""
+    has_class_token: bool = False
+    """Whether attention also reads a learned row of each picture."""
+    has_scales: bool = False
+    """Whether what attention and the MLP add is scaled by element."""
+    qk_norm: NormConfig | None = None
+    """Norm of q and k of all heads together."""
 
     def values(self) -> dict[str, Any]:
         """The fields for a fingerprint."""
@@ -155,22 +172,27 @@ class PixelShuffleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergerConfig:
-    """A connector that makes one row of each square of patches by a norm and an MLP, whose inner
-    width is that of all of a square's patches.
-    """
+    """A connector that makes one row of each square of patches by a norm and an MLP."""
 
     factor: int
     """Side of a square in patches; divides each picture's grid."""
     out_features: int
     """Width of the language model."""
-    norm: NormConfig
+    norm: NormConfig | None
     activation: VisionActivation = "gelu"
     is_norm_of_square: bool = False
     """Whether the norm is of a square's patches together, and not of each patch."""
+    # Fields from here on are in the fingerprint where they differ from their defaults.
+    inner_features: int = 0
+    """Width of the MLP's inside; 0: that of all of a square's patches."""
+    has_bias: bool = True
+    """Whether the MLP's products have biases."""
+    has_join: bool = False
+    """Whether a product without bias makes one patch of a square before the MLP."""
 
     def values(self) -> dict[str, Any]:
         """The fields for a fingerprint."""
-        return {"kind": "merger", **asdict(self)}
+        return {"kind": "merger", **without_defaults(self, 5)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,8 +274,17 @@ class VisionConfig:
     """None: rows have the positions of their tokens."""
     max_pixels: int | None = None
     """Most pixels of a picture, whose sides may be any multiples of `square_size`; None: pictures
-    are squares of `tile_size`.
+    are squares of `tile_size`, or have a `max_edge`.
     """
+    max_edge: int | None = None
+    """Longest side of a picture before it is rounded up to multiples of `square_size`."""
+
+    @property
+    def most_pixels(self) -> int | None:
+        """Most pixels of a picture; None: pictures are squares of `tile_size`."""
+        if self.max_edge is None:
+            return self.max_pixels
+        return (-(-self.max_edge // self.square_size) * self.square_size) ** 2
 
     @property
     def tile_size(self) -> int:
@@ -360,12 +391,12 @@ def siglip_vit(
     return vit
 
 
-def activation_of(vision: Fields, default: str) -> VisionActivation:
-    """`hidden_act` of a vision transformer. Raises ModelError if it is not supported."""
-    name = vision.text("hidden_act", default)
+def activation_of(vision: Fields, default: str, field: str = "hidden_act") -> VisionActivation:
+    """A vision transformer's activation. Raises ModelError if it is not supported."""
+    name = vision.text(field, default)
     if name not in _ACTIVATIONS:
         known = ", ".join(sorted(_ACTIVATIONS))
-        raise vision.error("hidden_act", f"{name!r} is not supported ({known} are)")
+        raise vision.error(field, f"{name!r} is not supported ({known} are)")
     return _ACTIVATIONS[name]
 
 
@@ -376,7 +407,10 @@ def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
         ModelError: A file or a field is malformed, or tiles have another size than the tower's.
     """
     fields, usual = image_processor(model_dir), config.pixels
-    if config.max_pixels is not None:
+    if config.max_edge is not None:
+        edge = fields.section("size").positive("longest_edge", config.max_edge)
+        config = replace(config, max_edge=edge)
+    elif config.max_pixels is not None:
         config = replace(config, max_pixels=pixel_bounds(fields)[1])
     else:
         for name, edge in _TILE_EDGES:

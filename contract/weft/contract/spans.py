@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weft.contract.errors import InvalidRequest
@@ -83,6 +83,13 @@ def spans_within(
         if span.position >= end:
             return
         yield span, max(span.position, start), min(span.end, end)
+
+
+def spans_before(spans: Sequence[MediaSpan], end: int) -> list[MediaSpan]:
+    """The spans, or parts of spans, at positions before `end`."""
+    return [
+        replace(span, length=last - span.position) for span, _, last in spans_within(spans, 0, end)
+    ]
 
 
 def before_span(spans: Sequence[MediaSpan], position: int) -> int:

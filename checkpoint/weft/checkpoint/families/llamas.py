@@ -5,6 +5,7 @@ SmolLM3, Ministral, Arcee, MiMo, Helium, Apertus.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig, SlidingWindow
@@ -18,6 +19,7 @@ from weft.checkpoint.parts import (
     MlpConfig,
     NamesConfig,
 )
+from weft.checkpoint.pixtral_vision import read_mistral3_vision
 from weft.checkpoint.rope import RopeConfig
 
 
@@ -196,7 +198,7 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     family = Family(raw, generation, where, section)
     fields = family.fields
     if fields.get("model_type") == "mistral4":
-        return read_mistral4(raw, generation, where)
+        return _with_pixtral(read_mistral4(raw, generation, where), family)
     kind = fields.text("model_type", "mistral")
     if kind not in ("mistral", "ministral3"):
         raise fields.error("model_type", f"{kind!r} is not supported")
@@ -206,7 +208,7 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     # Files in Mistral's own layout are for adjacent pairs.
     rope = family.rope(is_interleaved=fields.flag("rope_interleave", False))
     kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
-    return _alike(
+    config = _alike(
         family,
         family.head_dim(128 if is_ministral else None),
         rope,
@@ -217,6 +219,15 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         kv_heads=8,
         is_tied=False,
     )
+    return _with_pixtral(config, family)
+
+
+def _with_pixtral(config: ModelConfig, family: Family) -> ModelConfig:
+    if config.architecture != "Mistral3ForConditionalGeneration":
+        return config
+    sizes = config.hidden_size, config.vocab_size
+    eps = family.rms().eps
+    return replace(config, vision=read_mistral3_vision(family.whole, *sizes, eps))
 
 
 def _window(family: Family) -> SlidingWindow | None:

@@ -14,6 +14,8 @@ from weft.checkpoint.families.family import VISION
 from weft.checkpoint.families.lfm2 import read_lfm2, read_lfm2_moe
 from weft.checkpoint.families.llamas import read_llama, read_qwen2, read_qwen3
 from weft.checkpoint.fields import Fields
+from weft.checkpoint.internvl_vision import read_internvl_vision
+from weft.checkpoint.pixtral_vision import read_llava_vision
 from weft.checkpoint.vision_config import VisionConfig, read_idefics3_vision
 
 Reader = Callable[[Mapping[str, Any], Mapping[str, Any], str], ModelConfig]
@@ -26,8 +28,10 @@ _READERS: Mapping[str, Reader] = {
     "qwen3": read_qwen3,
 }
 """Readers by the text model's `model_type`."""
-_TOWERS: Mapping[str, Callable[[Fields, Fields], VisionConfig]] = {
+_TOWERS: Mapping[str, Callable[[Fields, Fields], VisionConfig | None]] = {
     "Idefics3ForConditionalGeneration": read_idefics3_vision,
+    "InternVLForConditionalGeneration": read_internvl_vision,
+    "LlavaForConditionalGeneration": read_llava_vision,
     "SmolVLMForConditionalGeneration": read_idefics3_vision,
 }
 """Readers of image towers, by the architecture."""

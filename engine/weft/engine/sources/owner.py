@@ -29,7 +29,7 @@ from weft.contract.clock import Clock
 from weft.contract.fills import FillCommand, LeaseAnswer
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, KvHandle
 from weft.contract.keys import PieceShape, blocks_keys
-from weft.contract.spans import border_before_span
+from weft.contract.spans import border_before_span, spans_before
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
@@ -486,7 +486,7 @@ class OwnerFills:
             adapter=request.adapter,
             block_pages=shape.pages_of_many,
             state_pages=shape.state_pages,
-            spans=[span for span in request.spans if span.position < fill.end_token],
+            spans=spans_before(request.spans, fill.end_token),
             encoder_digest=request.keys.encoder,
         )
 

@@ -87,10 +87,16 @@ class EncoderAttention:
     """[max_positions, head_dim] float32: rotations of q and k; None: no rotation."""
     slopes: torch.Tensor | None = None
     """[num_heads] float32: decrease of scores with each token of distance; None: no decrease."""
+    q_norm: LayerNorm | Norm | None = None
+    """Norm of q of all heads together."""
+    k_norm: LayerNorm | Norm | None = None
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> the addition to the stream."""
         qkv = linear(x, self.qkv, lora=batch.added("qkv", self.layer))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = (part.contiguous() for part in qkv.chunk(3, dim=1))
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
         qkv = qkv.view(len(x), 3, self.num_heads, -1)
         both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
         if batch.turns is not None:
@@ -149,9 +155,16 @@ class PreNormLayer(NamedTuple):
     attention: EncoderAttention
     mlp_norm: LayerNorm | Norm
     mlp: PlainMLP | GluMLP
+    attention_scale: torch.Tensor | None = None
+    """[hidden]: factors on what attention adds; None: there are none."""
+    mlp_scale: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = self.attention(normed, batch).added_to(x)
-        return self.mlp(self.mlp_norm(x), batch).added_to(x)
+        x = _added(self.attention(normed, batch), x, self.attention_scale)
+        return _added(self.mlp(self.mlp_norm(x), batch), x, self.mlp_scale)
+
+
+def _added(what: Sum, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return what.added_to(x) if scale is None else torch.addcmul(x, what.value(), scale)

@@ -47,19 +47,19 @@ class PixelShuffle(NamedTuple):
 class Merger(NamedTuple):
     """A norm and an MLP of all patches of a square."""
 
-    norm: AnyNorm
+    norm: AnyNorm | None
     is_norm_of_square: bool
+    join: LinearWeight | None
     up: LinearWeight
     activation: ActivationName
     down: LinearWeight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        width = self.up.in_features
+        width = (self.join or self.up).in_features
         if self.is_norm_of_square:
-            joined = self.norm(x.view(-1, width))
-        else:
-            joined = self.norm(x).view(-1, width)
-        inner = linear(joined, self.up)
+            x = x.view(-1, width)
+        joined = (x if self.norm is None else self.norm(x)).view(-1, width)
+        inner = linear(joined if self.join is None else linear(joined, self.join), self.up)
         # On a CPU rows never depend on the rest of a batch.
         activated = activate_alike(inner, ACTIVATIONS[self.activation], is_fixed=True)
         return linear(activated, self.down)
@@ -86,14 +86,19 @@ def read_connector(
     joined = hidden * config.factor**2
     if isinstance(config, MergerConfig):
         norm_size = joined if config.is_norm_of_square else hidden
+        norm = None
+        if config.norm is not None:
+            norm = read_norm(weights, names.connector_norm, norm_size, config.norm)
+        before, inner = hidden if config.has_join else joined, config.inner_features or joined
+        up = product_spec(names.connector_up, before, inner, bias=config.has_bias)
+        down = product_spec(names.projection, inner, config.out_features, bias=config.has_bias)
         return Merger(
-            norm=read_norm(weights, names.connector_norm, norm_size, config.norm),
+            norm=norm,
             is_norm_of_square=config.is_norm_of_square,
-            up=weights.linear(product_spec(names.connector_up, joined, joined, bias=True)),
+            join=_join(config, hidden, names, weights) if config.has_join else None,
+            up=weights.linear(up),
             activation=config.activation,
-            down=weights.linear(
-                product_spec(names.projection, joined, config.out_features, bias=True)
-            ),
+            down=weights.linear(down),
         )
     if isinstance(config, MeanPoolConfig):
         matrix = weights.read([TensorSlice(names.projection, (hidden, config.out_features))])
@@ -103,6 +108,18 @@ def read_connector(
             projection=pack_linear(matrix.t().contiguous(), None, weights.arena),
         )
     return PixelShuffle(weights.linear(product_spec(names.projection, joined, config.out_features)))
+
+
+def _join(
+    config: MergerConfig, hidden: int, names: VisionNamesConfig, weights: Weights
+) -> LinearWeight:
+    """Files have it channel by channel, each with a square's patches; here patches follow one
+    another.
+    """
+    size = config.factor**2
+    matrix = weights.read([TensorSlice(f"{names.connector_join}.weight", (hidden, hidden * size))])
+    by_patch = matrix.view(hidden, hidden, size).transpose(1, 2).reshape(hidden, -1)
+    return pack_linear(by_patch.contiguous(), None, weights.arena)
 
 
 def read_norm(weights: Weights, name: str, size: int, config: NormConfig) -> AnyNorm:

@@ -43,6 +43,17 @@ class Layout:
     """
     turns: Turns | None
     """None: the tower rotates nothing."""
+    patches: torch.Tensor | None = None
+    """[T] int64: the place of each patch in a batch that also has a row for each picture, before
+    its patches, as `pictures` says; None: there are patches alone.
+    """
+
+    def with_class(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T + pictures, hidden]: `row`, [hidden], before each picture's patches."""
+        assert self.patches is not None, "the layout is of the same tower"
+        count = len(x) + self.pictures.on_device.shape[0] - 1
+        whole = row.to(x.dtype).repeat(count, 1)
+        return whole.index_copy_(0, self.patches, x)
 
 
 def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device) -> Layout:
@@ -64,6 +75,12 @@ def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
     if vit.rope is not None:
         cos_sin = axial_turns(vit.rope, vit.head_dim, torch.from_numpy(places).to(device))
         turns = Turns(cos_sin, torch.arange(len(places), device=device))
+    patches = None
+    if vit.has_class_token:
+        numbers = np.arange(1, len(grids) + 1)
+        counts = [rows * columns for rows, columns in grids]
+        patches = torch.from_numpy(np.arange(ends[-1]) + np.repeat(numbers, counts)).to(device)
+        ends = [end + number for number, end in enumerate(ends)]
     return Layout(
         pictures=_bounds(ends, device),
         windows=windows,
@@ -71,12 +88,14 @@ def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
         back=None if back is None else torch.from_numpy(back).to(device),
         spots=spots,
         turns=turns,
+        patches=patches,
     )
 
 
 def axial_turns(rope: AxialRopeConfig, head_dim: int, places: torch.Tensor) -> torch.Tensor:
     """[T, 2] -> [T, head_dim] float32: the rotation of each patch by its row and its column."""
-    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
+    steps = torch.arange(0, head_dim // 2, 2, dtype=torch.float32)
+    exponents = torch.stack((steps, steps + 1 if rope.takes_turns else steps)) / (head_dim // 2)
     frequencies = (1.0 / rope.theta**exponents).to(places.device)
     angles = (places[:, :, None].float() * frequencies).flatten(1)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)

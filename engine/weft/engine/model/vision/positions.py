@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from weft.checkpoint.vision_config import VisionConfig
 from weft.engine.model.vision.layouts import Grid, Layout, in_squares
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 
 _BELOW_ONE = 1.0 - 1e-6
@@ -64,7 +65,10 @@ def read_positions(weights: Weights, config: VisionConfig) -> Positions | None:
     vit = config.vit
     if vit.positions == "none":
         return None
-    table = weights.vocabulary(config.names.positions, vit.num_patches, vit.hidden_size)
+    if vit.has_class_token:
+        table = _with_class(weights, config)[1:]
+    else:
+        table = weights.vocabulary(config.names.positions, vit.num_patches, vit.hidden_size)
     if vit.positions == "interpolated":
         return InterpolatedPositions(table, vit.grid)
     numbers = torch.arange(vit.num_patches).view(vit.grid, vit.grid)
@@ -72,6 +76,23 @@ def read_positions(weights: Weights, config: VisionConfig) -> Positions | None:
         numbers = _buckets(vit.grid)
     rows = in_squares(numbers, config.connector.factor).to(weights.device)
     return OwnPositions(table.index_select(0, rows))
+
+
+def read_class_row(weights: Weights, config: VisionConfig) -> torch.Tensor | None:
+    """[hidden]: what attention reads of each picture beside its patches, its position included;
+    None: nothing.
+    """
+    vit, names = config.vit, config.names
+    if not vit.has_class_token:
+        return None
+    row = weights.read([TensorSlice(names.class_token, (1, 1, vit.hidden_size))])[0, 0]
+    return row if vit.positions == "none" else row + _with_class(weights, config)[0]
+
+
+def _with_class(weights: Weights, config: VisionConfig) -> torch.Tensor:
+    """[1 + patches, hidden]: the class token's position comes first."""
+    shape = (1, 1 + config.vit.num_patches, config.vit.hidden_size)
+    return weights.read([TensorSlice(config.names.positions, shape)])[0]
 
 
 def _buckets(grid: int) -> torch.Tensor:

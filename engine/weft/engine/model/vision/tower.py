@@ -25,6 +25,8 @@ from weft.engine.model.vision.connectors import (
 )
 from weft.engine.model.vision.layouts import Grid, Layout, layout_of
 from weft.engine.model.vision.patches import PatchEmbedding
+from weft.engine.model.vision.positions import read_class_row
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 
@@ -45,8 +47,11 @@ class VisionTower:
         connector: Connector,
         taps: Mapping[int, Connector],
         device: torch.device,
+        class_row: torch.Tensor | None = None,
     ) -> None:
-        """`taps` are the connectors of further rows by the layers whose results they take."""
+        """`taps` are the connectors of further rows by the layers whose results they take,
+        `class_row`, [hidden], is before each picture's patches.
+        """
         self.config = config
         self.digest = b""
         """Empty until all of the model is loaded."""
@@ -55,6 +60,7 @@ class VisionTower:
         self._layers = layers
         self._connector = connector
         self._taps = taps
+        self._class_row = class_row
 
         def layout(grids: tuple[Grid, ...]) -> Layout:
             return layout_of(config, grids, device)
@@ -89,6 +95,7 @@ class VisionTower:
             read_connector(config.connector, vit.hidden_size, names, connector),
             {layer: tap(number) for number, layer in enumerate(taps.layers if taps else ())},
             weights.device,
+            read_class_row(body, config),
         )
 
     @property
@@ -101,10 +108,10 @@ class VisionTower:
 
     def max_shape(self, num_rows: int) -> tuple[int, ...]:
         config = self.config
-        if config.max_pixels is None:
+        if config.most_pixels is None:
             return (config.tile_size, config.tile_size, NUM_CHANNELS)
         side = config.square_size
-        squares = max(1, min(num_rows, config.max_pixels // side**2))
+        squares = max(1, min(num_rows, config.most_pixels // side**2))
         rows = math.isqrt(squares)
         return (rows * side, squares // rows * side, NUM_CHANNELS)
 
@@ -132,6 +139,7 @@ class VisionTower:
             windowed = Ragged(layout.windows, turns=layout.turns)
         windows, found = self.config.vit.windows, list[torch.Tensor]()
         x = self._embedding(pictures, grids, layout)
+        x = x if self._class_row is None else layout.with_class(x, self._class_row)
         x = x if self._first_norm is None else self._first_norm(x)
         for number, layer in enumerate(self._layers):
             is_full = windows is None or number in windows.full_layers
@@ -139,6 +147,7 @@ class VisionTower:
             if number in self._taps:
                 found.append(self._taps[number](x))
         x = x if self._last_norm is None else self._last_norm(x)
+        x = x if layout.patches is None else x.index_select(0, layout.patches)
         rows = self._connector(x)
         rows = rows if not found else torch.cat((rows, *found), dim=1)
         return rows if layout.back is None else rows.index_select(0, layout.back)
@@ -146,11 +155,11 @@ class VisionTower:
     def _grid(self, shape: Sequence[int]) -> Grid:
         """Raises InvalidRequest for a shape that the tower does not take."""
         config, vit = self.config, self.config.vit
-        if config.max_pixels is None:
+        if config.most_pixels is None:
             if tuple(shape) != self.max_shape(0):
                 raise _wrong_shape(shape, f"{list(self.max_shape(0))}")
             return vit.grid, vit.grid
-        side, most = config.square_size, config.max_pixels
+        side, most = config.square_size, config.most_pixels
         is_picture = len(shape) == 3 and shape[2] == NUM_CHANNELS and min(shape) > 0
         if not is_picture or shape[0] % side or shape[1] % side or shape[0] * shape[1] > most:
             told = f"[height, width, 3] in multiples of {side} with at most {most} pixels"
@@ -174,13 +183,13 @@ def _below(weights: Weights, prefixes: tuple[str, ...], name: str) -> Weights:
 
 def _layer(config: VisionConfig, number: int, weights: Weights) -> PreNormLayer:
     vit, names = config.vit, config.names
-    size, has_bias = vit.hidden_size, vit.has_bias
+    size, has_bias, of_qk = vit.hidden_size, vit.has_bias, vit.qk_norm
     is_fused = len(names.qkv) == 1
     qkv = LinearSpec(
         names=names.qkv * 3 if is_fused else names.qkv,
         in_features=size,
         rows=(size,) * 3,
-        bias=has_bias,
+        bias=has_bias and vit.has_qkv_bias,
         fused=names.qkv[0] if is_fused else None,
     )
     return PreNormLayer(
@@ -190,10 +199,17 @@ def _layer(config: VisionConfig, number: int, weights: Weights) -> PreNormLayer:
             num_heads=vit.num_heads,
             qkv=weights.linear(qkv),
             out=weights.linear(product_spec(names.o, size, size, bias=has_bias)),
+            q_norm=None if of_qk is None else read_norm(weights, names.q_norm, size, of_qk),
+            k_norm=None if of_qk is None else read_norm(weights, names.k_norm, size, of_qk),
         ),
         read_norm(weights, names.mlp_norm, size, vit.norm),
         _mlp(config, number, weights),
+        *(_scale(weights, name, size) for name in (names.attention_scale, names.mlp_scale) if name),
     )
+
+
+def _scale(weights: Weights, name: str, size: int) -> torch.Tensor:
+    return weights.read([TensorSlice(name, (size,))])
 
 
 def _mlp(config: VisionConfig, number: int, weights: Weights) -> PlainMLP | GluMLP:

@@ -126,6 +126,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**SIZES, "model_type": "qwen2"},
             "vision_config": {**_PIXTRAL, "model_type": "internvl_vision", "image_size": [16, 16]},
+            "image_token_id": 258,
             "tie_word_embeddings": False,
         },
     ),

@@ -17,6 +17,16 @@ from weft.contract.spans import Media, MediaSpan
 
 VOCAB_SIZE = 517
 IMAGE_TOKEN_ID, BEGIN_ID, END_ID, BREAK_ID = range(VOCAB_SIZE - 4, VOCAB_SIZE)
+_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 8192,
+}
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.4, 0.5)
 
 
@@ -196,7 +206,147 @@ class Gemma3(ImageFamily):
         return found.last_hidden_state  # type: ignore[no-any-return]
 
 
-FAMILIES: dict[str, type[ImageFamily]] = {"gemma3": Gemma3}
+class InternVL(ImageFamily):
+    """A class token, scaled layers and norms of q and k."""
+
+    name = "GotOcr2"
+
+    def config(self, **fields: Any) -> Any:
+        import transformers
+
+        return transformers.InternVLConfig(
+            text_config={**_QWEN2, **fields.pop("text", {})},
+            vision_config={
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 80,
+                "image_size": [48, 48],
+                "patch_size": [6, 6],
+                "attention_bias": True,
+                "use_qk_norm": True,
+                **fields.pop("vision", {}),
+            },
+            image_token_id=IMAGE_TOKEN_ID,
+            image_seq_length=16,
+            tie_word_embeddings=False,
+            **fields,
+        )
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        height, width = config.vision_config.image_size
+        return {"size": {"height": height, "width": width}, "processor_class": "InternVLProcessor"}
+
+    def picture(self) -> Media:
+        return random_picture(48, 48)
+
+    def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
+        ids.append(BEGIN_ID)
+        spans.append(MediaSpan(position=len(ids), length=16, digest=medium.digest))
+        ids += [*[IMAGE_TOKEN_ID] * 16, END_ID]
+
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = model.model.get_image_features(torch.stack(list(pictures))).pooler_output
+        return list(found)
+
+
+class Mistral3(ImageFamily):
+    """Pictures of any shape; their rows of tokens have other tokens between them."""
+
+    name = "Pixtral"
+    square = 12
+
+    def config(self, **fields: Any) -> Any:
+        import transformers
+
+        return transformers.Mistral3Config(
+            text_config={
+                **_QWEN2,
+                "model_type": "mistral",
+                "head_dim": 16,
+                "sliding_window": None,
+                **fields.pop("text", {}),
+            },
+            vision_config={
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 80,
+                "image_size": 60,
+                "patch_size": 6,
+                **fields.pop("vision", {}),
+            },
+            image_token_index=IMAGE_TOKEN_ID,
+            tie_word_embeddings=False,
+            **fields,
+        )
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {"size": {"longest_edge": config.vision_config.image_size}, "patch_size": 6}
+
+    def picture(self) -> Media:
+        # Transformers fails with a single row alone.
+        rows, columns = random.randint(1, 5), random.randint(2, 5)
+        return random_picture(rows * self.square, columns * self.square)
+
+    def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
+        rows, columns = (side // self.square for side in medium.shape[:2])
+        for row in range(rows):
+            spans.append(
+                MediaSpan(
+                    position=len(ids),
+                    length=columns,
+                    digest=medium.digest,
+                    offset=row * columns,
+                )
+            )
+            ids += [*[IMAGE_TOKEN_ID] * columns, BREAK_ID]
+        ids[-1] = END_ID
+
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = [tuple(one.shape[1:]) for one in pictures]
+        height, width = (max(side) for side in zip(*sizes, strict=True))
+        padded = torch.zeros(len(pictures), 3, height, width)
+        for one, into in zip(pictures, padded, strict=True):
+            into[:, : one.shape[1], : one.shape[2]] = one
+        found = model.model.get_image_features(padded, torch.tensor(sizes)).pooler_output
+        return list(found)
+
+
+class Pixtral(Mistral3):
+    """Each patch is a token."""
+
+    square = 6
+
+    def config(self, **fields: Any) -> Any:
+        import transformers
+
+        of_mistral3 = super().config(**fields)
+        return transformers.LlavaConfig(
+            text_config=of_mistral3.text_config.to_dict(),
+            vision_config=of_mistral3.vision_config.to_dict(),
+            image_token_index=IMAGE_TOKEN_ID,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+            tie_word_embeddings=False,
+        )
+
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # Each alone: transformers divides the rows of several by patches of its own.
+        return [self._alone(model, one) for one in pictures]
+
+    def _alone(self, model: Any, picture: torch.Tensor) -> torch.Tensor:
+        sizes = torch.tensor([picture.shape[1:]])
+        found = model.model.get_image_features(picture[None], image_sizes=sizes).pooler_output
+        return torch.cat(list(found))
+
+
+FAMILIES: dict[str, type[ImageFamily]] = {
+    "gemma3": Gemma3,
+    "internvl": InternVL,
+    "mistral3": Mistral3,
+    "pixtral": Pixtral,
+}
 
 
 def text(most: int = 24) -> list[int]:
