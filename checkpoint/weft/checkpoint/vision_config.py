@@ -408,8 +408,8 @@ def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
     """
     fields, usual = image_processor(model_dir), config.pixels
     if config.max_edge is not None:
-        edge = fields.section("size").positive("longest_edge", config.max_edge)
-        config = replace(config, max_edge=edge)
+        longest = fields.section("size").positive("longest_edge", config.max_edge)
+        config = replace(config, max_edge=longest)
     elif config.max_pixels is not None:
         config = replace(config, max_pixels=pixel_bounds(fields)[1])
     else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from weft.contract.spans import Media
@@ -69,8 +70,9 @@ class ImageForm(Protocol):
         ...
 
 
-COARSE_PIXELS = 512 * 512
-"""Most pixels of an image of any size in its coarse form."""
+COARSE_EDGE = 512
+COARSE_PIXELS = COARSE_EDGE**2
+"""Most pixels of an image of any size in its coarse form, or its longest side."""
 _MAX_RATIO = 200
 """Longest side of an image in its shorter ones, as in transformers."""
 
@@ -278,7 +280,146 @@ class FixedForm:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridForm:
+    """InternVL's form: an image is resized to a grid of square tiles of about its proportions, and
+    followed by a tile that shows all of it. The arithmetic is that of transformers'
+    GotOcr2ImageProcessorPil.
+    """
+
+    name: ClassVar[str] = "grid"
+    image_token: str
+    begin_token: str = "<img>"
+    end_token: str = "</img>"
+    edge: int
+    """Side of a tile."""
+    tile_tokens: int
+    min_tiles: int
+    max_tiles: int
+    resample: int
+    """Pillow's number of the filter."""
+
+    @property
+    def row_token(self) -> str:
+        return self.image_token
+
+    @property
+    def around(self) -> tuple[str, str]:
+        return "", ""
+
+    @property
+    def largest(self) -> ImagePlan:
+        most = max(columns * rows for columns, rows in _grids(self.min_tiles, self.max_tiles))
+        return self._of_tiles(most)
+
+    def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
+        columns, rows = self._grid(height, width, is_coarse)
+        return self._of_tiles(columns * rows)
+
+    def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
+        edge = self.edge
+        columns, rows = self._grid(image.height, image.width, is_coarse)
+        whole = image.resize((columns * edge, rows * edge), self.resample)
+        tiles = [
+            whole.crop((column * edge, row * edge, (column + 1) * edge, (row + 1) * edge))
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        if len(tiles) > 1:
+            tiles.append(image.resize((edge, edge), self.resample))
+        shape = (edge, edge, 3)
+        return [Media.of("image", self.name, shape, tile.tobytes()) for tile in tiles]
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _of_tiles(self, count: int) -> ImagePlan:
+        count += count > 1
+        text = f"{self.begin_token}{self.image_token * count}{self.end_token}"
+        return ImagePlan(text, (self.tile_tokens,) * count)
+
+    def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
+        """Columns and rows of the grid whose proportions are nearest; of several the largest of
+        which the image would fill more than half.
+        """
+        if is_coarse:
+            return 1, 1
+        ratio, best, least = width / height, (1, 1), math.inf
+        for columns, rows in _grids(self.min_tiles, self.max_tiles):
+            difference = abs(ratio - columns / rows)
+            if difference < least:
+                best, least = (columns, rows), difference
+            elif difference == least and width * height > 0.5 * self.edge**2 * columns * rows:
+                best = (columns, rows)
+        return best
+
+
+@cache
+def _grids(least: int, most: int) -> Sequence[tuple[int, int]]:
+    """Columns and rows of grids with so many tiles, those with fewer tiles first."""
+    sides = range(1, most + 1)
+    found = [(x, y) for x in sides for y in sides if least <= x * y <= most]
+    return sorted(found, key=lambda grid: grid[0] * grid[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsForm:
+    """Pixtral's and Mistral 3's form: an image of about its own size and proportions, whose rows of
+    tokens end with a token of their own. The arithmetic is that of transformers'
+    PixtralImageProcessorPil, except that a side never becomes 0.
+    """
+
+    name: ClassVar[str] = "rows"
+    image_token: str = "[IMG]"
+    break_token: str = "[IMG_BREAK]"
+    end_token: str = "[IMG_END]"
+    longest_edge: int
+    """Of an image of little detail `COARSE_EDGE` at most."""
+    square: int
+    """Side in pixels of what becomes one token."""
+    resample: int
+    """Pillow's number of the filter."""
+
+    @property
+    def row_token(self) -> str:
+        return self.image_token
+
+    @property
+    def around(self) -> tuple[str, str]:
+        return "", ""
+
+    @property
+    def largest(self) -> ImagePlan:
+        return self.plan(self.longest_edge, self.longest_edge)
+
+    def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
+        rows, columns = self._grid(height, width, is_coarse)
+        text = f"{self.image_token}{self.break_token}" * (rows - 1)
+        return ImagePlan(
+            f"{text}{self.image_token}{self.end_token}", (columns,) * rows, media=(0,) * rows
+        )
+
+    def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
+        rows, columns = self._grid(image.height, image.width, is_coarse)
+        height, width = rows * self.square, columns * self.square
+        pixels = image.resize((width, height), self.resample).tobytes()
+        return [Media.of("image", self.name, (height, width, 3), pixels)]
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        longest = min(self.longest_edge, COARSE_EDGE) if is_coarse else self.longest_edge
+        ratio = max(height / longest, width / longest)
+        if ratio > 1:
+            height, width = (max(1, math.floor(side / ratio)) for side in (height, width))
+        return -(-height // self.square), -(-width // self.square)
+
+
 FORMS: Mapping[str, Callable[..., ImageForm]] = {
+    GridForm.name: GridForm,
+    RowsForm.name: RowsForm,
     TiledForm.name: TiledForm,
     FixedForm.name: FixedForm,
     ScaledForm.name: ScaledForm,

@@ -16,7 +16,15 @@ from weft.checkpoint.tokenizer_files import read_json
 from weft.checkpoint.vision_config import pixel_bounds
 from weft.contract.errors import ModelError
 from weft.contract.spans import Media, MediaSpan
-from weft.gateway.media.forms import FixedForm, ImageForm, ImagePlan, ScaledForm, TiledForm
+from weft.gateway.media.forms import (
+    FixedForm,
+    GridForm,
+    ImageForm,
+    ImagePlan,
+    RowsForm,
+    ScaledForm,
+    TiledForm,
+)
 
 PROCESSOR_FILES = _PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
 """Files of which models that take images have at least one."""
@@ -26,14 +34,24 @@ _MAX_EDGE = 4096
 """Longest edge to which transformers resizes images of this form."""
 _MAX_GRID = 16
 """Most rows, and most columns, of tiles."""
+_MAX_GRID_TILES = 64
 _ALWAYS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 """Steps that the form has in any case; the last ones are the encoder's."""
 _OF_ENCODER = ("image_mean", "image_std", "rescale_factor")
 _OF_FIXED = (
-    *("size", "resample", "image_seq_length"),
+    *("size", "resample", "image_seq_length", "default_to_square"),
     *("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
     "pan_and_scan_min_ratio_to_activate",
 )
+_OF_GRID = (
+    "size",
+    "resample",
+    "crop_to_patches",
+    "min_patches",
+    "max_patches",
+    "default_to_square",
+)
+_OF_ROWS = ("size", "resample", "patch_size", "default_to_square")
 _OF_PATCHES = ("patch_size", "merge_size", "temporal_patch_size")
 _OF_TILES = ("size", "max_image_size", "resample", "do_image_splitting")
 _OF_SCALED = ("min_pixels", "max_pixels", "size", "resample", *_OF_PATCHES)
@@ -308,6 +326,88 @@ def _scaled(
     return form
 
 
+def _grid(
+    given: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> GridForm:
+    processor = whole.get("processor_class", given.get("processor_class"))
+    if processor != "InternVLProcessor":
+        # Others of GOT-OCR 2's form write images in other ways.
+        raise ModelError(f"processor_class is {processor!r:.40}; it must be InternVLProcessor")
+    _check_known(given, _OF_GRID)
+    fields, told = Fields(given, _PROCESSOR_FILE), Fields(config, "config.json")
+    height, width = _height_and_width(given.get("size", {"height": 384, "width": 384}))
+    if height != width:
+        raise ModelError(f"size is {height} x {width}; tiles are squares")
+    least, most = fields.positive("min_patches", 1), fields.positive("max_patches", 12)
+    if least > most or most > _MAX_GRID_TILES:
+        raise ModelError(f"min_patches is {least} and max_patches {most}")
+    count = Fields(whole, _WHOLE_FILE).positive(
+        "image_seq_length", told.positive("image_seq_length", 256)
+    )
+    vision, ratio = told.section("vision_config"), told.number("downsample_ratio", 0.5)
+    edge, patch = (_side(vision, name) for name in ("image_size", "patch_size"))
+    if edge and patch and (edge != height or int(edge // patch * ratio) ** 2 != count):
+        raise ModelError(
+            f"tiles of {height} pixels with {count} tokens for an encoder of {edge} in patches of "
+            f"{patch}"
+        )
+    number = told.count("image_token_id", 151_667)
+    token = tokenizer.id_to_token(number)
+    if token is None:
+        raise ModelError(f"config.json: image_token_id is {number}, which is no token")
+    form = GridForm(
+        image_token=token,
+        edge=height,
+        tile_tokens=count,
+        min_tiles=least,
+        max_tiles=most,
+        resample=_filter(given, _BICUBIC),
+    )
+    for text in (form.begin_token, form.end_token):
+        _id_of(text, tokenizer)
+    return form
+
+
+def _side(vision: Fields, name: str) -> int:
+    """A number or the first of a list; 0: the file has none."""
+    value = vision.get(name)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if _is_integer(value) else 0
+
+
+def _rows(
+    given: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> RowsForm:
+    _check_known(given, _OF_ROWS)
+    told, fields = Fields(config, "config.json"), Fields(whole, _WHOLE_FILE)
+    square = fields.positive("patch_size", 16) * fields.positive("spatial_merge_size", 1)
+    vision = told.section("vision_config")
+    usual = 2 if "Mistral3ForConditionalGeneration" in config.get("architectures", ()) else 1
+    merged = told.positive("spatial_merge_size", usual)
+    if "patch_size" in vision and vision.positive("patch_size") * merged != square:
+        raise ModelError(
+            f"patch_size times spatial_merge_size is {square} pixels, but the encoder's are "
+            f"{vision.positive('patch_size')} times {merged}"
+        )
+    form = RowsForm(
+        longest_edge=_edge(given, "size", 1024),
+        square=square,
+        resample=_filter(given, _BICUBIC),
+        image_token=fields.text("image_token", "[IMG]"),
+        break_token=fields.text("image_break_token", "[IMG_BREAK]"),
+        end_token=fields.text("image_end_token", "[IMG_END]"),
+    )
+    for text in (form.break_token, form.end_token):
+        _id_of(text, tokenizer)
+    return form
+
+
 def _check_known(given: Mapping[str, Any], of_form: Sequence[str]) -> None:
     """Raises ModelError for settings that a form does not have, beside those that change nothing
     and those of the encoder.
@@ -370,7 +470,9 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 _READERS: Mapping[str, FormReader] = {
     "Gemma3ImageProcessor": _fixed,
+    "GotOcr2ImageProcessor": _grid,
     "Idefics3ImageProcessor": _tiled,
+    "PixtralImageProcessor": _rows,
     "Qwen2VLImageProcessor": _scaled,
     "Qwen2_5_VLImageProcessor": _scaled,
     "SmolVLMImageProcessor": _tiled,
@@ -378,6 +480,8 @@ _READERS: Mapping[str, FormReader] = {
 """Readers of forms by `image_processor_type`, without the ends that name an implementation."""
 _TYPES_OF_PROCESSORS = {
     "Gemma3Processor": "Gemma3ImageProcessor",
+    "InternVLProcessor": "GotOcr2ImageProcessor",
+    "PixtralProcessor": "PixtralImageProcessor",
     "Idefics3Processor": "Idefics3ImageProcessor",
     "Qwen2_5_VLProcessor": "Qwen2VLImageProcessor",
     "Qwen3VLProcessor": "Qwen2VLImageProcessor",
