@@ -192,8 +192,49 @@ async def test_other_urls_are_not_fetched(mesh: Harness) -> None:
         assert error.http_status == 400
         result = {"role": "tool", "tool_call_id": "a", "content": [part, PART]}
         await chat(mesh, user(text_part("x")), result)
-        assert "The tool returned content of type image_url" in last_prompt(mesh)
+        assert "[The tool returned an image. It is a URL" in last_prompt(mesh)
         assert WIDE_TEXT in last_prompt(mesh)
+
+
+async def test_urls_are_fetched_where_that_is_allowed(tmp_path: Path) -> None:
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        is_there = heads[-1].startswith(b"GET /wide.png ")
+        status, data = ("200 OK", WIDE) if is_there else ("404 Not Found", b"")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    url = f"http://{host}/wide.png"
+    async with server, serving(tmp_path, media_private_hosts=[host]) as mesh:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        gone = {"type": "image_url", "image_url": {"url": f"http://{host}/gone.png"}}
+        result = {"role": "tool", "tool_call_id": "a", "content": [gone, part]}
+        await chat(mesh, user(part, text_part("what?")), result)
+        assert f"User:{WIDE_TEXT}what?<end" in last_prompt(mesh)
+        text = "[The tool returned an image. It was answered with status 404.]"
+        assert f"{text}{WIDE_TEXT}" in last_prompt(mesh)
+        assert len(heads) == 2
+        error = await refusal(chat(mesh, user(gone)))
+        assert (error.http_status, error.param) == (400, "messages[0].content[0].image_url.url")
+        item = user({"type": "input_image", "image_url": url})
+        await dialect(mesh, "Responses", "CreateResponse", {"input": [item]})
+        assert f"User:{WIDE_TEXT}<end" in last_prompt(mesh)
+        block = {"type": "image", "source": {"type": "url", "url": url}}
+        messages = [user(block, text_part("two"))]
+        body = {"max_tokens": 2, "messages": messages}
+        await dialect(mesh, "Anthropic", "CreateMessage", body)
+        assert f"User:{WIDE_TEXT}two<end" in last_prompt(mesh)
+        counted = await dialect(mesh, "Anthropic", "CountTokens", {"messages": messages})
+        assert counted["input_tokens"] == len(mesh.workers[0].prompts[-1])
+        await mesh.wait(lambda: not mesh.app.images.held.num_bytes)
+        outside = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/wide.png"}}
+        error = await refusal(chat(mesh, user(outside)))
+        assert "port 1, which is not among --media-url-hosts" in error.message
 
 
 async def test_anthropics_blocks(mesh: Harness) -> None:

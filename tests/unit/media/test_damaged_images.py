@@ -15,7 +15,7 @@ from PIL import Image
 from weft.common.settings import load_settings
 from weft.contract.errors import InvalidRequest
 from weft.gateway.media.forms import TiledForm
-from weft.gateway.media.reader import ImageReader, ProcessedImage
+from weft.gateway.media.reader import FetchedFiles, ImageReader, ProcessedImage
 from weft.gateway.request import ImageFile
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_images import encoded, random_image
@@ -102,7 +102,8 @@ async def run_files(seed: int, count: int) -> None:
     results = {"image": 0, "refusal": 0}
 
     async def read(image: ImageFile) -> ProcessedImage:
-        sources = await reader.sources([image])
+        nothing = FetchedFiles(lambda num_bytes: None)
+        sources = await reader.sources([image], nothing, deadline=loop.time() + 600)
         (found,) = await reader.process(FORM, [image], sources, deadline=loop.time() + 600)
         return found
 

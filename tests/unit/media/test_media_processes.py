@@ -23,7 +23,8 @@ from weft.contract.errors import (
     PeerUnavailable,
 )
 from weft.gateway.media.forms import TiledForm
-from weft.gateway.media.reader import HeldMedia, ImageReader, ProcessedImage
+from weft.gateway.media.reader import FetchedFiles, HeldMedia, ImageReader, ProcessedImage
+from weft.gateway.media.sources import Source
 from weft.gateway.request import ImageFile
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_images import encoded, random_image
@@ -49,8 +50,13 @@ def file_of(data: bytes, where: str = "messages[0].content[0].image_url.url") ->
     )
 
 
+async def sources_of(reader: ImageReader, images: Sequence[ImageFile]) -> list[Source]:
+    deadline = asyncio.get_running_loop().time() + 60
+    return await reader.sources(images, FetchedFiles(lambda num_bytes: None), deadline=deadline)
+
+
 async def process(reader: ImageReader, images: Sequence[ImageFile]) -> list[ProcessedImage]:
-    sources = await reader.sources(images)
+    sources = await sources_of(reader, images)
     deadline = asyncio.get_running_loop().time() + 60
     return await reader.process(FORM, images, sources, deadline=deadline)
 
@@ -195,9 +201,9 @@ async def test_bounds_are_told(settings: dict[str, int], count: int, problem: st
 
 SOURCES = [
     ("", "is missing"),
-    ("http://example.com/a.png", "not fetched"),
-    ("HTTPS://example.com/a.png", "not fetched"),
-    ("file:///etc/passwd", "`file:` is not read"),
+    ("http://example.com/a.png", r"fetches none \(--media-url-hosts\)"),
+    ("HTTPS://example.com/a.png", "fetches none"),
+    ("file:///etc/passwd", "`file:`, which is not read"),
     ("data:image/png,abc", "must have the form"),
     ("data:image/png;base64,####", "not valid base64"),
     ("data:image/png;base64,", "is empty"),
@@ -221,7 +227,7 @@ async def test_lines_of_base64_and_urls_are_the_same_file() -> None:
     forms = [plain, f"data:image/png;base64,{plain}", base64.encodebytes(data).decode()]
     async with reading() as reader:
         images = [ImageFile(source=one, where="", kind="image", type_param="") for one in forms]
-        assert len({one.digest for one in await reader.sources(images)}) == 1
+        assert len({one.digest for one in await sources_of(reader, images)}) == 1
 
 
 async def test_large_files_are_decoded_as_a_whole() -> None:
@@ -231,12 +237,12 @@ async def test_large_files_are_decoded_as_a_whole() -> None:
     async with reading() as reader:
         for source in (text, base64.encodebytes(data).decode(), data):
             image = ImageFile(source=source, where="a", kind="image", type_param="a")
-            (found,) = await reader.sources([image])
+            (found,) = await sources_of(reader, [image])
             assert found.data == data
         for source in (broken, text + "=", text[:-1], f"{text}AAAA"):
             image = ImageFile(source=source, where="a", kind="image", type_param="a")
             with pytest.raises(InvalidRequest, match="not valid base64"):
-                await reader.sources([image])
+                await sources_of(reader, [image])
 
 
 async def test_an_error_names_the_part_of_its_own_request() -> None:

@@ -19,6 +19,7 @@ from weft.contract.request import check_whitespace
 from weft.contract.settings import settings_of
 from weft.gateway.admission.keys import parse_hash
 from weft.gateway.fleet.addresses import split_address, split_service
+from weft.gateway.media.hosts import HostPatterns
 from weft.gateway.routing import POLICIES, PolicyOptions
 from weft.gateway.text.answer.formats import FORMATS, REASONING_FORMATS
 
@@ -401,6 +402,25 @@ class GatewaySettings(_RoutingSettings):
         ge=0,
         description="images that wait for a process; more are refused, in images",
     )
+    media_url_hosts: list[str] = Field(
+        [],
+        max_length=1000,
+        description="hosts from which images of http and https URLs are fetched, HOST, *.DOMAIN or "
+        "*, with :PORT where it is not the scheme's; only at public addresses; empty = URLs of "
+        "images are refused",
+    )
+    media_private_hosts: list[str] = Field(
+        [],
+        max_length=1000,
+        description="further such hosts, HOST or HOST:PORT, whose addresses may be of private "
+        "networks or of this machine",
+    )
+    media_url_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        le=600,
+        description="time limit of fetching one image, redirects included, in seconds",
+    )
     media_memo_bytes: int = Field(
         256 << 20,
         ge=0,
@@ -432,6 +452,12 @@ class GatewaySettings(_RoutingSettings):
         for text in hashes:
             parse_hash(text)
         return hashes
+
+    @field_validator("media_url_hosts", "media_private_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: list[str], info: ValidationInfo) -> list[str]:
+        HostPatterns(hosts, has_wildcards=info.field_name == "media_url_hosts")
+        return hosts
 
     @field_validator("models")
     @classmethod

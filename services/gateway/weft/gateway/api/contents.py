@@ -11,11 +11,6 @@ _COARSE = "low"
 _DETAILS = (None, "auto", "low", "high", "original")
 
 
-def _is_elsewhere(source: str | bytes) -> bool:
-    """Whether a source is a URL without content."""
-    return isinstance(source, str) and ":" in source[:16] and not source.startswith("data:")
-
-
 class ContentBuilder:
     """Collects the parts of one message in their order, and its images in `images`, which the
     messages of a conversation share. `is_of_tool` says that a tool has returned the content.
@@ -45,14 +40,9 @@ class ContentBuilder:
         """
         if detail not in _DETAILS:
             raise invalid(detail_param, "must be auto, low or high")
-        source = source or ""
-        if self._is_of_tool and _is_elsewhere(source):
-            # A conversation goes on, whatever its tools return.
-            self.leave_out(kind, type_param.removesuffix(".type"))
-            return
         self._images.append(
             ImageFile(
-                source=source,
+                source=source or "",
                 where=where,
                 kind=kind,
                 type_param=type_param,

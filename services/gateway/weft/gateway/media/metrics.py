@@ -30,6 +30,14 @@ class MediaCollector(Collector):
         )
         for reason, count in list(pool.num_failures.items()):
             losses.add_metric([reason], count)
+        fetches = CounterMetricFamily(
+            "weft_media_fetches",
+            "Fetches of images by URL, by outcome: ok, forbidden, failed.",
+            labels=["outcome"],
+        )
+        if reader.fetcher is not None:
+            for outcome, count in list(reader.fetcher.num_fetches.items()):
+                fetches.add_metric([outcome], count)
         jobs = GaugeMetricFamily(
             "weft_media_jobs", "Images in media processes and before them.", labels=["state"]
         )
@@ -40,4 +48,4 @@ class MediaCollector(Collector):
         )
         memory.add_metric(["memo"], reader.memo.num_bytes)
         memory.add_metric(["requests"], reader.held.num_bytes)
-        yield from (images, losses, jobs, memory)
+        yield from (images, fetches, losses, jobs, memory)

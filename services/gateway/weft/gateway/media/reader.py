@@ -5,23 +5,41 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from weft.contract.errors import Overloaded
 from weft.contract.spans import Media
 from weft.gateway.media.forms import ImageForm
 from weft.gateway.media.pool import MediaPool
-from weft.gateway.media.sources import ImageRefused, Source, SourceLimits, read_sources
+from weft.gateway.media.sources import (
+    FetchFailed,
+    ImageRefused,
+    Source,
+    SourceLimits,
+    check_number,
+    read_sources,
+    too_large,
+    url_of,
+)
 from weft.gateway.request import ImageFile
 from weft.gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from weft.gateway.media.fetch import UrlFetcher  # httpx takes a quarter of a second to load
 
 T = TypeVar("T")
 
 _RETRY_AFTER_S = 1.0
+_FETCHES = 8
+"""At once for one request."""
 _ENTRY_BYTES = 512
 """Assumed size of an entry of the memo, its media's data apart."""
+_IS_OFF = (
+    "is a URL, and this gateway fetches none (--media-url-hosts); send the image itself as "
+    "data:image/...;base64,..."
+)
 
 
 class _BadFile(Exception):
@@ -50,6 +68,17 @@ class _Flight:
     num_waiters: int = 0
 
 
+class FetchedFiles:
+    """What a request's URLs gave: each is fetched once."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        """`count` gets the number of bytes that arrive; what it raises fails the request."""
+        self.by_url: dict[str, bytes] = {}
+        self.problems: dict[str, str] = {}
+        self.num_bytes = 0
+        self.count = count
+
+
 class ImageReader:
     """Reads images for all models of a gateway. Belongs to the event loop."""
 
@@ -65,6 +94,12 @@ class ImageReader:
         """The processes that do the work."""
         self.memo = MediaMemo(settings.media_memo_bytes)
         """Images that were processed before."""
+        self.fetcher: UrlFetcher | None = None
+        """Fetches images that requests have as URLs; None: such are refused."""
+        if settings.media_url_hosts or settings.media_private_hosts:
+            from weft.gateway.media.fetch import UrlFetcher
+
+            self.fetcher = UrlFetcher(settings)
         self.held = HeldMedia(settings.media_held_bytes)
         """What running requests hold."""
         self._flights: dict[bytes, _Flight] = {}
@@ -75,11 +110,65 @@ class ImageReader:
 
     def close(self) -> None:
         """Ends the processes."""
+        if self.fetcher is not None:
+            self.fetcher.close()
         self.pool.close()
 
-    async def sources(self, images: Sequence[ImageFile]) -> list[Source]:
-        """The files of images. Raises InvalidRequest for what is no file, or beyond the bounds."""
-        return await asyncio.to_thread(read_sources, images, self._limits)
+    async def sources(
+        self,
+        images: Sequence[ImageFile],
+        fetched: FetchedFiles,
+        *,
+        deadline: float,
+        tenant: str = "",
+    ) -> list[Source]:
+        """The files of images. `deadline` bounds the wait for a place to fetch one.
+
+        Raises:
+            ImageRefused: One is no file, or its URL gave none.
+            InvalidRequest: There are too many or too large ones.
+            Overloaded: Too many fetches wait.
+            DeadlineExceeded: No place became free in time.
+        """
+        check_number(images, self._limits.max_files)
+        await self._fetch(images, fetched, deadline, tenant)
+        return await asyncio.to_thread(read_sources, images, self._limits, fetched.by_url)
+
+    async def _fetch(
+        self, images: Sequence[ImageFile], fetched: FetchedFiles, deadline: float, tenant: str
+    ) -> None:
+        by_url: dict[str, list[ImageFile]] = {}
+        for image in images:
+            if url := url_of(image):
+                by_url.setdefault(url, []).append(image)
+        places = asyncio.Semaphore(_FETCHES)
+
+        async def one(url: str, images: Sequence[ImageFile]) -> None:
+            def count(num_bytes: int) -> None:
+                fetched.count(num_bytes)
+                fetched.num_bytes += num_bytes
+                if fetched.num_bytes > self._limits.max_bytes:
+                    raise too_large(images[0], self._limits.max_bytes)
+
+            if url not in fetched.by_url and url not in fetched.problems:
+                try:
+                    if self.fetcher is None:
+                        raise FetchFailed(_IS_OFF)
+                    async with places:
+                        fetched.by_url[url] = await self.fetcher.fetch(
+                            url, count, deadline=deadline, tenant=tenant
+                        )
+                except FetchFailed as error:
+                    fetched.problems[url] = str(error)
+            for image in images:
+                # The request fails. Where tools have returned the images, it goes on without.
+                if url in fetched.problems and not image.is_of_tool:
+                    raise ImageRefused(image, fetched.problems[url])
+
+        await _all(one(url, those) for url, those in by_url.items())
+        for url, those in by_url.items():
+            if url in fetched.problems:
+                raise ImageRefused(those[0], fetched.problems[url])
 
     async def sizes(
         self,
@@ -160,13 +249,7 @@ class ImageReader:
                 return await work(image, source)
 
         pairs = zip(images, sources, strict=True)
-        tasks = [asyncio.create_task(placed(image, source)) for image, source in pairs]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            # After a failure the others are not worth their work.
-            for task in tasks:
-                task.cancel()
+        return await _all(placed(image, source) for image, source in pairs)
 
     def _landed(self, key: bytes, flight: asyncio.Task[ProcessedImage]) -> None:
         known = self._flights.get(key)
@@ -272,6 +355,16 @@ class MediaMemo:
         while self.num_bytes > self._max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs all at once, until one fails: the others are not worth their work then."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _blamed(work: Awaitable[T], image: ImageFile) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import binascii
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from weft.contract.errors import InvalidRequest
@@ -25,6 +25,14 @@ class ImageRefused(InvalidRequest):
         self.problem = problem
 
 
+class FetchFailed(Exception):
+    """A URL gave no file; the text says why, with the URL as its subject."""
+
+
+class FetchForbidden(FetchFailed):
+    """A URL that the gateway does not follow."""
+
+
 class SourceLimits(NamedTuple):
     """Bounds of a request's images."""
 
@@ -42,17 +50,37 @@ class Source(NamedTuple):
     """BLAKE2b-256 of the data."""
 
 
-def read_sources(images: Sequence[ImageFile], limits: SourceLimits) -> list[Source]:
-    """The files of images, decoded where they are in base64. Raises ImageRefused if one has another
-    form, InvalidRequest if there are too many or too large ones.
-    """
-    if len(images) > limits.max_files:
+def url_of(image: ImageFile) -> str:
+    """The URL from which an image must be fetched; empty: it comes with the request."""
+    source = image.source
+    if isinstance(source, bytes):
+        return ""
+    scheme, colon, _ = source[:_SHOWN_CHARS].partition(":")
+    return source if colon and scheme.lower() in ("http", "https") else ""
+
+
+def check_number(images: Sequence[ImageFile], max_files: int) -> None:
+    """Raises InvalidRequest if there are too many images."""
+    if len(images) > max_files:
         raise invalid(
-            images[limits.max_files].where,
-            f"is image {limits.max_files + 1} of {len(images)}; at most {limits.max_files} are "
-            "accepted in one request",
+            images[max_files].where,
+            f"is image {max_files + 1} of {len(images)}; at most {max_files} are accepted in one "
+            "request",
         )
-    encoded = [_encoded(image) for image in images]
+
+
+def too_large(image: ImageFile, max_bytes: int) -> InvalidRequest:
+    """The error of a request whose images have more than `max_bytes` bytes."""
+    return invalid(image.where, f"the request's images have more than {max_bytes} bytes")
+
+
+def read_sources(
+    images: Sequence[ImageFile], limits: SourceLimits, fetched: Mapping[str, bytes]
+) -> list[Source]:
+    """The files of images, decoded where they are in base64, or `fetched` by their URLs. Raises
+    ImageRefused if one has another form, InvalidRequest if they are too large.
+    """
+    encoded = [_encoded(image, fetched) for image in images]
     total = 0
     for image, text in zip(images, encoded, strict=True):
         num_bytes = len(text) if isinstance(text, bytes) else len(text) * 3 // 4
@@ -61,14 +89,14 @@ def read_sources(images: Sequence[ImageFile], limits: SourceLimits) -> list[Sour
             told = f"has {num_bytes} bytes; at most {limits.max_file_bytes} are accepted"
             raise invalid(image.where, told)
         if total > limits.max_bytes:
-            raise invalid(
-                image.where, f"the request's images have more than {limits.max_bytes} bytes"
-            )
+            raise too_large(image, limits.max_bytes)
     return [_source(image, text) for image, text in zip(images, encoded, strict=True)]
 
 
-def _encoded(image: ImageFile) -> str | bytes:
+def _encoded(image: ImageFile, fetched: Mapping[str, bytes]) -> str | bytes:
     source = image.source
+    if url := url_of(image):
+        return fetched[url]
     if not source:
         raise ImageRefused(image, "is missing; give an image as data:image/...;base64,...")
     if isinstance(source, bytes):
@@ -76,13 +104,11 @@ def _encoded(image: ImageFile) -> str | bytes:
     scheme, colon, _ = source[:_SHOWN_CHARS].partition(":")
     if not colon:
         return source
-    if scheme.lower() in ("http", "https"):
-        raise ImageRefused(
-            image, "URLs are not fetched; send the image itself as data:image/...;base64,..."
-        )
     if scheme.lower() != "data":
         raise ImageRefused(
-            image, f"a URL `{scheme[:_SHOWN_CHARS]}:` is not read; give data:image/...;base64"
+            image,
+            f"is a URL of `{scheme[:_SHOWN_CHARS]}:`, which is not read; give "
+            "data:image/...;base64,...",
         )
     begin, comma, text = source.partition(",")
     if not comma or not begin.lower().endswith(";base64"):

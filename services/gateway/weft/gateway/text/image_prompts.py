@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from weft.contract.spans import check_spans
 from weft.gateway.media.load import Expansion, ImagePrompts, put_in
-from weft.gateway.media.reader import ImageReader
+from weft.gateway.media.reader import FetchedFiles, ImageReader
 from weft.gateway.media.sources import ImageRefused, Source
 from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
 from weft.gateway.text.model_card import ModelCard
@@ -38,6 +40,7 @@ class PromptImages:
         self._check = check
         self._num_fitting = num_fitting
         self._timeout_s = timeout_s
+        self._counts = itertools.count()
 
     async def add(
         self, model: ModelCard, prompt: ChatPrompt, given: PreparedPrompt, request: GenerateRequest
@@ -47,10 +50,13 @@ class PromptImages:
         """
         held, tenant = self._reader.held, request.tenant_name
         held.take(request.request_id, sum(len(one.source) for one in prompt.images))
+        fetched = FetchedFiles(partial(held.take, request.request_id))
 
         async def work(prompt: ChatPrompt, given: PreparedPrompt) -> None:
             images = _images_of(model)
-            sources = await self._reader.sources(prompt.images)
+            sources = await self._reader.sources(
+                prompt.images, fetched, deadline=self._deadline(), tenant=tenant
+            )
             num_texts = len(given.ids) - len(prompt.images)
             if num_texts + images.most_tokens * len(prompt.images) > self._num_fitting():
                 # Headers tell whether the images are worth decoding.
@@ -72,14 +78,19 @@ class PromptImages:
 
     async def count(self, model: ModelCard, prompt: ChatPrompt, given: PreparedPrompt) -> None:
         """Sets a prompt's `ids` by the headers of its images alone. Raises as `add` does."""
+        held, holder = self._reader.held, f"count {next(self._counts)}"
+        fetched = FetchedFiles(partial(held.take, holder))
 
         async def work(prompt: ChatPrompt, given: PreparedPrompt) -> None:
             images = _images_of(model)
-            sources = await self._reader.sources(prompt.images)
+            sources = await self._reader.sources(prompt.images, fetched, deadline=self._deadline())
             measured = await self._measured(images, prompt, sources)
             given.ids, _ = put_in(given.ids, images.image_id, [(one, ()) for one in measured])
 
-        await self._repeat(model, prompt, given, work)
+        try:
+            await self._repeat(model, prompt, given, work)
+        finally:
+            held.give_back(holder)
 
     async def _repeat(
         self,
