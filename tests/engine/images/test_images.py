@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
-from weft.contract.errors import InvalidRequest, MediaMissing
+from weft.contract.errors import InvalidRequest, MediaMissing, RanksLost
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
+from weft.engine.model.vision.tower import VisionTower
 from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_vision import IMAGE_TOKEN_ID, image_logits, make_vision
 
@@ -187,6 +189,38 @@ def test_samples_share_their_images(folder: Path, reference: Reference) -> None:
         reference.check_all([prompt] * 3, [sample.token_ids for sample in group])
         assert llm.engine.media is not None
         assert not llm.engine.scheduler.num_requests
+
+
+def test_ranks_divide_the_images_of_a_turn(folder: Path, reference: Reference) -> None:
+    """Several images in one turn, and one alone; chunks that end inside of images."""
+    prompts = [prompt_of([tile() for _ in range(count)]) for count in (1, 3, 4)]
+    settings: dict[str, Any] = {"tp": 2, "check_ranks": True, "rank_timeout_s": 60.0}
+    with engine(folder, prefill_chunk_tokens=48, media_rows=96, **settings) as llm:
+        reference.check_all(prompts, run(llm, *prompts))
+        reference.check_all(prompts[:1], run(llm, prompts[0]))
+        assert llm.engine.media is not None
+        assert llm.engine.media.num_encoded >= 8
+
+
+def test_a_rank_that_is_lost_among_images_ends_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = psutil.Process().children()
+    with engine(folder, tp=2, rank_timeout_s=60.0) as llm:
+        run(llm, prompt_of([tile()]))
+        (rank,) = (one for one in psutil.Process().children() if one not in before)
+        encode = VisionTower.encode
+
+        def strike(tower: VisionTower, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
+            rank.kill()
+            return encode(tower, pictures)
+
+        monkeypatch.setattr(VisionTower, "encode", strike)
+        with pytest.raises(RanksLost, match=r"rank 1.*signal 9"):
+            run(llm, prompt_of([tile(), tile()]))
+        with pytest.raises(RanksLost):
+            llm.engine.turn()
+    assert not rank.is_running()
 
 
 def test_preempted_requests_go_on(folder: Path, reference: Reference) -> None:

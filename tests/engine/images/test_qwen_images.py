@@ -107,3 +107,11 @@ def test_tokens_are_those_of_transformers(reference: Reference, chunk: int) -> N
     prompts = [prompt_of([picture() for _ in range(count)]) for count in (1, 2, 4)]
     with engine(reference.folder, prefill_chunk_tokens=chunk) as llm:
         reference.check_all(prompts, run(llm, *prompts))
+
+
+@pytest.mark.parametrize("reference", ["qwen3_vl"], indirect=True)
+def test_ranks_divide_images_of_many_sizes(reference: Reference) -> None:
+    prompts = [prompt_of([picture() for _ in range(count)]) for count in (1, 3)]
+    limits = {"rank_timeout_s": 60.0, "check_ranks": True}
+    with engine(reference.folder, prefill_chunk_tokens=64, tp=2, **limits) as llm:
+        reference.check_all(prompts, run(llm, *prompts))

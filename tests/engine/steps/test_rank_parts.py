@@ -29,7 +29,7 @@ from weft.engine.executor.ranks.frames import (
     encode_tokens,
     frame_of_order,
 )
-from weft.engine.executor.step_input import StepInput
+from weft.engine.executor.step_input import InsertedRows, StepInput, TurnedRows
 from weft.engine.model.loader import class_of
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import TensorSlice
@@ -150,6 +150,10 @@ def random_step() -> tuple[StepInput, NewPages]:
         states=random.choice((None, states)),
         adapters=random.choice((None, numbers.integers(0, 9, count).astype(np.int32))),
         scores=[ScoredRows(1, 2, 0, [5, 6, 7]), ScoredRows(3, 0, 1, [])][: random.randrange(3)],
+        inserted=random.choice(
+            (None, InsertedRows(some(5), some(5)), InsertedRows(some(5), some(5), some(5)))
+        ),
+        turned=random.choice((None, TurnedRows(some(4), some(12).reshape(4, 3)))),
     )
     if random.random() < 0.5:
         return step, NO_PAGES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -40,9 +41,10 @@ class Device:
 
     rows: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
-    def encode(self, one: Media, places: Int64Array) -> None:
-        for row, place in enumerate(places.tolist()):
-            self.rows[place] = (one.digest, row)
+    def encode(self, due: Sequence[tuple[Media, Int64Array]]) -> None:
+        for one, places in due:
+            for row, place in enumerate(places.tolist()):
+                self.rows[place] = (one.digest, row)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -168,7 +170,7 @@ def test_a_medium_that_could_not_be_encoded_is_encoded_again() -> None:
     request = cast(Request, Asked([span_of(one, 0)], 0, 60))
     media.begin(request)
 
-    def fail(media: Media, places: Int64Array) -> None:
+    def fail(due: Sequence[tuple[Media, Int64Array]]) -> None:
         raise RuntimeError("no memory")
 
     media.begin_plan(has_running=False)

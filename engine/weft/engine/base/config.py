@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.contract.binding import Binding
@@ -12,6 +12,9 @@ from weft.contract.errors import ConfigError
 from weft.contract.settings import MAX_CONTEXT_TOKENS, TransportName, setting, settings_of
 from weft.pages.config import PageConfig
 from weft.pages.memory.eviction import EvictionName
+
+if TYPE_CHECKING:
+    from weft.checkpoint.config import ModelConfig
 
 Role = Literal["decode", "prefill"]
 TaskName = Literal["auto", "generate", "embed", "classify", "score"]
@@ -602,6 +605,10 @@ class EngineConfig(PageConfig):
         if kind == "cpu" or self.tp == 1:
             return self.device
         return f"{kind}:{int(index or 0) + rank}"
+
+    def has_tower(self, model: ModelConfig) -> bool:
+        """Whether the engine loads the image tower of its model."""
+        return model.vision is not None and not self.language_model_only
 
     @property
     def reads_mtp(self) -> bool:

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 from weft.engine.executor.orders import EncodeMedia
 from weft.engine.executor.step_input import InsertedRows
 from weft.engine.model.interface import MediaEncoder
 from weft.engine.model.step import Inserted
+from weft.kernels.ops.peers.spec import Peers
+
+_NUM_SIDES = 3
+"""Numbers of a medium's shape."""
+
+
+class _Medium(NamedTuple):
+    shape: tuple[int, ...]
+    data: memoryview
+    rows: slice
+    """Its rows among those of the order."""
 
 
 class MediaEmbeddings:
-    """Memory for the rows of media: [num_rows, row_width] in the model's dtype."""
+    """Memory for the rows of media: [num_rows, row_width] in the model's dtype.
+
+    Args:
+        max_cost: Patches that are encoded together. A single medium may have more.
+        peers: Ranks that all have the encoder, and each encode a share of an order's media; None:
+            this process encodes all.
+    """
 
     def __init__(
         self,
@@ -18,18 +39,32 @@ class MediaEmbeddings:
         num_rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        max_cost: int,
+        peers: Peers | None = None,
     ) -> None:
         self._encoder = encoder
         self._rows = torch.zeros((num_rows, encoder.row_width), dtype=dtype, device=device)
+        self._max_cost = max_cost
+        self._peers = peers
 
     def encode(self, order: EncodeMedia) -> None:
-        device = self._rows.device
+        """With several ranks, all of them must get the order."""
+        media, device = list(self._media_of(order)), self._rows.device
         with torch.inference_mode():
-            data = torch.frombuffer(bytearray(order.data), dtype=torch.uint8)
-            pixels = data.view(*order.shape).to(device, non_blocking=True)
-            made = self._encoder.encode([pixels])
+            made = torch.zeros(
+                (len(order.rows), self._rows.shape[1]), dtype=self._rows.dtype, device=device
+            )
+            for batch in self._batches(self._own(media)):
+                rows, begin = self._encoder.encode([self._pixels(one) for one in batch]), 0
+                for one in batch:
+                    end = begin + one.rows.stop - one.rows.start
+                    made[one.rows], begin = rows[begin:end], end
+            if self._peers is not None:
+                # Each row is 0 on all ranks but one.
+                parts = made.view(-1, self._peers.width or made.shape[1])
+                made = self._peers.add_sum(parts, torch.zeros_like(parts)).view(made.shape)
             places = torch.tensor(order.rows, dtype=torch.int64).to(device, non_blocking=True)
-            self._rows.index_copy_(0, places, made.to(self._rows.dtype))
+            self._rows.index_copy_(0, places, made)
 
     def of(self, inserted: InsertedRows) -> Inserted:
         """What a step's stack puts in place of embeddings."""
@@ -39,3 +74,44 @@ class MediaEmbeddings:
             for numbers in (inserted.rows, inserted.sources)
         )
         return Inserted(rows, self._rows.index_select(0, sources))
+
+    def _media_of(self, order: EncodeMedia) -> Iterator[_Medium]:
+        first_row = first_byte = 0
+        data = memoryview(order.data)
+        for begin in range(0, len(order.shapes), _NUM_SIDES):
+            shape = tuple(order.shapes[begin : begin + _NUM_SIDES])
+            end_row = first_row + self._encoder.rows_of(shape)
+            end_byte = first_byte + math.prod(shape)
+            yield _Medium(shape, data[first_byte:end_byte], slice(first_row, end_row))
+            first_row, first_byte = end_row, end_byte
+
+    def _own(self, media: Sequence[_Medium]) -> list[_Medium]:
+        """The media that this rank encodes. The costliest are dealt first, each to the rank that
+        has got least.
+        """
+        if self._peers is None:
+            return list(media)
+        costs, own = [0] * self._peers.size, list[_Medium]()
+        for one in sorted(media, key=lambda one: self._encoder.cost_of(one.shape), reverse=True):
+            rank = costs.index(min(costs))
+            costs[rank] += self._encoder.cost_of(one.shape)
+            if rank == self._peers.rank:
+                own.append(one)
+        return own
+
+    def _batches(self, media: Sequence[_Medium]) -> Iterator[Sequence[_Medium]]:
+        """Media that are encoded together."""
+        batch, cost = list[_Medium](), 0
+        for one in media:
+            own = self._encoder.cost_of(one.shape)
+            if batch and cost + own > self._max_cost:
+                yield batch
+                batch, cost = [], 0
+            batch.append(one)
+            cost += own
+        if batch:
+            yield batch
+
+    def _pixels(self, one: _Medium) -> torch.Tensor:
+        data = torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
+        return data.view(*one.shape).to(self._rows.device, non_blocking=True)

@@ -315,14 +315,24 @@ def measure_needs(
 
 
 def with_media(
-    needs: MemoryNeeds, encoder: MediaEncoder, num_rows: int, itemsize: int, device: torch.device
+    needs: MemoryNeeds,
+    encoder: MediaEncoder,
+    num_rows: int,
+    max_cost: int,
+    itemsize: int,
+    device: torch.device,
 ) -> MemoryNeeds:
-    """Adds `num_rows` rows of images, whose elements have `itemsize` bytes, and encodes the largest
-    image once to measure it. Images are encoded between steps, so the larger of both counts.
+    """Adds `num_rows` rows of images, whose elements have `itemsize` bytes, and encodes as many of
+    the largest images as are encoded together (`max_cost` patches) to measure it. Images are
+    encoded between steps, so the larger of both counts.
     """
-    pixels = torch.zeros(encoder.max_shape(num_rows), dtype=torch.uint8, device=device)
-    advice = "; lower media_rows"
-    step_bytes = _measure_run(lambda: encoder.encode([pixels]), device, "the largest image", advice)
+    shape = encoder.max_shape(num_rows)
+    count = max(1, max_cost // encoder.cost_of(shape))
+    pictures = torch.zeros((count, *shape), dtype=torch.uint8, device=device).unbind()
+    advice = "; lower media_rows or max_step_patches"
+    step_bytes = _measure_run(
+        lambda: encoder.encode(pictures), device, "the largest images", advice
+    )
     rows_bytes = num_rows * encoder.row_width * itemsize
     return replace(needs, step=max(needs.step, step_bytes), media=rows_bytes)
 

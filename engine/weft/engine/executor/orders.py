@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple, TypeAlias, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 from weft.contract.arrays import Int64Array
 
 
@@ -74,14 +75,16 @@ class UnpackPages(NamedTuple):
 
 
 class EncodeMedia(NamedTuple):
-    """Runs the model's encoder on a medium, and keeps the rows that it makes."""
+    """Runs the model's encoder on media, and keeps the rows that it makes. Several ranks divide the
+    media among them, so each of them needs this order.
+    """
 
     rows: Sequence[int]
-    """The place of each row in the memory of media."""
-    shape: Sequence[int]
-    """[height, width, 3]."""
+    """The place of each row in the memory of media, medium after medium."""
+    shapes: Sequence[int]
+    """[height, width, 3] of each medium, one after another."""
     data: bytes
-    """uint8."""
+    """uint8, one medium after another."""
 
 
 class ShiftRotations(NamedTuple):
@@ -129,40 +132,48 @@ Order: TypeAlias = (
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 
 _KINDS: tuple[type[Order], ...] = get_args(Order)
-_READERS: Mapping[object, Callable[[Int64Array], object]] = {
+_READERS: Mapping[object, Callable[[NDArray[Any]], object]] = {
     int: lambda row: int(row[0]),
     bool: lambda row: bool(row[0]),
-    str: lambda row: bytes(row.tolist()).decode(),
-    bytes: lambda row: bytes(row.tolist()),
+    str: lambda row: row.tobytes().decode(),
+    bytes: lambda row: row.tobytes(),
     Sequence[int]: lambda row: row.tolist(),
 }
-"""Makes a field of each type out of its numbers."""
+"""Makes a field of each type out of its numbers, or of its bytes."""
+_WORD_BYTES = 8
 
 
 def encode_order(order: Order) -> Int64Array:
-    """The number of the order's class, the lengths of its fields, and the fields."""
-    lengths, numbers = list[int](), list[int]()
+    """The number of the order's class, the lengths of its fields, and the fields. Texts and bytes
+    lie in whole numbers, and their lengths are in bytes.
+    """
+    lengths, fields = list[int](), list[Int64Array]()
     for value in order:
-        begin = len(numbers)
-        if isinstance(value, int):
-            numbers.append(value)
+        if isinstance(value, str | bytes):
+            data = value.encode() if isinstance(value, str) else value
+            lengths.append(len(data))
+            fields.append(np.frombuffer(data + bytes(-len(data) % _WORD_BYTES), np.int64))
         else:
-            numbers += value.encode() if isinstance(value, str) else value
-        lengths.append(len(numbers) - begin)
-    return np.array([_KINDS.index(type(order)), *lengths, *numbers])
+            row = np.array([value] if isinstance(value, int) else value, np.int64)
+            lengths.append(len(row))
+            fields.append(row)
+    return np.concatenate([np.array([_KINDS.index(type(order)), *lengths], np.int64), *fields])
 
 
 @cache
-def _readers_of(kind: Callable[..., Order]) -> Sequence[Callable[[Int64Array], object]]:
-    return [_READERS[of] for of in get_type_hints(kind).values()]
+def _types_of(kind: Callable[..., Order]) -> Sequence[object]:
+    return list(get_type_hints(kind).values())
 
 
 def decode_order(numbers: Int64Array) -> Order:
     kind: Callable[..., Order] = _KINDS[numbers[0]]
-    readers = _readers_of(kind)
+    types = _types_of(kind)
     values = list[object]()
-    at = 1 + len(readers)
-    for read, length in zip(readers, numbers[1:at].tolist(), strict=True):
-        values.append(read(numbers[at : at + length]))
-        at += length
+    at = 1 + len(types)
+    for of, length in zip(types, numbers[1:at].tolist(), strict=True):
+        is_data = of in (str, bytes)
+        end = at + (-(-length // _WORD_BYTES) if is_data else length)
+        row = numbers[at:end].view(np.uint8)[:length] if is_data else numbers[at:end]
+        values.append(_READERS[of](row))
+        at = end
     return kind(*values)

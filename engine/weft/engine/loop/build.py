@@ -39,12 +39,18 @@ from weft.engine.executor.drafts.build import (
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.graphs import Progress
 from weft.engine.executor.kv_format import kept_layout
-from weft.engine.executor.local import LocalExecutor, activations_dtype
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import (
     time_token,
 )
 from weft.engine.executor.ranks.ranked import RankedExecutor
-from weft.engine.executor.ranks.share import SharedMemory, blocks_of, peers_of, pool_of
+from weft.engine.executor.ranks.share import (
+    SharedMemory,
+    blocks_of,
+    media_of,
+    peers_of,
+    pool_of,
+)
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
@@ -60,8 +66,6 @@ from weft.engine.loop.carriers import (
 from weft.engine.loop.combinations import (
     check_combination,
     check_recurrent,
-    describe_images,
-    takes_images,
 )
 from weft.engine.loop.info import describe_engine
 from weft.engine.loop.intake import Intake
@@ -71,7 +75,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
-from weft.engine.requests.media_rows import GROUP_ROWS, EncoderFacts
+from weft.engine.requests.media_rows import EncoderFacts
 from weft.engine.requests.request import Request
 from weft.engine.sampling.device_draws import WAYS
 from weft.engine.sampling.sampler import Sampler
@@ -183,7 +187,7 @@ def _load_parts(
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
     shared = None if ranks is None or peers is None else SharedMemory(ranks, peers)
-    media = _media_embeddings(config, loaded, device)
+    media = media_of(config, loaded, device, peers)
     lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
     pools = size_pools(
@@ -275,7 +279,6 @@ def _load_parts(
         *(*wider_experts(loaded, device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
-        *describe_images(config, model),
         *describe_store(config, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
         *([] if not config.bindings else unbound(config.bindings[0], "the engine")),
@@ -350,7 +353,7 @@ def _load_models(
         ep=config.ep,
         mtp_head=config.reads_mtp,
         max_context_tokens=config.max_context_tokens,
-        images=takes_images(config, model),
+        images=config.has_tower(model),
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
@@ -421,15 +424,6 @@ def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:
     has_axes = vision is not None and vision.axes is not None
     grid_of = encoder.grid_of if has_axes else None
     return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, grid_of)
-
-
-def _media_embeddings(
-    config: EngineConfig, loaded: LoadedModel, device: torch.device
-) -> MediaEmbeddings | None:
-    if loaded.encoder is None:
-        return None
-    num_rows = config.media_rows // GROUP_ROWS * GROUP_ROWS
-    return MediaEmbeddings(loaded.encoder, num_rows, activations_dtype(loaded.model), device)
 
 
 def _device_peers(peers: SharedGroup | DevicePeers | None) -> DevicePeers | None:

@@ -56,7 +56,7 @@ def check_combination(config: EngineConfig) -> ModelConfig:
         adapted_projections(config, model)
     if config.deterministic:
         _check_determinism(config, model, pooling, dtype)
-        if takes_images(config, model) and config.is_on_gpu and dtype == "float32":
+        if config.has_tower(model) and config.is_on_gpu and dtype == "float32":
             raise ConfigError(
                 "deterministic: images are not taken in float32 on a GPU, whose products in a "
                 "fixed order need more shared memory than it has; set dtype = bfloat16, or "
@@ -98,18 +98,6 @@ def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
     for name, is_wrong, wanted in refused:
         if is_wrong:
             raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
-
-
-def takes_images(config: EngineConfig, model: ModelConfig) -> bool:
-    """Whether prompts may have images."""
-    return model.vision is not None and not config.language_model_only and config.tp == 1
-
-
-def describe_images(config: EngineConfig, model: ModelConfig) -> list[str]:
-    """Why a model that takes images gets none here, for the log; empty: it does, or takes none."""
-    if model.vision is None or config.language_model_only or takes_images(config, model):
-        return []
-    return ["images: one rank takes them, several (tp) serve the text alone"]
 
 
 def _check_pages_of_ranks(config: EngineConfig, model: ModelConfig) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from weft.contract import faults
 from weft.contract.arrays import Int64Array
 from weft.contract.clock import Clock
@@ -272,8 +273,14 @@ class StepPipeline:
             self._ends.learn_start(self._clock() - started_at)
         return step
 
-    def _encode(self, media: Media, places: Int64Array) -> None:
-        self._executor.order(EncodeMedia(places.tolist(), media.shape, media.data))
+    def _encode(self, due: Sequence[tuple[Media, Int64Array]]) -> None:
+        self._executor.order(
+            EncodeMedia(
+                rows=np.concatenate([places for _, places in due]).tolist(),
+                shapes=[size for media, _ in due for size in media.shape],
+                data=b"".join(media.data for media, _ in due),
+            )
+        )
 
     def _shift(self, slot: int, shift: int) -> None:
         self._executor.order(ShiftRotations(slot, shift))

@@ -164,7 +164,8 @@ def _measure(
     )
     if loaded.encoder is not None:
         itemsize = activations_dtype(loaded.model).itemsize
-        needs = with_media(needs, loaded.encoder, config.media_rows, itemsize, device)
+        sizes = config.media_rows, config.max_step_patches, itemsize
+        needs = with_media(needs, loaded.encoder, *sizes, device)
     if draft is not None:
         needs = draft.added_to(needs, max_context_tokens, page_bytes, device)
     if layout.states is None or needs.for_pool <= 0:

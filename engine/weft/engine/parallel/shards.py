@@ -69,6 +69,8 @@ DIVIDED = frozenset(
         "SolarOpenForCausalLM",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
+        "SmolVLMForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
         "Step3p7ForConditionalGeneration",
         "VaultGemmaForCausalLM",
         "LlamaForCausalLM",

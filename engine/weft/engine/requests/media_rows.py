@@ -164,21 +164,22 @@ class MediaRows:
                 return max(0, span.position - start)
         return num_tokens
 
-    def encode(self, run: Callable[[Media, Int64Array], None]) -> None:
-        """Encodes the media that the planned step needs and that have no rows yet: calls `run` with
-        each one and the place of each of its rows. If that raises, it and those after it have none.
+    def encode(self, run: Callable[[Sequence[tuple[Media, Int64Array]]], None]) -> None:
+        """Encodes the media that the planned step needs and that have no rows yet, if there are
+        any: calls `run` with each of them and the places of its rows. If that raises, none of them
+        has rows.
         """
+        if not self._due:
+            return
+        due, self._due = self._due, []
         try:
-            while self._due:
-                media, encoded = self._due[0]
-                run(media, encoded.places(0, self._facts.rows_of(media.shape)))
-                del self._due[0]
-                self.num_encoded += 1
-        finally:
-            for media, encoded in self._due:
+            run([(one, made.places(0, self._facts.rows_of(one.shape))) for one, made in due])
+        except BaseException:
+            for media, encoded in due:
                 encoded.is_lost = True
                 del self._held[media.digest]
-            self._due.clear()
+            raise
+        self.num_encoded += len(due)
 
     def shift(self, requests: Iterable[Request], tell: Callable[[int, int], None]) -> None:
         """Calls `tell` with the slot and the shift of each request whose rotations are elsewhere

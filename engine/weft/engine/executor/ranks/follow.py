@@ -28,12 +28,13 @@ from weft.engine.executor.drafts.build import head_graphs
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.kv_format import kept_layout
-from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.local import LocalExecutor, activations_dtype
 from weft.engine.executor.memory_plan import (
     divide_states,
     measure_needs,
     pages_of,
     time_token,
+    with_media,
 )
 from weft.engine.executor.port import Logits
 from weft.engine.executor.ranks.frames import (
@@ -50,6 +51,7 @@ from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
     load_share,
+    media_of,
     peers_of,
     pool_of,
 )
@@ -146,6 +148,10 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             lora=lora,
             max_drafts=config.most_drafts,
         )
+        if loaded.encoder is not None:
+            itemsize = activations_dtype(loaded.model).itemsize
+            sizes = config.media_rows, config.max_step_patches, itemsize
+            needs = with_media(needs, loaded.encoder, *sizes, device)
         if own.states is not None and needs.for_pool > 0:
             most_requests = config.max_running_requests, config.most_drafts
             num_blocks, left = divide_states(own, needs.for_pool, *most_requests, on_gpu=True)
@@ -173,6 +179,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_ranks=config.tp,
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
+        media=media_of(config, loaded, device, peers),
     )
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)

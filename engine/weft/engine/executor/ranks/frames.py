@@ -18,7 +18,7 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.drafts.chains import LaterChains
 from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.executor.orders import Order, decode_order, encode_order
-from weft.engine.executor.step_input import StepInput
+from weft.engine.executor.step_input import InsertedRows, StepInput, TurnedRows
 from weft.engine.sampling.device_draws import WAYS, Way
 from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.pages.memory.page_table import PageTable
@@ -99,6 +99,7 @@ class Barrier(NamedTuple):
 
 _NUM_STATES = 4
 """Arrays of `StateRows` in a frame."""
+_NOT_INSERTED = (None,) * len(InsertedRows._fields)
 
 
 def encode_step(step: StepInput, pages: NewPages) -> Frame:
@@ -120,7 +121,10 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
     of_states: Sequence[Int64Array | None] = [None] * _NUM_STATES
     if rows is not None:
         of_states = rows.borders, rows.blocks, rows.writes.reshape(-1), rows.table.reshape(-1)
-    arrays = [*_arrays_of(step), scores, made, *pages, *of_states]
+    media: list[Int64Array | None] = [*(step.inserted or _NOT_INSERTED), None, None]
+    if step.turned is not None:
+        media[-2:] = step.turned.rows, step.turned.axes.reshape(-1)
+    arrays = [*_arrays_of(step), scores, made, *pages, *of_states, *media]
     lengths = [_NONE if array is None else len(array) for array in arrays]
     if step.starts is step.max_starts:
         lengths[_ARRAYS.index("starts")] = _SAME
@@ -182,7 +186,8 @@ def decode(
 
 def _step(numbers: Int64Array) -> Step:
     num_pages = len(NewPages._fields)
-    num_lengths = len(_ARRAYS) + 2 + num_pages + _NUM_STATES
+    num_media = len(_NOT_INSERTED) + len(TurnedRows._fields)
+    num_lengths = len(_ARRAYS) + 2 + num_pages + _NUM_STATES + num_media
     _, num_decodes, num_verified, has_trees, num_few = numbers[:5].tolist()
     at, arrays = 5 + num_lengths, list[Int64Array | None]()
     for length in numbers[5:at].tolist():
@@ -208,7 +213,9 @@ def _step(numbers: Int64Array) -> Step:
     assert recomputed_rows is not None
     assert tokens is not None
     scores, made, *rest = arrays[len(_ARRAYS) :]
-    of_pages, (borders, blocks, writes, table) = rest[:num_pages], rest[num_pages:]
+    of_pages, rest = rest[:num_pages], rest[num_pages:]
+    (borders, blocks, writes, table), media = rest[:_NUM_STATES], rest[_NUM_STATES:]
+    rows, sources, ends, turned_rows, axes = media
     states: StateRows | None = None
     if borders is not None:
         assert blocks is not None
@@ -233,6 +240,12 @@ def _step(numbers: Int64Array) -> Step:
         adapters=None if adapters is None else adapters.astype(np.int32),
         scores=_scores([] if scores is None else scores.tolist()),
         states=states,
+        inserted=None if rows is None or sources is None else InsertedRows(rows, sources, ends),
+        turned=(
+            None
+            if turned_rows is None or axes is None
+            else TurnedRows(turned_rows, axes.reshape(len(turned_rows), -1))
+        ),
     )
     return Step(step, NewPages(*(part for part in of_pages if part is not None)), made)
 

@@ -12,7 +12,7 @@ from weft.contract.errors import RanksLost
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.executor.orders import Order, PackBlock, PageOrder, UnpackBlock
+from weft.engine.executor.orders import EncodeMedia, Order, PackBlock, PageOrder, UnpackBlock
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
     NO_PAGES,
@@ -130,9 +130,22 @@ class RankedExecutor:
             self._local.order(order)
             self._meet()
             return
+        if isinstance(order, EncodeMedia):
+            self._encode(order)
+            return
         if self._peers is not None or not isinstance(order, PageOrder):
             self._ranks.group.post(frame_of_order(order))
         self._local.order(order)
+
+    def _encode(self, order: EncodeMedia) -> None:
+        """Raises RanksLost as `launch` does: the other ranks wait for this one's rows."""
+        group = self._ranks.group
+        group.post(frame_of_order(order))
+        try:
+            self._local.order(order)
+        except Exception as error:
+            self._ranks.fail(f"rank 0 failed with images before step {group.num_frames}: {error}")
+            raise RanksLost(self._ranks.group.reason) from error
 
     def check(self) -> None:
         self._ranks.check()

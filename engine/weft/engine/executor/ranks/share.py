@@ -13,8 +13,9 @@ from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout, StatePlane
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
+from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.kv_format import dtype_of
-from weft.engine.executor.local import RankPool
+from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.states import RankBlocks
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
@@ -62,8 +63,8 @@ class SharedMemory:
 def load_share(
     config: EngineConfig, others: RankGroup, peers: Peers
 ) -> tuple[LoadedModel, DraftedModel | None]:
-    """This rank's share of the model's weights; also the model with its draft head, if it has one.
-    Raises ModelError or ConfigError if the weights cannot be used.
+    """This rank's share of the model's weights, with all of its image tower; also the model with
+    its draft head, if it has one. Raises ModelError or ConfigError if the weights cannot be used.
     """
     loaded = load_model(
         config.model_dir,
@@ -78,10 +79,27 @@ def load_share(
         mtp_head=config.reads_mtp,
         is_fixed=config.deterministic,
         max_context_tokens=config.max_context_tokens,
+        images=config.has_tower(ModelConfig.load(config.model_dir)),
     )
     others.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)
     return (loaded if drafted is None else replace(loaded, model=drafted)), drafted
+
+
+def media_of(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: torch.device,
+    peers: SharedGroup | DevicePeers | None,
+) -> MediaEmbeddings | None:
+    """The memory for rows of media on this rank, or in a process without other ranks; None: prompts
+    have none.
+    """
+    if loaded.encoder is None:
+        return None
+    dtype = activations_dtype(loaded.model)
+    sizes = config.media_rows, dtype, device, config.max_step_patches
+    return MediaEmbeddings(loaded.encoder, *sizes, peers)
 
 
 def peers_of(
