@@ -1,117 +1,125 @@
-"""Prompts with images of any size against transformers, in the forms of Qwen2.5-VL, Qwen3-VL and
-Qwen3.5: positions along three axes, and rows that are added to the first layers.
+"""Rotations along three axes, and rows that are added to the first layers, where requests begin
+anew, draft, and share slots.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
+from weft.contract.errors import InvalidRequest
 from weft.contract.request import StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import check_choices
-from weft.testing.models.tiny_qwen_vl import IDS, IMAGE, SQUARE, make_qwen_vl, qwen_logits
+from weft.testing.models.image_families import Prompt, random_picture, text
+from weft.testing.models.tiny_qwen_vl import QWEN_FAMILIES, SQUARE, QwenVl
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 NEAR_TIE = 1e-4
 STOP = StopCriteria(max_tokens=12, ignore_eos=True)
-KINDS = ("qwen2_5_vl", "qwen3_vl")
 
 
-class Prompt(NamedTuple):
-    ids: list[int]
-    spans: list[MediaSpan]
-    media: list[Media]
+class Case:
+    """One kind of model, and transformers' reading of it in float32."""
 
-
-class Reference:
-    """transformers' model in float32."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, family: QwenVl, folder: Path) -> None:
+        self.family, self.folder = family, folder
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-        self._settings = json.loads((folder / "preprocessor_config.json").read_text())
 
     def check(self, prompt: Prompt, tokens: list[int], count: int = 12) -> None:
         """Each token is the model's choice, where float32 can tell."""
         assert len(tokens) == count
-        by_digest = {one.digest: one for one in prompt.media}
-        pictures = [pixels_of(by_digest[span.digest]) for span in prompt.spans]
-        logits = qwen_logits(self._model, prompt.ids, tokens, pictures, self._settings)
-        check_choices(logits, tokens, NEAR_TIE)
+        check_choices(self.family.logits(self._model, prompt, tokens), tokens, NEAR_TIE)
 
-    def check_all(self, prompts: Sequence[Prompt], found: Sequence[list[int]]) -> None:
-        for prompt, tokens in zip(prompts, found, strict=True):
-            self.check(prompt, tokens)
+    def prompt(self, count: int, begin: list[int] | None = None) -> Prompt:
+        return self.family.prompt([self.family.picture() for _ in range(count)], begin)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Reference:
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp("images") / request.param
-    return Reference(make_qwen_vl(request.param, path, random.randrange(1 << 30)))
-
-
-def pixels_of(media: Media) -> torch.Tensor:
-    return torch.frombuffer(bytearray(media.data), dtype=torch.uint8).view(media.shape)
-
-
-def picture(most: int = 6) -> Media:
-    shape = (random.randint(1, most) * SQUARE, random.randint(1, most) * SQUARE, 3)
-    return Media.of("image", "test", shape, random.randbytes(shape[0] * shape[1] * 3))
-
-
-def rows_of(media: Media) -> int:
-    return media.shape[0] * media.shape[1] // SQUARE**2
-
-
-def text(most: int = 24) -> list[int]:
-    return [random.randrange(3, 256) for _ in range(random.randint(1, most))]
-
-
-def prompt_of(pictures: list[Media], begin: list[int] | None = None) -> Prompt:
-    """Text, the pictures with text between some of them, text."""
-    ids, spans = list(begin or text()), list[MediaSpan]()
-    for one in pictures:
-        spans.append(MediaSpan(position=len(ids), length=rows_of(one), digest=one.digest))
-        ids += [IDS[IMAGE]] * rows_of(one)
-        # transformers takes pictures without text between them for one.
-        ids += text()
-    return Prompt([*ids, *text()], spans, list({one.digest: one for one in pictures}.values()))
+    family = QWEN_FAMILIES[request.param]()
+    return Case(family, family.make(path, random.randrange(1 << 30)))
 
 
 def engine(folder: Path, **settings: Any) -> LLM:
     return LLM(folder, **{"dtype": "float32", "num_pages": 400, **settings})
 
 
-def run(llm: LLM, *prompts: Prompt) -> list[list[int]]:
+def run(llm: LLM, prompts: list[Prompt], stop: StopCriteria = STOP) -> list[list[int]]:
     llm.put([one for prompt in prompts for one in prompt.media])
-    found = llm.generate(
-        [prompt.ids for prompt in prompts], stop=STOP, spans=[prompt.spans for prompt in prompts]
-    )
-    return [sample.token_ids for sample in found]
+    ids, spans = [prompt.ids for prompt in prompts], [prompt.spans for prompt in prompts]
+    return [sample.token_ids for sample in llm.generate(ids, stop=stop, spans=spans)]
 
 
-@pytest.mark.parametrize("chunk", [256, 16])
-def test_tokens_are_those_of_transformers(reference: Reference, chunk: int) -> None:
-    """In a batch with text alone, with chunks that hold whole prompts, or end inside of images."""
-    prompts = [prompt_of([picture() for _ in range(count)]) for count in (1, 2, 4)]
-    with engine(reference.folder, prefill_chunk_tokens=chunk) as llm:
-        reference.check_all(prompts, run(llm, *prompts))
-
-
-@pytest.mark.parametrize("reference", ["qwen3_vl"], indirect=True)
-def test_ranks_divide_images_of_many_sizes(reference: Reference) -> None:
-    prompts = [prompt_of([picture() for _ in range(count)]) for count in (1, 3)]
+@pytest.mark.parametrize("case", ["qwen3_vl"], indirect=True)
+def test_ranks_divide_images_of_many_sizes(case: Case) -> None:
+    prompts = [case.prompt(count) for count in (1, 3)]
     limits = {"rank_timeout_s": 60.0, "check_ranks": True}
-    with engine(reference.folder, prefill_chunk_tokens=64, tp=2, **limits) as llm:
-        reference.check_all(prompts, run(llm, *prompts))
+    with engine(case.folder, prefill_chunk_tokens=64, tp=2, **limits) as llm:
+        for prompt, tokens in zip(prompts, run(llm, prompts), strict=True):
+            case.check(prompt, tokens)
+
+
+def test_slots_that_had_images_then_have_text(case: Case) -> None:
+    """One request after another in one slot; rotations of the one before are gone."""
+    prompts = [case.prompt(1), Prompt(text(), [], []), case.prompt(2)]
+    with engine(case.folder, max_running_requests=1, prefix_cache=False) as llm:
+        (alone,) = run(llm, prompts[1:2])
+        found = run(llm, prompts)
+    assert found[1] == alone
+    for number in (0, 2):
+        case.check(prompts[number], found[number])
+
+
+def test_preempted_requests_go_on(case: Case) -> None:
+    """Pages for hardly two requests: some are preempted, and compute their images' pages anew."""
+    prompts = [case.prompt(2) for _ in range(5)]
+    num_pages = 2 * ((max(len(prompt.ids) for prompt in prompts) + 60) // 16 + 1) + 2
+    with engine(case.folder, num_pages=num_pages, prefix_cache=False) as llm:
+        found = run(llm, prompts, StopCriteria(max_tokens=60, ignore_eos=True))
+        assert llm.engine.scheduler.num_preemptions
+    for prompt, tokens in zip(prompts, found, strict=True):
+        case.check(prompt, tokens, 60)
+
+
+def test_drafts_are_verified_where_they_stand(case: Case) -> None:
+    """Drafts are found in the prompt's text."""
+    again = text(12) * 3
+    prompts = [case.prompt(1, again) for _ in range(3)]
+    prompts = [Prompt([*ids, *again], spans, media) for ids, spans, media in prompts]
+    with engine(case.folder, drafter="ngram", draft_gate="fixed") as llm:
+        for prompt, tokens in zip(prompts, run(llm, prompts), strict=True):
+            case.check(prompt, tokens)
+        assert llm.engine.counters()["drafted_tokens"]
+
+
+def test_rotations_follow_the_grid(case: Case) -> None:
+    """Pictures of the same bytes and another shape are others."""
+    first, second = random_picture(2 * SQUARE, 6 * SQUARE), None
+    second = Media.of("image", "test", (6 * SQUARE, 2 * SQUARE, 3), first.data)
+    begin, end = text(), text()
+    prompts = []
+    for one in (first, second):
+        ids, spans = list(begin), list[MediaSpan]()
+        case.family.put(ids, spans, one)
+        prompts.append(Prompt([*ids, *end], spans, [one]))
+    with engine(case.folder) as llm:
+        for prompt, tokens in zip(prompts, run(llm, prompts), strict=True):
+            case.check(prompt, tokens)
+
+
+def test_other_shapes_are_refused(case: Case) -> None:
+    wrong, large = random_picture(SQUARE, SQUARE + 1), random_picture(16 * SQUARE, 5 * SQUARE)
+    with engine(case.folder) as llm:
+        for one in (wrong, large):
+            llm.put([one])
+            span = MediaSpan(position=0, length=1, digest=one.digest)
+            with pytest.raises(InvalidRequest, match="in multiples of 8 with at most 4096 pixels"):
+                llm.generate([text()], stop=STOP, spans=[[span]])

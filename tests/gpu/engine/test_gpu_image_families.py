@@ -12,19 +12,22 @@ from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import check_choices
 from weft.testing.models.image_families import FAMILIES
+from weft.testing.models.tiny_qwen_vl import QWEN_FAMILIES
 
 pytestmark = pytest.mark.needs("cuda")
+
+ALL = {**FAMILIES, **QWEN_FAMILIES}
 
 NEAR_TIE = 1e-3
 """Products on a GPU are summed in other orders."""
 
 
 @pytest.mark.parametrize("chunk", [256, 16])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_tokens_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    family = FAMILIES[name]()
+    family = ALL[name]()
     folder = family.make(tmp_path / "model", seed)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [family.prompt([family.picture() for _ in range(count)]) for count in (1, 2, 4)]

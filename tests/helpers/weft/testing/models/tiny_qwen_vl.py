@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from weft.contract.spans import Media, MediaSpan
+from weft.testing.models.image_families import (
+    MEAN,
+    STD,
+    ImageFamily,
+    Prompt,
+    normalised,
+    random_picture,
+)
 from weft.testing.models.tiny_vision import randomise, write_marked_tokenizer
 
 VOCAB_SIZE = 480
@@ -68,14 +79,13 @@ _LINEAR = {
 }
 _OF_KIND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
-        # Heads of 18 elements are not supported by all of transformers' attentions.
         {
             "num_attention_heads": 3,
             "num_key_value_heads": 1,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [4, 5, 3],
+                "rope_theta": 100.0,
+                "mrope_section": [2, 4, 6],
             },
         },
         {"window_size": 16, "fullatt_block_indexes": [1, 3], "hidden_act": "silu"},
@@ -94,6 +104,23 @@ _OF_KIND["qwen3_5_moe"] = ({**_LINEAR, **_EXPERTS}, _OF_KIND["qwen3_5"][1])
 KINDS = tuple(_OF_KIND)
 SQUARE = 8
 """Sides in pixels of what becomes one row."""
+
+
+def qwen_config(kind: str, vision: dict[str, Any], text: dict[str, Any]) -> Any:
+    """transformers' configuration; the arguments are as in `make_qwen_vl`."""
+    import transformers
+
+    of_text, of_vision = _OF_KIND[kind]
+    return transformers.AutoConfig.for_model(
+        kind,
+        text_config={**_TEXT, **of_text, **text},
+        vision_config={**_VISION, **of_vision, **vision},
+        image_token_id=IDS[IMAGE],
+        video_token_id=IDS[VIDEO],
+        vision_start_token_id=IDS[START],
+        vision_end_token_id=IDS[END],
+        tie_word_embeddings=False,
+    )
 
 
 def make_qwen_vl(
@@ -120,17 +147,7 @@ def make_qwen_vl(
     """
     import transformers
 
-    of_text, of_vision = _OF_KIND[kind]
-    config = transformers.AutoConfig.for_model(
-        kind,
-        text_config={**_TEXT, **of_text, **(text or {})},
-        vision_config={**_VISION, **of_vision, **(vision or {})},
-        image_token_id=IDS[IMAGE],
-        video_token_id=IDS[VIDEO],
-        vision_start_token_id=IDS[START],
-        vision_end_token_id=IDS[END],
-        tie_word_embeddings=False,
-    )
+    config = qwen_config(kind, vision or {}, text or {})
     model = transformers.AutoModelForImageTextToText.from_config(config).float()
     randomise(model, seed)
     model.save_pretrained(path)
@@ -156,61 +173,75 @@ def make_qwen_vl(
     return path
 
 
-def patches_of(pixels: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """[height, width, 3] uint8 -> [patches, 3 * 2 * side * side] float32: what transformers' model
-    takes, in the arithmetic of Qwen2-VL's processor.
-    """
-    side, merge = settings["patch_size"], settings["merge_size"]
-    mean, std = (torch.tensor(settings[name]) for name in ("image_mean", "image_std"))
-    numbers = (pixels * settings["rescale_factor"] - mean) / std
-    height, width, _ = numbers.shape
-    along = [(size // side // merge, merge, side) for size in (height, width)]
-    parts = numbers.view(*along[0], *along[1], 3).permute(0, 3, 1, 4, 6, 2, 5)
-    frames = parts.unsqueeze(5).expand(*parts.shape[:5], 2, *parts.shape[5:])
-    return frames.reshape(height * width // side**2, -1)
+class QwenVl(ImageFamily):
+    """One of these models. A row has all that its taps make, beside its embedding."""
+
+    name = "Qwen2VL"
+    kind: ClassVar[str]
+
+    def config(self, **fields: Any) -> Any:
+        return qwen_config(self.kind, fields.pop("vision", {}), fields.pop("text", {}))
+
+    def make(self, path: Path, seed: int, **fields: Any) -> Path:
+        settings = {"image_mean": list(MEAN), "image_std": list(STD)}
+        return make_qwen_vl(self.kind, path, seed, processor=settings, **fields)
+
+    def picture(self) -> Media:
+        return random_picture(*(random.randint(1, 6) * SQUARE for _ in range(2)))
+
+    def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
+        count = medium.shape[0] * medium.shape[1] // SQUARE**2
+        ids.append(IDS[START])
+        spans.append(MediaSpan(position=len(ids), length=count, digest=medium.digest))
+        ids += [*[IDS[IMAGE]] * count, IDS[END]]
+
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = model.model.get_image_features(**_inputs(pictures))
+        whole = torch.cat([torch.cat(list(found.pooler_output)), *_taps(found)], dim=1)
+        return list(whole.split([len(one) for one in found.pooler_output]))
+
+    @torch.no_grad()
+    def logits(self, model: Any, prompt: Prompt, tokens: list[int]) -> torch.Tensor:
+        whole = model.model
+        by_digest = {one.digest: normalised(one) for one in prompt.media}
+        of_images = _inputs([by_digest[span.digest] for span in prompt.spans])
+        found = whole.get_image_features(**of_images)
+        ids = torch.tensor([[*prompt.ids, *tokens]])
+        is_row = torch.zeros_like(ids)
+        for span in prompt.spans:
+            is_row[0, span.position : span.end] = 1
+        positions, _ = whole.get_rope_index(
+            ids, mm_token_type_ids=is_row, image_grid_thw=of_images["image_grid_thw"]
+        )
+        embedded = model.get_input_embeddings()(ids).clone()
+        embedded[is_row.bool()] = torch.cat(list(found.pooler_output))
+        more: dict[str, Any] = {}
+        if taps := _taps(found):
+            more = {"visual_pos_masks": is_row.bool(), "deepstack_visual_embeds": taps}
+        hidden = whole.language_model(
+            inputs_embeds=embedded, position_ids=positions, use_cache=False, **more
+        ).last_hidden_state
+        logits: torch.Tensor = model.lm_head(hidden)[0, len(prompt.ids) - 1 : -1]
+        return logits
 
 
-@torch.no_grad()
-def qwen_rows(model: Any, pictures: list[torch.Tensor], settings: dict[str, Any]) -> torch.Tensor:
-    """[rows of all, row width]: what transformers' model makes of pictures, with its taps."""
-    found = model.model.get_image_features(**_inputs(pictures, settings))
-    return torch.cat([torch.cat(list(found.pooler_output)), *_taps(found)], dim=1)
+class Qwen25Vl(QwenVl):
+    """Windows, and full attention in every second layer of the tower."""
+
+    kind = "qwen2_5_vl"
 
 
-@torch.no_grad()
-def qwen_logits(
-    model: Any,
-    prompt: list[int],
-    tokens: list[int],
-    pictures: list[torch.Tensor],
-    settings: dict[str, Any],
-) -> torch.Tensor:
-    """[tokens, vocab]: what transformers' model makes of a prompt with images, before each of the
-    tokens after it. Placeholders among those are tokens like others.
-    """
-    whole = model.model
-    ids = torch.tensor([[*prompt, *tokens]])
-    length = len(prompt)
-    types = torch.zeros_like(ids)
-    is_image = torch.tensor(prompt) == IDS[IMAGE]
-    types[0, :length][is_image] = 1
-    of_images = _inputs(pictures, settings)
-    grids = of_images["image_grid_thw"]
-    positions, _ = whole.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids)
-    found = whole.get_image_features(**of_images)
-    embedded = model.get_input_embeddings()(ids)
-    rows = is_image.nonzero()[:, 0]
-    embedded[0, rows] = torch.cat(list(found.pooler_output))
-    more: dict[str, Any] = {}
-    if taps := _taps(found):
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        mask[0, rows] = True
-        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": taps}
-    hidden = whole.language_model(
-        inputs_embeds=embedded, position_ids=positions, use_cache=False, **more
-    ).last_hidden_state
-    logits: torch.Tensor = model.lm_head(hidden)[0, length - 1 : -1]
-    return logits
+class Qwen3Vl(QwenVl):
+    """Taps behind two layers of the tower."""
+
+    kind = "qwen3_vl"
+
+
+class Qwen3VlMoe(QwenVl):
+    kind = "qwen3_vl_moe"
+
+
+QWEN_FAMILIES: dict[str, type[QwenVl]] = {one.kind: one for one in (Qwen25Vl, Qwen3Vl, Qwen3VlMoe)}
 
 
 def _taps(found: Any) -> list[torch.Tensor]:
@@ -218,10 +249,21 @@ def _taps(found: Any) -> list[torch.Tensor]:
     return [torch.cat(list(level)) for level in getattr(found, "deepstack_features", None) or ()]
 
 
-def _inputs(pictures: list[torch.Tensor], settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    side = settings["patch_size"]
-    grids = [[1, one.shape[0] // side, one.shape[1] // side] for one in pictures]
+def _inputs(pictures: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers' model takes of pictures, [3, height, width] of normalised numbers."""
+    side = SQUARE // 2
+    grids = [[1, one.shape[1] // side, one.shape[2] // side] for one in pictures]
     return {
-        "pixel_values": torch.cat([patches_of(one, settings) for one in pictures]),
+        "pixel_values": torch.cat([_patches_of(one) for one in pictures]),
         "image_grid_thw": torch.tensor(grids),
     }
+
+
+def _patches_of(picture: torch.Tensor) -> torch.Tensor:
+    """[patches, 3 * 2 * side * side], in the order of Qwen2-VL's processor."""
+    side = SQUARE // 2
+    _, height, width = picture.shape
+    along = [(size // SQUARE, 2, side) for size in (height, width)]
+    parts = picture.reshape(3, *along[0], *along[1]).permute(1, 4, 2, 5, 0, 3, 6)
+    frames = parts.unsqueeze(5).expand(*parts.shape[:5], 2, *parts.shape[5:])
+    return frames.reshape(height * width // side**2, -1)
