@@ -106,13 +106,6 @@ def border_before_span(spans: Sequence[MediaSpan], position: int, page_size: int
     return border
 
 
-def spans_before(spans: Sequence[MediaSpan], end: int) -> list[MediaSpan]:
-    """The spans that touch the positions before `end`, without the tokens from there on."""
-    return [
-        replace(span, length=last - span.position) for span, _, last in spans_within(spans, 0, end)
-    ]
-
-
 def check_spans(spans: Sequence[MediaSpan], num_tokens: int) -> None:
     """Raises InvalidRequest unless the spans are in order, apart from each other and within the
     prompt.

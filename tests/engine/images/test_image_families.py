@@ -60,7 +60,12 @@ def load_reference(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *QWEN_FAMILIES])
+def param(name: str) -> Any:
+    """Experts have nothing to do with images."""
+    return pytest.param(name, marks=[pytest.mark.full] if name.endswith("moe") else [])
+
+
+@pytest.fixture(scope="module", params=[param(name) for name in (*FAMILIES, *QWEN_FAMILIES)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -107,7 +112,9 @@ def test_cached_prefixes_may_end_within_an_image(case: Case) -> None:
     """The page in which the text behind an image differs, and those of the image before it."""
     (seen,) = case.prompts(2)
     last = seen.spans[-1]
-    again = Prompt([*seen.ids[: last.end], *text(), *text()], seen.spans, seen.media)
+    again, after = (
+        Prompt([*seen.ids[: last.end], *text(), *text()], seen.spans, seen.media) for _ in range(2)
+    )
     other = case.family.picture()
     while other.shape != seen.media[-1].shape:
         other = case.family.picture()
@@ -122,17 +129,21 @@ def test_cached_prefixes_may_end_within_an_image(case: Case) -> None:
     first = next(span.position for span in changed if span.digest == other.digest)
     swapped = Prompt(seen.ids, changed, [*seen.media[:-1], other])
     with engine(case.folder, page_size=8) as llm:
-        for prompt, most in ((seen, 0), (again, last.end), (swapped, first)):
+        for prompt, most in ((seen, 0), (again, last.end), (after, last.end), (swapped, first)):
             (sample,) = run(llm, prompt)
             case.check(prompt, sample.token_ids)
             matched = sample.timeline.matched_tokens
-            assert most - 8 <= matched <= most
+            assert matched <= most
+            # States are kept where a prompt has left another before.
+            if prompt is after or not case.family.has_states:
+                assert most - 8 <= matched
 
 
 def test_adapters_and_images(case: Case, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    settings = {"r": 5, "target_modules": LANGUAGE_MODEL, "exclude_modules": ".*(vision|visual).*"}
+    others = ".*(vision|visual|shared_expert).*"
+    settings = {"r": 5, "target_modules": LANGUAGE_MODEL, "exclude_modules": others}
     model = get_peft_model(load_reference(case.folder), LoraConfig(**settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -18,6 +18,7 @@ from weft.checkpoint.parts import (
     MlpConfig,
     NamesConfig,
 )
+from weft.checkpoint.qwen_vision import TextOfVision, read_qwen3_vision
 from weft.checkpoint.recurrent_config import GatedDeltaConfig
 
 _LINEAR = "linear_attention"
@@ -39,18 +40,27 @@ def read_qwen3_next(
 
 
 def read_qwen3_5(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """The text of Qwen3.5, dense."""
-    return _config(_text(raw, generation, where), None, is_fused=False)
+    """Qwen3.5, dense."""
+    family = _text(raw, generation, where)
+    return _with_tower(family, _config(family, None, is_fused=False))
 
 
 def read_qwen3_5_moe(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """The text of Qwen3.5 with experts."""
+    """Qwen3.5 with experts."""
     family = _text(raw, generation, where)
     for name, value in _EXPERTS.items():
         family.only(name, value)
-    return _config(family, _experts(family), is_fused=False)
+    return _with_tower(family, _config(family, _experts(family), is_fused=False))
+
+
+def _with_tower(family: Family, config: ModelConfig) -> ModelConfig:
+    assert config.decoder is not None
+    rope = config.decoder.attention.rope
+    pairs = 0 if rope is None else rope.rotary_dim(config.head_dim) // 2
+    text = TextOfVision(family.fields, family.hidden_size, family.num_layers, pairs, (11, 11, 10))
+    return replace(config, vision=read_qwen3_vision(family.whole, text))
 
 
 def _text(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> Family:

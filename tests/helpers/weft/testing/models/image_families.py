@@ -45,6 +45,8 @@ class ImageFamily(ABC):
     """Of its image processor's class, without the end."""
     sees_both_ways: ClassVar[bool] = False
     """Whether tokens of one picture attend to one another both ways."""
+    has_states: ClassVar[bool] = False
+    """Whether prefixes are found where recurrent layers have kept their states alone."""
     embedding_scale: ClassVar[float] = 0.5
     """Small enough that layers, and so images, decide what is drawn."""
 

@@ -241,7 +241,21 @@ class Qwen3VlMoe(QwenVl):
     kind = "qwen3_vl_moe"
 
 
-QWEN_FAMILIES: dict[str, type[QwenVl]] = {one.kind: one for one in (Qwen25Vl, Qwen3Vl, Qwen3VlMoe)}
+class Qwen35(QwenVl):
+    """Recurrent layers, and heads that are rotated in part."""
+
+    kind = "qwen3_5"
+    has_states = True
+
+
+class Qwen35Moe(QwenVl):
+    kind = "qwen3_5_moe"
+    has_states = True
+
+
+QWEN_FAMILIES: dict[str, type[QwenVl]] = {
+    one.kind: one for one in (Qwen25Vl, Qwen3Vl, Qwen3VlMoe, Qwen35, Qwen35Moe)
+}
 
 
 def _taps(found: Any) -> list[torch.Tensor]:
