@@ -271,7 +271,7 @@ def test_files_in_flags_are_mounted(objects: tuple[Object, ...]) -> None:
             _, _, value = flag.partition("=")
             if value.startswith("/"):
                 place = next(path for path in mounts if value.startswith(f"{path}/"))
-                is_written = flag.startswith("--crash-dir=")
+                is_written = flag.startswith(("--crash-dir=", "--profile-dir="))
                 assert mounts[place].get("readOnly", False) == (not is_written), flag
         # A service has its own certificate and nobody else's.
         tls = volumes[mounts["/etc/weft/tls"]["name"]]["secret"]
@@ -532,6 +532,27 @@ def test_adapters_are_off_until_their_component_is_added(tmp_path: Path) -> None
                 assert settings.engine_config(workload.service, settings.worker_id).enable_lora
         for item in objects:
             kubernetes_validate.validate(item, VERSION, strict=True)
+
+
+def test_images_have_room_with_their_component(tmp_path: Path) -> None:
+    components = os.path.relpath(ROOT / "k8s" / "components", tmp_path)
+    base = os.path.relpath(ROOT / "k8s" / "base", tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        f"resources: [{base}]\ncomponents: [{components}/vision]\n"
+    )
+    objects = render_folder(tmp_path)
+    by_service = {workload.service: workload for workload in workloads(objects)}
+    settings = settings_of(by_service["gateway"], objects)
+    assert f"--max-body-bytes={settings.image_body_bytes}" in by_service["rest"].flags(objects)
+    held = settings.media_held_bytes + settings.media_memo_bytes
+    limits = {
+        service: by_service[service].container["resources"]["limits"]["memory"]
+        for service in ("gateway", "rest")
+    }
+    assert int(limits["gateway"].removesuffix("Gi")) << 30 >= 2 * held
+    # Four bodies as they come, and in messages for the gateway.
+    assert int(limits["rest"].removesuffix("Gi")) << 30 >= 2 * 4 * settings.image_body_bytes
 
 
 def test_embedders_are_added_by_their_component(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ class RestSettings(Settings):
     ready_file: Path | None = setting_of(ServiceSettings, "ready_file")
     max_body_bytes: int = setting_of(GatewaySettings, "max_body_bytes")
     max_held_bytes: int = Field(
-        128 << 20,
-        ge=1,
+        0,
+        ge=0,
         description="most bytes of request bodies that are not passed on yet; more are answered "
-        "with 503, in bytes",
+        "with 503, in bytes; 0 = room for four of the largest, and no less than 128 MiB",
     )
     ready_grace_s: float = setting_of(GatewaySettings, "ready_grace_s")
     drain_timeout: timedelta = Field(

@@ -23,6 +23,8 @@ const (
 	// This much of a body that is too large is read and discarded, so that a client that sends first
 	// and reads later gets the answer instead of a reset connection.
 	drainBytes = 64 << 20
+	// Room for bodies that are still arriving, where Config.MaxHeldBytes is not given.
+	leastHeldBytes = 128 << 20
 	// A body whose header says that it is too large is read and discarded for this long.
 	drainTime = 2 * time.Second
 )

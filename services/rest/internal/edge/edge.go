@@ -35,7 +35,7 @@ type Config struct {
 	// MaxBodyBytes bounds a request body; more is answered with 413.
 	MaxBodyBytes int64
 	// MaxHeldBytes bounds the bodies, all together, that are not passed on yet; more are answered with
-	// 503. One body always has room.
+	// 503. One body always has room. 0: four of the largest have, and no less than leastHeldBytes.
 	MaxHeldBytes int64
 	// BodyPause: a body of which nothing comes for this long is answered with 408; 0: 10 s.
 	BodyPause time.Duration
@@ -51,6 +51,13 @@ type Config struct {
 	// Leaving is done once clients should go elsewhere: the edge still serves, but says that it is not
 	// ready and closes connections behind their next answer. nil: as soon as it drains.
 	Leaving context.Context
+}
+
+func (c Config) heldBytes() int64 {
+	if c.MaxHeldBytes == 0 {
+		return max(leastHeldBytes, 4*c.MaxBodyBytes)
+	}
+	return max(c.MaxHeldBytes, c.MaxBodyBytes)
 }
 
 // watchPath is that of a stream without an end, which must not keep the edge from ending.
@@ -78,7 +85,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 		ending:  ctx,
 		origins: newOrigins(config.AllowedOrigins),
 		shapes:  readShapes(weftv1.File_weft_v1_dialects_proto),
-		room:    bodyRoom{limit: max(config.MaxHeldBytes, config.MaxBodyBytes)},
+		room:    bodyRoom{limit: config.heldBytes()},
 	}
 	middlewares := []runtime.Middleware{answerProbes, recordRoute}
 	if config.Tracing != nil {

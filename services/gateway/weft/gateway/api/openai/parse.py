@@ -35,6 +35,7 @@ _MAX_BRACKETS = 1 << 18
 """Most opening brackets: lists and objects take far more memory than their text. Brackets inside
 strings count as well; a text with this many has more tokens than a context.
 """
+_PIECE_BYTES = 1 << 20
 _MAX_DEPTH = 200
 """Levels of lists and objects that the parser surely takes."""
 _ALIKE = 0.7
@@ -98,7 +99,9 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bo
         raise BodyTooLarge(
             f"the body has {len(data)} bytes; at most {max_bytes} are accepted", stage="validate"
         )
-    num_brackets = data.count(b"[") + data.count(b"{")
+    # In pieces, since each call holds Python's lock.
+    starts = range(0, len(data), _PIECE_BYTES)
+    num_brackets = sum(data.count(one, at, at + _PIECE_BYTES) for one in b"[{" for at in starts)
     if num_brackets > _MAX_BRACKETS:
         raise InvalidRequest(
             f"the body has {num_brackets} opening brackets; at most {_MAX_BRACKETS} are accepted",
