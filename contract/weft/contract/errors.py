@@ -143,6 +143,33 @@ class ProfilesDisabled(WeftError):
     http_status = 409
 
 
+class Paused(WeftError):
+    """The worker takes no requests, since a trainer has paused it or changes its weights."""
+
+    reason = "PAUSED"
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+    is_of_worker = True
+
+
+class WeightsIncomplete(WeftError):
+    """An update of the weights has failed, so that the worker has no version to serve."""
+
+    reason = "WEIGHTS_INCOMPLETE"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 503
+    is_of_worker = True
+
+
+class RefitRunning(WeftError):
+    """The weights are being changed already."""
+
+    reason = "REFIT_RUNNING"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
 class AdapterNotFound(ModelNotFound):
     """The worker was never ordered to load this adapter, or was ordered to unload it."""
 
@@ -273,6 +300,9 @@ _BY_REASON: dict[str, type[WeftError]] = {
         ProfileRunning,
         ProfileNotFound,
         ProfilesDisabled,
+        Paused,
+        WeightsIncomplete,
+        RefitRunning,
         AdapterNotFound,
         AdapterError,
         Overloaded,

@@ -26,6 +26,7 @@ from weft.contract.reports import LoadReport
 from weft.contract.spans import Media
 from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 from weft.contract.submits import Cancel, Failure, GatewayBatch, Ping, SessionEnd, Submit
+from weft.contract.weights import WeightCommand, WeightReply
 
 # -- to the engine ---------------------------------------------------------------------------------
 
@@ -80,6 +81,7 @@ class Inbox:
     fault_orders: list[FaultOrder] = field(default_factory=list)
     """Orders for the fault points of the engine's process."""
     profile_commands: list[ProfileCommand] = field(default_factory=list)
+    weight_commands: list[WeightCommand] = field(default_factory=list)
     log_level: str = ""
     """New log level of the engine's process: debug, info, warning or error; empty: unchanged."""
 
@@ -111,4 +113,5 @@ class Outbox:
     profile_replies: list[tuple[int, Failure | None]] = field(default_factory=list)
     """Pairs (query, why the command was not obeyed)."""
     profile_ends: list[ProfileEnd] = field(default_factory=list)
+    weight_replies: list[WeightReply] = field(default_factory=list)
     load: LoadReport | None = None

@@ -257,6 +257,7 @@ OF_SERVICE = {
     "OllamaService": "gateway",
     "PoolingService": "gateway",
     "ServerService": "gateway",
+    "TrainerService": "gateway",
     "MeshService": "gateway",
     "TraceService": "gateway",
     "DecodeService": "decode-0",
@@ -268,6 +269,8 @@ OF_SERVICE = {
 HARMFUL = {
     # A worker that drains takes nothing more, as it was told to.
     "/weft.v1.WorkerService/Drain",
+    # So does one that is paused.
+    "/weft.v1.AdminService/Pause",
 }
 METHODS = [method for method in CALLERS if "/weft.v1." in method and method not in HARMFUL]
 

@@ -30,6 +30,7 @@ SERVICES = {
     "gateway": {
         *("weft.v1.GatewayService", "weft.v1.OpenAIService", "weft.v1.ResponsesService"),
         *("weft.v1.AnthropicService", "weft.v1.OllamaService", "weft.v1.ServerService"),
+        "weft.v1.TrainerService",
     },
     "decode-0": {"weft.v1.DecodeService", "weft.v1.WorkerService"},
     "prefill-0": {"weft.v1.PrefillService", "weft.v1.WorkerService"},

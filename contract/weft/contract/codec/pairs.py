@@ -28,6 +28,7 @@ from weft.contract.submits import (
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, FillRecord, Timeline
 from weft.contract.token_ids import TokenIds, extend_ids, unpacked_ids
+from weft.contract.weights import WeightStatus
 from weft.v1 import (
     admin_pb2,
     common_pb2,
@@ -35,6 +36,7 @@ from weft.v1 import (
     kv_pb2,
     kvstore_pb2,
     profile_pb2,
+    weights_pb2,
     worker_pb2,
 )
 
@@ -49,6 +51,7 @@ DECLINE_REASONS = enum_names(kv_pb2.DeclineReason.DESCRIPTOR)
 FAULT_KINDS = enum_names(admin_pb2.FaultKind.DESCRIPTOR)
 FILL_SOURCES = enum_names(common_pb2.FillSource.DESCRIPTOR)
 FINISH_REASONS = enum_names(common_pb2.FinishReason.DESCRIPTOR)
+PAUSE_MODES = enum_names(weights_pb2.PauseMode.DESCRIPTOR)
 LEASE_STATES = enum_names(kv_pb2.LeaseState.DESCRIPTOR)
 TRANSPORTS = enum_names(common_pb2.TransportKind.DESCRIPTOR)
 ADAPTER_STATES = enum_names(worker_pb2.AdapterState.DESCRIPTOR)
@@ -251,6 +254,7 @@ KV_RUN = Codec(KvRun, worker_pb2.KvRun)
 KV_CHANGE = Codec(KvChange, worker_pb2.KvChange)
 ADAPTER = Codec(AdapterState, worker_pb2.AdapterStatus)
 FAULT = Codec(FaultSpec, admin_pb2.Fault)
+WEIGHT_STATUS = Codec(WeightStatus, weights_pb2.WeightStatus)
 PROFILE_OPTIONS = Codec(ProfileOptions, profile_pb2.ProfileOptions)
 PROFILED_ENGINE = Codec(
     ProfileEnd,
@@ -267,7 +271,7 @@ LOAD = Codec(
         # In another form, or known to the server alone.
         *("state_counts", "state_blocks", "decode_step_s", "decode_step", "decode_step_requests"),
         *("adapters", "gone_adapters", "adapter_generation", "adapters_are_changes"),
-        *("worker_id", "epoch", "loop_age"),
+        *("worker_id", "epoch", "loop_age", "model_digest"),
     ),
 )
 INFO = Codec(

@@ -38,6 +38,7 @@ from weft.engine.executor.orders import (
     PoisonBlocks,
     PoisonPages,
     PrepareProfile,
+    RefitFromFolder,
     ShiftRotations,
     StartProfile,
     StopProfile,
@@ -48,12 +49,14 @@ from weft.engine.executor.orders import (
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
+from weft.engine.executor.refits import WeightRefits
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
+from weft.engine.model.refit import Refit
 from weft.engine.model.step import Step
 from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
@@ -116,6 +119,7 @@ class LocalExecutor:
         peers: Ranks with a GPU each, of which rank 0 draws for all; None: the model is on one
             device.
         media: Rows of media; None: prompts have none.
+        refit: Changes the model's weights; None: they cannot be changed.
     """
 
     def __init__(
@@ -144,7 +148,9 @@ class LocalExecutor:
         rank: int = 0,
         peers: DevicePeers | None = None,
         media: MediaEmbeddings | None = None,
+        refit: Refit | None = None,
     ) -> None:
+        self.refits = WeightRefits(refit)
         self.profiler = StepProfiler(device, rank)
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
@@ -565,6 +571,8 @@ class LocalExecutor:
                 self.profiler.start()
             case StopProfile(folder):
                 self.profiler.stop(folder)
+            case RefitFromFolder(folder):
+                self.refits.begin(folder)
             case _:
                 assert_never(order)
 

@@ -115,6 +115,14 @@ class StopProfile(NamedTuple):
     folder: str
 
 
+class RefitFromFolder(NamedTuple):
+    """Changes the weights to those in a folder, in the background. No step may begin until it has
+    ended.
+    """
+
+    folder: str
+
+
 PageOrder: TypeAlias = (
     CopyPages
     | ZeroPages
@@ -127,7 +135,13 @@ PageOrder: TypeAlias = (
 )
 """Orders on pages and blocks. Ranks that share their pages need one of them to do these."""
 Order: TypeAlias = (
-    PageOrder | EncodeMedia | ShiftRotations | PrepareProfile | StartProfile | StopProfile
+    PageOrder
+    | EncodeMedia
+    | ShiftRotations
+    | PrepareProfile
+    | StartProfile
+    | StopProfile
+    | RefitFromFolder
 )
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 

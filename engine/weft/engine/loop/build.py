@@ -73,6 +73,7 @@ from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pools import Pools, describe_context, size_pools
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.model.refit import Refit
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.requests.media_rows import EncoderFacts
@@ -411,10 +412,17 @@ def _make_executor(
         num_ranks=config.tp,
         peers=_device_peers(peers),
         media=media,
+        refit=_refit_of(models.loaded),
     )
     if shared is not None:
         shared.others.agree("pool")
     return executor
+
+
+def _refit_of(loaded: LoadedModel) -> Refit | None:
+    """None: parts beside the language model would keep their old weights, or what they made."""
+    is_alone = loaded.encoder is None and loaded.pooling.task == "generate"
+    return loaded.refit if is_alone else None
 
 
 def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:

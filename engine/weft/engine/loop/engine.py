@@ -92,6 +92,7 @@ class Engine:
         self.drafter = parts.drafter
         self.pipeline = wired.pipeline
         self._profiles = wired.profiles
+        self.weights = wired.weights
         self.stats = wired.stats
         self._pace = wired.pace
         self._look_up, self._fail = wired.look_up, wired.fail
@@ -115,7 +116,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether the next turn would run a step."""
-        return self.scheduler.has_work or self.pipeline.num_steps > 0
+        return self.pipeline.num_steps > 0 or (
+            self.scheduler.has_work and not self.weights.stops_steps
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -153,7 +156,7 @@ class Engine:
             return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
             return STANDSTILL_S
-        if self.fills.num_open:
+        if self.fills.num_open or self.weights.is_busy:
             return EXPIRY_INTERVAL_S
         return QUIET_REPORT_S if self._is_reported and self.is_idle else IDLE_S
 
@@ -191,7 +194,10 @@ class Engine:
             if self.sessions is not None:
                 self.sessions.tick()
             self.filler.tick()
-        if self.pipeline.may_begin():
+        self.weights.turn(self.pipeline.num_steps)
+        if self.weights.stops_steps:
+            plan = Plan()
+        elif self.pipeline.may_begin():
             plan = self.scheduler.plan(now)
         else:
             plan = Plan()
@@ -297,6 +303,8 @@ class Engine:
             self._out.outbox.state_replies.append((query_id, state))
         for command in inbox.profile_commands:
             self._profiles.obey(command)
+        for about_weights in inbox.weight_commands:
+            self.weights.obey(about_weights)
 
     def _take_transfers(self) -> None:
         transport = self.parts.transport
@@ -338,6 +346,7 @@ class Engine:
         try:
             if self.is_draining:
                 raise Draining("this worker is draining", stage="queue")
+            self.weights.check()
             self._check_queue()
             self.adapters.check(submit)
             check_media(self.media, submit.spans, len(submit.prompt))

@@ -89,6 +89,14 @@ class RequestGroups:
         for key in [key for key in self._groups if key.gateway == gateway]:
             self.cancel(key)
 
+    def cancel_everything(self) -> None:
+        for key in list(self._groups):
+            self._cancel_all_of(key)
+
+    def fail_all(self, error: WeftError) -> None:
+        for key in list(self._groups):
+            self.fail(key, error)
+
     def fork(self, first: Request, now: float) -> None:
         """Creates the other samples of a prompt whose KV exists now. They share its full pages."""
         group = self._groups.get(first.key)

@@ -70,7 +70,7 @@ class Intake:
         self._layout = layout.describe()
         # The projections decide which tensors a lenient load ignores, and so an adapter's pages.
         self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
-        self._model_digest = model_digest
+        self.model_digest = model_digest
         self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._max_tokens = max_tokens
@@ -85,7 +85,7 @@ class Intake:
         known = self._namespaces.get((cache_salt, adapter))
         if known is None:
             known = namespace_digest(
-                self._model_digest,
+                self.model_digest,
                 self._adapted_layout if adapter else self._layout,
                 adapter_digest=adapter,
                 cache_salt=cache_salt,
@@ -93,6 +93,17 @@ class Intake:
             if len(self._namespaces) < 1024:
                 self._namespaces[cache_salt, adapter] = known
         return known
+
+    def change_model(self, digest: bytes) -> None:
+        """The model has other weights from now on, so that no page of the old ones is found."""
+        self.model_digest = digest
+        self._namespaces.clear()
+
+    def rename(self, request: Request) -> None:
+        """Gives a request whose published pages are its no more the present namespace."""
+        request.namespace = self.namespace(request.cache_salt, request.adapter)
+        prompt = token_ids(request.tokens[: request.num_prompt_tokens])
+        request.keys = self._keys(request.namespace, prompt, request.spans)
 
     def from_submit(self, submit: Submit, now: float) -> Request:
         """Builds the first sample of a submit that is to run; its other samples are forked from it.

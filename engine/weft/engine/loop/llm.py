@@ -23,6 +23,13 @@ from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import token_ids
+from weft.contract.weights import (
+    DEFAULT_LIMIT_S,
+    PauseMode,
+    WeightAction,
+    WeightCommand,
+    WeightStatus,
+)
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
@@ -122,6 +129,36 @@ class LLM:
                 if reply.failure is not None:
                     raise to_error(reply.failure)
                 return
+            self._wait()
+
+    def refit(self, folder: Path | str, version: str = "") -> WeightStatus:
+        """Changes the model's weights to those in a folder of safetensors. Raises WeftError if
+        they could not be read; `weights` then says whether the old ones are left.
+        """
+        return self._command("refit", folder=str(folder), version=version)
+
+    def pause(self, mode: PauseMode = "keep", limit_s: float = DEFAULT_LIMIT_S) -> WeightStatus:
+        """Stops steps between two of them, until `resume` or for `limit_s`."""
+        return self._command("pause", mode=mode, limit_s=limit_s)
+
+    def resume(self) -> WeightStatus:
+        return self._command("resume")
+
+    @property
+    def weights(self) -> WeightStatus:
+        return self.engine.weights.status
+
+    def _command(self, action: WeightAction, **options: Any) -> WeightStatus:
+        command = WeightCommand(query=next(self._ids), action=action, **options)
+        inbox: Inbox | None = Inbox(weight_commands=[command])
+        while True:
+            self._woken.clear()
+            replies = self.engine.turn(inbox).weight_replies
+            inbox = None
+            for reply in replies:
+                if reply.failure is not None:
+                    raise to_error(reply.failure)
+                return reply.status
             self._wait()
 
     def _wait(self) -> None:

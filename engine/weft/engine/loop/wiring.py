@@ -19,6 +19,7 @@ from weft.engine.loop.pipeline import StepOwner, StepPipeline
 from weft.engine.loop.profiles import StepProfiles
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
+from weft.engine.loop.weights import WeightControl
 from weft.engine.requests.media_rows import MediaRows
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.pages import RequestPages
@@ -125,6 +126,16 @@ class EngineWiring:
         )
         self.profiles = StepProfiles(
             parts.executor, parts.local.profiler, self.out, clock, config.tp
+        )
+        self.weights = WeightControl(
+            parts.executor,
+            parts.local.refits,
+            parts.intake,
+            self.scheduler,
+            self.groups,
+            self.filler,
+            self.out,
+            clock,
         )
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         interval_s = config.stream_interval_s

@@ -25,12 +25,14 @@ from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import MediaEncoder, Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
+from weft.engine.model.refit import Refit, RefitSteps
 from weft.engine.model.vision.tower import VisionTower
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transposed
+from weft.engine.model.weights.refill import Parameters
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Scheme, Weights
@@ -67,6 +69,7 @@ class LoadedModel:
     """The checkpoint's MTP head; None: `load_model` was called without `mtp_head`."""
     encoder: MediaEncoder | None = None
     """Makes rows of images; None: `load_model` was called without `images`."""
+    refit: Refit
 
     @property
     def described_format(self) -> str:
@@ -154,7 +157,7 @@ def load_model(
     computed += of_ranks
     shard = Shard.among(peers)
     of_experts = shard if ep > 1 else Shard()
-    formats = ComputedFormat()
+    formats, parameters = ComputedFormat(), Parameters()
 
     def weights_of(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
         return Weights(
@@ -167,7 +170,19 @@ def load_model(
             arena=arena,
             peers=peers,
             computed=None if of_tower else formats,
+            parameters=parameters,
         )
+
+    def on_meta(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
+        own = _tower_scheme(chosen) if of_tower else scheme
+        return Weights(reader, own, torch_dtype, torch.device("meta"))
+
+    def digest_of(digests: Sequence[bytes]) -> bytes:
+        return combine_digests(config, computed, digests, fingerprint)
+
+    def check(folder: Path) -> None:
+        with _SkipMetaChecks():
+            _read_model(folder, config, None, build, on_meta, wanted)
 
     wanted = _Wanted(mtp_head=mtp_head, tower=images)
     if dummy:
@@ -181,13 +196,18 @@ def load_model(
         with FileDigests(weight_files(model_dir)) as digests:
             model, mtp, tower = _read_model(model_dir, config, progress, build, weights_of, wanted)
             try:
-                digest = combine_digests(config, computed, digests.wait(), fingerprint)
+                digest = digest_of(digests.wait())
             except OSError as error:
                 raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
-    if mtp is not None:
-        mtp.digest = mtp_digest(digest)
-    if tower is not None:
-        tower.digest = tower_digest(digest, tower.config)
+    parts = _Parts(model, mtp, tower)
+    _name(parts, digest)
+    steps = RefitSteps(
+        lambda folder, told: _read_model(folder, config, told, build, weights_of, wanted),
+        lambda folder: ModelConfig.load(folder, max_context_tokens),
+        check,
+        digest_of,
+        lambda digest: _name(parts, digest),
+    )
     return LoadedModel(
         model=model,
         config=config,
@@ -200,6 +220,7 @@ def load_model(
         heads=_heads(model, pooling, target, dummy=dummy),
         mtp=mtp,
         encoder=tower,
+        refit=Refit(config, parts, parameters, steps),
     )
 
 
@@ -234,6 +255,13 @@ class _Parts(NamedTuple):
     model: Model
     mtp: MtpHead | None
     tower: VisionTower | None
+
+
+def _name(parts: _Parts, digest: bytes) -> None:
+    if parts.mtp is not None:
+        parts.mtp.digest = mtp_digest(digest)
+    if parts.tower is not None:
+        parts.tower.digest = tower_digest(digest, parts.tower.config)
 
 
 class _WeightsOf(Protocol):

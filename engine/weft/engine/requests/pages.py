@@ -276,6 +276,7 @@ class RequestPages:
         request.num_computed = 0
         request.held.num_published = 0
         request.held.leaf = None
+        request.held.is_private = False
         self.return_promise(request)
 
     def has_room_beside(self, request: Request, *, soon: bool = False) -> bool:

@@ -41,7 +41,7 @@ LEGAL_EDGES: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.LOADING, State.FILLING, State.PREFILLING, State.FINISHED}),
     State.LOADING: frozenset({State.FILLING, State.PREFILLING, State.WAITING, State.FINISHED}),
     State.FILLING: frozenset({State.LOADING, State.PREFILLING, State.WAITING, State.FINISHED}),
-    State.PREFILLING: frozenset({State.RUNNING, State.FINISHED}),
+    State.PREFILLING: frozenset({State.RUNNING, State.WAITING, State.FINISHED}),
     State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
     State.PREEMPTED: frozenset({State.LOADING, State.PREFILLING, State.FINISHED}),
     State.FINISHED: frozenset(),
@@ -91,6 +91,10 @@ class HeldPages:
     """During admission: a cached page whose first tokens continue the request after `pages`."""
     num_partial_tokens: int = 0
     """Number of matching tokens in that page."""
+    is_private: bool = False
+    """Whether versions of the weights have changed since the first of these pages, so that the
+    pages are of use to this request alone.
+    """
 
     def promise(self, memory: PageMemory, num_pages: int) -> None:
         memory.promise(num_pages)
@@ -253,6 +257,10 @@ class Request:
     unforked_samples: dict[int, list[int]] = field(default_factory=dict)
     """First sample only: samples to be forked once the prompt's KV exists, each with the tokens
     that it has generated elsewhere.
+    """
+    old_versions: list[tuple[str, int]] = field(default_factory=list)
+    """Names of the weights' versions before the present one, and how many tokens were generated
+    when each ended.
     """
     error: WeftError | None = None
     end_token_ids: frozenset[int] = field(init=False)

@@ -24,7 +24,13 @@ from weft.contract.errors import WeftError
 from weft.contract.spans import before_span, border_before_span
 from weft.engine.requests.media_rows import MediaRows
 from weft.engine.requests.pages import RequestPages
-from weft.engine.requests.request import LEGAL_EDGES, Request, State
+from weft.engine.requests.request import (
+    LEGAL_EDGES,
+    NO_SESSION,
+    Request,
+    SharedPrefix,
+    State,
+)
 from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
 from weft.engine.scheduler.deadlines import Deadlines
 from weft.engine.scheduler.estimate import NewTokenEstimate
@@ -471,6 +477,8 @@ class Scheduler:
             self._publish_computed(request)
 
     def _publish_computed(self, request: Request) -> None:
+        if request.held.is_private:
+            return
         known = request.held.num_published
         if request.num_computed // self._limits.page_size > known:
             self.publish(request)
@@ -481,6 +489,8 @@ class Scheduler:
             self.progressed.append(request)  # Its pages were cached; it computed states.
 
     def publish(self, request: Request) -> None:
+        if request.held.is_private:
+            return
         known = request.held.num_published
         if not self.pages.publish(request):
             return
@@ -488,6 +498,53 @@ class Scheduler:
             self.progressed.append(request)
         for on_published in self._events.published:
             on_published(request, known, request.held.num_published)
+
+    # -- versions of the weights -----------------------------------------------------------------
+
+    def not_admitted(self) -> list[Request]:
+        """Requests that wait for their first step, or for another one after a preemption."""
+        return [*self.held, *self.waiting, *self.waitlist]
+
+    def change_version(
+        self, rename: Callable[[Request], None], old: str, *, retracts: bool
+    ) -> None:
+        """The weights have changed, and no step is under way. Requests that generate keep their
+        pages, which become private, unless `retracts`; the others begin anew.
+
+        Args:
+            rename: Gives a request the namespace of the new weights.
+            old: Name of the old weights' version.
+        """
+        for request in chain(self.not_admitted(), self.filling, self.prefilling, self.running):
+            if request.num_generated:
+                request.old_versions.append((old, request.num_generated))
+        for request in list(chain(self.filling, self.prefilling)):
+            self._begin_anew(request)
+        # Companions' pieces are published with every step, so that such requests are retracted.
+        if retracts or self.pages.companions:
+            for request in list(self.running):
+                self.preempt(request)
+        for request in self.running:
+            request.held.is_private, request.held.leaf = True, None
+            request.chat = NO_SESSION
+            rename(request)
+        for request in self.not_admitted():
+            self.pages.drop(request)
+            request.sharing = SharedPrefix()
+            rename(request)
+            request.num_found_tokens = self.pages.num_cached_tokens(request)
+
+    def _begin_anew(self, request: Request) -> None:
+        self._leave_queue(request)
+        if request.state is not State.PREFILLING:
+            assert self._fills is not None
+            self._fills.abandon(request)
+        self.waiting.on_ended(request)
+        self.pages.drop(request)
+        request.sources.candidates.clear()
+        self._give_slot_back(request)
+        self._transition(request, State.WAITING)
+        self._enqueue(request)
 
     # -- remote fills ----------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class Filler:
         self._leases: dict[bytes, Lease] = {}
         self._by_stream: dict[int, Lease] = {}
         self._used: OrderedDict[bytes, LeaseState] = OrderedDict()
-        self.is_draining = False
+        self.is_draining = self.is_paused = False
         self.counters = FillerCounters()
 
     # -- from owners -----------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Filler:
         """(reason, message) to decline the handle, or two empty strings."""
         if handle.filler_epoch != self._epoch:
             return "epoch", f"this incarnation is {self._epoch:016x}"
-        if self.is_draining:
+        if self.is_draining or self.is_paused:
             return "draining", "this worker is draining"
         if self._page_size not in (None, handle.page_size):
             return "layout", f"page size {handle.page_size}, here {self._page_size}"

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from weft.v1 import admin_pb2 as weft_dot_v1_dot_admin__pb2
+from weft.v1 import weights_pb2 as weft_dot_v1_dot_weights__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -66,6 +67,26 @@ class AdminServiceStub:
                 '/weft.v1.AdminService/ReadProfile',
                 request_serializer=weft_dot_v1_dot_admin__pb2.ReadProfileRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.ReadProfileResponse.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/weft.v1.AdminService/Pause',
+                request_serializer=weft_dot_v1_dot_weights__pb2.PauseRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/weft.v1.AdminService/Resume',
+                request_serializer=weft_dot_v1_dot_weights__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Refit = channel.unary_unary(
+                '/weft.v1.AdminService/Refit',
+                request_serializer=weft_dot_v1_dot_weights__pb2.RefitRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.RefitResponse.FromString,
+                _registered_method=True)
+        self.ShowWeights = channel.unary_unary(
+                '/weft.v1.AdminService/ShowWeights',
+                request_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.FromString,
                 _registered_method=True)
         self.InjectFault = channel.unary_unary(
                 '/weft.v1.AdminService/InjectFault',
@@ -134,6 +155,37 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
+        no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+        is a worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Ends a pause. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Refit(self, request, context):
+        """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
+        A worker that is not paused pauses meanwhile, with the mode keep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowWeights(self, request, context):
+        """Tells which weights are served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def InjectFault(self, request, context):
         """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
         started with --enable-faults.
@@ -188,6 +240,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ReadProfile,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.ReadProfileRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.ReadProfileResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.PauseRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.ResumeRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Refit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Refit,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.RefitRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.RefitResponse.SerializeToString,
+            ),
+            'ShowWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowWeights,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.SerializeToString,
             ),
             'InjectFault': grpc.unary_unary_rpc_method_handler(
                     servicer.InjectFault,
@@ -370,6 +442,114 @@ class AdminService:
             '/weft.v1.AdminService/ReadProfile',
             weft_dot_v1_dot_admin__pb2.ReadProfileRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.ReadProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Pause',
+            weft_dot_v1_dot_weights__pb2.PauseRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Resume',
+            weft_dot_v1_dot_weights__pb2.ResumeRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Refit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Refit',
+            weft_dot_v1_dot_weights__pb2.RefitRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.RefitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/ShowWeights',
+            weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from weft.v1 import admin_pb2 as _admin_pb2
+from weft.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -52,6 +53,19 @@ class AdminServiceStub:
     """Ends a profile early; answers once the engine has ended it, not once its trace is written."""
     ReadProfile: _grpc.UnaryStreamMultiCallable[_admin_pb2.ReadProfileRequest, _admin_pb2.ReadProfileResponse]
     """Waits until a profile's trace is written, and sends it."""
+    Pause: _grpc.UnaryUnaryMultiCallable[_weights_pb2.PauseRequest, _weights_pb2.PauseResponse]
+    """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
+    no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+    is a worker.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ResumeRequest, _weights_pb2.ResumeResponse]
+    """Ends a pause. Idempotent."""
+    Refit: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RefitRequest, _weights_pb2.RefitResponse]
+    """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
+    A worker that is not paused pauses meanwhile, with the mode keep.
+    """
+    ShowWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]
+    """Tells which weights are served."""
     InjectFault: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]
     """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
     started with --enable-faults.
@@ -85,6 +99,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Ends a profile early; answers once the engine has ended it, not once its trace is written."""
     ReadProfile: _aio.UnaryStreamMultiCallable[_admin_pb2.ReadProfileRequest, _admin_pb2.ReadProfileResponse]  # type: ignore[assignment]
     """Waits until a profile's trace is written, and sends it."""
+    Pause: _aio.UnaryUnaryMultiCallable[_weights_pb2.PauseRequest, _weights_pb2.PauseResponse]  # type: ignore[assignment]
+    """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
+    no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+    is a worker.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_weights_pb2.ResumeRequest, _weights_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Ends a pause. Idempotent."""
+    Refit: _aio.UnaryUnaryMultiCallable[_weights_pb2.RefitRequest, _weights_pb2.RefitResponse]  # type: ignore[assignment]
+    """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
+    A worker that is not paused pauses meanwhile, with the mode keep.
+    """
+    ShowWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]  # type: ignore[assignment]
+    """Tells which weights are served."""
     InjectFault: _aio.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]  # type: ignore[assignment]
     """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
     started with --enable-faults.
@@ -151,6 +178,43 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ReadProfileResponse], _abc.AsyncIterator[_admin_pb2.ReadProfileResponse]]:
         """Waits until a profile's trace is written, and sends it."""
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _weights_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.PauseResponse, _abc.Awaitable[_weights_pb2.PauseResponse]]:
+        """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
+        no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+        is a worker.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _weights_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.ResumeResponse, _abc.Awaitable[_weights_pb2.ResumeResponse]]:
+        """Ends a pause. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Refit(
+        self,
+        request: _weights_pb2.RefitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.RefitResponse, _abc.Awaitable[_weights_pb2.RefitResponse]]:
+        """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
+        A worker that is not paused pauses meanwhile, with the mode keep.
+        """
+
+    @_abc_1.abstractmethod
+    def ShowWeights(
+        self,
+        request: _weights_pb2.ShowWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.ShowWeightsResponse, _abc.Awaitable[_weights_pb2.ShowWeightsResponse]]:
+        """Tells which weights are served."""
 
     @_abc_1.abstractmethod
     def InjectFault(

@@ -185,6 +185,50 @@ class CancelResponseRequest(_message.Message):
 Global___CancelResponseRequest: _TypeAlias = CancelResponseRequest  # noqa: Y015
 
 @_typing.final
+class PauseWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    CLEAR_CACHE_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """abort, wait, keep or retract. Default: abort."""
+    clear_cache: _builtins.bool
+    """Also flush caches."""
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        clear_cache: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clear_cache", b"clear_cache", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseWorkersRequest: _TypeAlias = PauseWorkersRequest  # noqa: Y015
+
+@_typing.final
+class ShowServerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIG_FORMAT_FIELD_NUMBER: _builtins.int
+    config_format: _builtins.str
+    """Without effect: the answer is JSON."""
+    def __init__(
+        self,
+        *,
+        config_format: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_format", b"config_format"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowServerRequest: _TypeAlias = ShowServerRequest  # noqa: Y015
+
+@_typing.final
 class TokenizerInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

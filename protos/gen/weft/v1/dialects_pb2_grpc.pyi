@@ -401,6 +401,145 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class TrainerServiceStub:
+    """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
+    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
+    PauseWorkers: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.PauseWorkersRequest, _httpbody_pb2.HttpBody]
+    """Pauses all workers; answers once no step runs."""
+    ResumeWorkers: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Ends a pause. Idempotent."""
+    IsPaused: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Tells whether any worker is paused."""
+    PauseGeneration: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """PauseWorkers with SGLang's body."""
+    ContinueGeneration: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """ResumeWorkers with SGLang's body."""
+    UpdateWeightsFromDisk: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Changes the weights of all workers to those in a folder, which each worker's host must have."""
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Drops cached pages that no request uses. Not needed after an update, whose pages have other
+    names.
+    """
+    CheckWeights: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Compares what the workers have in memory, by digests."""
+    ShowServer: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.ShowServerRequest, _httpbody_pb2.HttpBody]
+    """Tells which weights each worker serves."""
+
+@_typing.type_check_only
+class TrainerServiceAsyncStub(TrainerServiceStub):
+    """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
+    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    PauseWorkers: _aio.UnaryUnaryMultiCallable[_dialects_pb2.PauseWorkersRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Pauses all workers; answers once no step runs."""
+    ResumeWorkers: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Ends a pause. Idempotent."""
+    IsPaused: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Tells whether any worker is paused."""
+    PauseGeneration: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """PauseWorkers with SGLang's body."""
+    ContinueGeneration: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """ResumeWorkers with SGLang's body."""
+    UpdateWeightsFromDisk: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Changes the weights of all workers to those in a folder, which each worker's host must have."""
+    FlushCache: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Drops cached pages that no request uses. Not needed after an update, whose pages have other
+    names.
+    """
+    CheckWeights: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Compares what the workers have in memory, by digests."""
+    ShowServer: _aio.UnaryUnaryMultiCallable[_dialects_pb2.ShowServerRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Tells which weights each worker serves."""
+
+class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
+    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    """
+
+    @_abc_1.abstractmethod
+    def PauseWorkers(
+        self,
+        request: _dialects_pb2.PauseWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Pauses all workers; answers once no step runs."""
+
+    @_abc_1.abstractmethod
+    def ResumeWorkers(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Ends a pause. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def IsPaused(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Tells whether any worker is paused."""
+
+    @_abc_1.abstractmethod
+    def PauseGeneration(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """PauseWorkers with SGLang's body."""
+
+    @_abc_1.abstractmethod
+    def ContinueGeneration(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """ResumeWorkers with SGLang's body."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeightsFromDisk(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Changes the weights of all workers to those in a folder, which each worker's host must have."""
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Drops cached pages that no request uses. Not needed after an update, whose pages have other
+        names.
+        """
+
+    @_abc_1.abstractmethod
+    def CheckWeights(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Compares what the workers have in memory, by digests."""
+
+    @_abc_1.abstractmethod
+    def ShowServer(
+        self,
+        request: _dialects_pb2.ShowServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Tells which weights each worker serves."""
+
+def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class PoolingServiceStub:
     """Vectors in place of text: embeddings as OpenAI's API has them, ranks as Cohere's and Jina's, scores
     and classes as vLLM's.

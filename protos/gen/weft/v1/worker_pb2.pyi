@@ -497,6 +497,7 @@ class WatchLoadResponse(_message.Message):
     GONE_ADAPTERS_FIELD_NUMBER: _builtins.int
     STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     RECENT_PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     draining: _builtins.bool
@@ -538,6 +539,8 @@ class WatchLoadResponse(_message.Message):
     """As prefill_tokens_per_second; 0 = no prompt was computed lately; absent = the worker is of an
     older version, which does not tell.
     """
+    model_digest: _builtins.bytes
+    """Names the weights that are served now, in 32 bytes; empty = those of GetInfo."""
     @_builtins.property
     def loop_age(self) -> _duration_pb2.Duration:
         """Age of the engine's last loop turn when this was sent: stale means dead for routing."""
@@ -606,10 +609,11 @@ class WatchLoadResponse(_message.Message):
         gone_adapters: _abc.Iterable[_builtins.bytes] | None = ...,
         state_blocks: Global___StateBlocks | None = ...,
         recent_prefill_tokens_per_second: _builtins.float | None = ...,
+        model_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "decode_step", b"decode_step", "loop_age", b"loop_age", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "stale_after", b"stale_after", "state_blocks", b"state_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "model_digest", b"model_digest", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recent_prefill_tokens_per_second: _TypeAlias = _typing.Literal["recent_prefill_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__recent_prefill_tokens_per_second: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second"]  # noqa: Y015

@@ -21,7 +21,7 @@ from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
-from weft.contract.codec.pairs import FAULT, PROFILE_OPTIONS
+from weft.contract.codec.pairs import FAULT, PAUSE_MODES, PROFILE_OPTIONS, WEIGHT_STATUS
 from weft.contract.errors import (
     ConfigError,
     InvalidRequest,
@@ -31,7 +31,8 @@ from weft.contract.errors import (
 )
 from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.contract.profiles import ProfileOptions, check_id
-from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2
+from weft.contract.weights import WeightAction, WeightStatus
+from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2, weights_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,12 @@ class AdminBackend(Protocol):
     ) -> tuple[profile_pb2.ProfileSummary, AsyncIterator[bytes]]:
         """Waits until a profile's trace is written; returns what it has, and its bytes."""
         raise ProfileNotFound(f"there is no profile {profile!r}", stage="profile")
+
+    async def command_weights(self, action: WeightAction, **options: Any) -> WeightStatus:
+        """Orders what concerns weights and pauses, with the fields of `WeightCommand`; returns the
+        state afterwards.
+        """
+        raise ConfigError("this service has no model; only workers have", stage="weights")
 
     def set_log_level(self, level: LogLevel) -> None:
         """Sets the log level of the service's other processes; this process has it already."""
@@ -198,6 +205,48 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         yield admin_pb2.ReadProfileResponse(summary=summary)
         async for chunk in chunks:
             yield admin_pb2.ReadProfileResponse(data=chunk)
+
+    async def Pause(
+        self,
+        request: weights_pb2.PauseRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.PauseResponse:
+        options: dict[str, Any] = {}
+        if request.HasField("limit"):
+            options["limit_s"] = request.limit.ToNanoseconds() / 1e9
+        mode = PAUSE_MODES[request.mode] or "keep"
+        status = await self._backend.command_weights("pause", mode=mode, **options)
+        _log.info("paused", extra={"mode": mode})
+        return weights_pb2.PauseResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def Resume(
+        self,
+        request: weights_pb2.ResumeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.ResumeResponse:
+        status = await self._backend.command_weights("resume")
+        _log.info("resumed")
+        return weights_pb2.ResumeResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def Refit(
+        self,
+        request: weights_pb2.RefitRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.RefitResponse:
+        status = await self._backend.command_weights(
+            "refit", folder=request.folder, version=request.version
+        )
+        _log.info("weights changed", extra={"version": status.version})
+        return weights_pb2.RefitResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def ShowWeights(
+        self,
+        request: weights_pb2.ShowWeightsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.ShowWeightsResponse:
+        action: WeightAction = "digest" if request.packed_digest else "show"
+        status = await self._backend.command_weights(action)
+        return weights_pb2.ShowWeightsResponse(status=WEIGHT_STATUS.encode(status))
 
     async def InjectFault(
         self,

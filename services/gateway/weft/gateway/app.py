@@ -42,6 +42,7 @@ from weft.gateway.console.recent import RecentRequests
 from weft.gateway.console.relay import OperatorsRelay
 from weft.gateway.console.service import MeshFace
 from weft.gateway.console.view import MeshView
+from weft.gateway.console.weights import MeshWeights
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.kv_follow import KvFollower
@@ -82,6 +83,7 @@ SERVICES = (
     "weft.v1.AnthropicService",
     "weft.v1.OllamaService",
     "weft.v1.ServerService",
+    "weft.v1.TrainerService",
     "weft.v1.MeshService",
 )
 
@@ -322,6 +324,8 @@ class GatewayApp:
             gateway=self._gateway_id.removeprefix("gateway-"),
             responses=self._responses,
             profiles=ProfileCalls(self._profiles, access),
+            weights=MeshWeights(self.fleet, self._relay()),
+            access=access,
         )
 
     def _relay(self) -> OperatorsRelay:

@@ -296,6 +296,11 @@ class GatewaySettings(_RoutingSettings):
         description="serve the gateway's metrics as /metrics on the REST port; with API keys only "
         "to those that may load adapters",
     )
+    rl: bool = Field(
+        False,
+        description="serve trainers' calls on the REST port, which pause workers and change their "
+        "weights; they need the operators' token and --console operate",
+    )
     console: Literal["off", "view", "operate"] = Field(
         "view",
         description="what the console and the stream behind it may do on the REST port: nothing, "

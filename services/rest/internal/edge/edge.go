@@ -136,6 +136,8 @@ func register(
 			ctx, mux, weftv1.NewOllamaServiceClient(backend)),
 		weftv1.RegisterServerServiceHandlerClient(
 			ctx, mux, weftv1.NewServerServiceClient(backend)),
+		weftv1.RegisterTrainerServiceHandlerClient(
+			ctx, mux, weftv1.NewTrainerServiceClient(backend)),
 		weftv1.RegisterMeshServiceHandlerClient(
 			ctx, mux, weftv1.NewMeshServiceClient(backend)),
 	)

@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ from weft.engine.executor.ranks.share import (
     pool_of,
 )
 from weft.engine.executor.ranks.start import START_LIMIT_S
+from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
@@ -88,6 +89,11 @@ class FollowerGroup:
         self._notices = []
         answer, _ = self._link.receive()
         return int(answer["number"])
+
+    def tell(self, result: RefitResult) -> None:
+        """Tells rank 0 how a change of this rank's weights ended."""
+        with contextlib.suppress(LinkClosed):  # Rank 0 has ended, and this process follows.
+            self._link.send(asdict(result) | {"digest": result.digest.hex()})
 
     def share(self, size: int) -> Segment:
         answer, memory = self._link.receive()
@@ -180,7 +186,9 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
         media=media_of(config, loaded, device, peers),
+        refit=loaded.refit,
     )
+    executor.refits.tell = others.tell
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     drafting = None

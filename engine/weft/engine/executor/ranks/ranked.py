@@ -60,6 +60,7 @@ class RankedExecutor:
         self._ranks = ranks
         self._peers = peers
         self.page_table, self.window_tables = local.page_table, local.window_tables
+        local.refits.hear = ranks.hear
         self._num_additions_sent = 0
         """`PageTable.num_additions` when entries were sent last."""
         self._maps_pools = maps_pools = len(local.device_pages.parts) > 1

@@ -21,6 +21,7 @@ from weft.contract.errors import ConfigError, RanksLost, error_class
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.placement import NET_VARIABLE, bound_command
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_to_json
+from weft.engine.executor.refits import RefitResult
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 
@@ -143,6 +144,19 @@ class Ranks:
         for follower in self._followers:
             self._send(follower, {"number": number})
         return number
+
+    def hear(self) -> list[RefitResult]:
+        """Waits for what the other ranks say of a change of their weights, in any thread."""
+        found = list[RefitResult]()
+        for follower in self._followers:
+            try:
+                message, _ = follower.link.receive()
+                digest = bytes.fromhex(message.pop("digest"))
+                found.append(RefitResult(digest=digest, **message))
+            except LinkClosed:
+                gone = f"rank {follower.rank} is gone"
+                found.append(RefitResult(problem=gone, reason=ConfigError.reason, is_mixture=True))
+        return found
 
     def share(self, size: int) -> Segment:
         """Makes memory for the pool that all ranks map. Raises ConfigError if the system refuses

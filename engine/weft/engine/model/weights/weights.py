@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
+from weft.engine.model.weights.refill import Parameters
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
 from weft.kernels.ops.linear.pack import packing_copies, weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -73,6 +74,7 @@ class Weights:
         arena: WeightArena | None = None,
         peers: Peers | None = None,
         computed: ComputedFormat | None = None,
+        parameters: Parameters | None = None,
     ) -> None:
         """All parameters of a checkpoint.
 
@@ -83,6 +85,7 @@ class Weights:
             arena: Memory for packed weights; None: a new arena.
             peers: Ranks that have all other shares; None: there are none.
             computed: Counts the number formats of packed products; None: a new count.
+            parameters: Records what is read; None: a new record.
         """
         self.dtype = dtype
         self.device = device
@@ -95,6 +98,7 @@ class Weights:
         self.reader = reader
         """Reads parameters by their full names."""
         self._computed = computed or ComputedFormat()
+        self._parameters = parameters or Parameters()
         self._scheme = scheme
         self._prefix = ""
         self._scratch = _Scratch()
@@ -126,7 +130,7 @@ class Weights:
         return self.reader.dtype_of(self._prefix + name)
 
     def linear(self, spec: LinearSpec) -> LinearWeight:
-        packed = self._scheme.linear(spec, self)
+        packed = self._parameters.keep(self._scheme.linear(spec, self))
         if not spec.is_gate:
             self._computed.add_linear(packed)
         return packed
@@ -135,7 +139,7 @@ class Weights:
         if self.expert_shard.size > 1:
             spec = spec.placed(self.expert_shard)
             self.skip_experts(spec)
-        packed = self._scheme.experts(spec, self)
+        packed = self._parameters.keep(self._scheme.experts(spec, self))
         self._computed.add_experts(packed)
         return packed
 
@@ -171,13 +175,13 @@ class Weights:
 
     def packed(self, matrix: torch.Tensor) -> LinearWeight:
         """An LM head of a matrix, [vocab, hidden], which may also be the embedding's."""
-        return self._scheme.head(matrix, self)
+        return self._parameters.keep(self._scheme.head(matrix, self))
 
     def table(self, name: str, count: int) -> torch.Tensor:
         """Whole numbers: [count] int64 on the host. True counts as 1."""
         out = torch.zeros(count, dtype=torch.int64)
         self._read(TensorSlice(name, (count,)), out)
-        return out
+        return self._parameters.keep(out)
 
     def read(
         self,
@@ -198,7 +202,7 @@ class Weights:
         size = (rows, *parts[0].size[1:])
         out = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         self._read_all(parts, out)
-        return out
+        return self._parameters.keep(out)
 
     def read_to_pack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
         """Reads parts that are only packed, as `read` does. Where packing copies, the result is
@@ -216,7 +220,7 @@ class Weights:
         """A part of one tensor, which may be a single number."""
         out = torch.empty(part.size, dtype=dtype, device=self.device)
         self._read(part, out)
-        return out
+        return self._parameters.keep(out)
 
     def _read_all(self, parts: Sequence[TensorSlice], out: torch.Tensor) -> None:
         row = 0

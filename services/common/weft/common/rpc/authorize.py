@@ -89,6 +89,15 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.ServerService/Metrics": _CONSOLE,
     "/weft.v1.ServerService/StartProfile": _CONSOLE,
     "/weft.v1.ServerService/StopProfile": _CONSOLE,
+    "/weft.v1.TrainerService/PauseWorkers": _CONSOLE,
+    "/weft.v1.TrainerService/ResumeWorkers": _CONSOLE,
+    "/weft.v1.TrainerService/IsPaused": _CONSOLE,
+    "/weft.v1.TrainerService/PauseGeneration": _CONSOLE,
+    "/weft.v1.TrainerService/ContinueGeneration": _CONSOLE,
+    "/weft.v1.TrainerService/UpdateWeightsFromDisk": _CONSOLE,
+    "/weft.v1.TrainerService/FlushCache": _CONSOLE,
+    "/weft.v1.TrainerService/CheckWeights": _CONSOLE,
+    "/weft.v1.TrainerService/ShowServer": _CONSOLE,
     # The gateway itself checks who may watch, and who may change something.
     "/weft.v1.MeshService/WatchMesh": _CONSOLE,
     "/weft.v1.MeshService/ListRequestSpans": _CONSOLE,
@@ -131,6 +140,10 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.AdminService/StartProfile": OPERATORS,
     "/weft.v1.AdminService/StopProfile": OPERATORS,
     "/weft.v1.AdminService/ReadProfile": OPERATORS,
+    "/weft.v1.AdminService/Pause": OPERATORS,
+    "/weft.v1.AdminService/Resume": OPERATORS,
+    "/weft.v1.AdminService/Refit": OPERATORS,
+    "/weft.v1.AdminService/ShowWeights": OPERATORS,
     "/weft.v1.AdminService/InjectFault": OPERATORS,
     "/weft.v1.AdminService/ListFaults": OPERATORS,
     "/weft.v1.AdminService/ClearFaults": OPERATORS,
@@ -149,6 +162,10 @@ RELAYED = frozenset(
         "/weft.v1.AdminService/StartProfile",
         "/weft.v1.AdminService/StopProfile",
         "/weft.v1.AdminService/ReadProfile",
+        "/weft.v1.AdminService/Pause",
+        "/weft.v1.AdminService/Resume",
+        "/weft.v1.AdminService/Refit",
+        "/weft.v1.AdminService/ShowWeights",
     }
 )
 """Methods that a gateway may call on operators' ports too, with the token that an operator sent it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
@@ -15,12 +16,13 @@ from weft.contract.errors import PeerUnavailable
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.messages import Inbox
 from weft.contract.profiles import ProfileOptions
+from weft.contract.weights import WeightAction, WeightStatus
 from weft.v1 import profile_pb2
 
 
 class WorkerAdmin:
     """Implements `AdminBackend` over the engine. `sizes` returns the sizes of the server process's
-    structures, by name.
+    structures, by name; `on_weights` is called with the state of the weights after a command.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class WorkerAdmin:
         queries: Queries,
         profiles: WorkerProfiles,
         sizes: Callable[[], Mapping[str, int]],
+        on_weights: Callable[[WeightStatus], None],
     ) -> None:
         self._engine = engine
         self._queries = queries
         self._profiles = profiles
         self._sizes = sizes
+        self._on_weights = on_weights
 
     async def flush_cache(self) -> int:
         return await self._queries.flush_cache()
@@ -60,6 +64,11 @@ class WorkerAdmin:
         self, profile: str
     ) -> tuple[profile_pb2.ProfileSummary, AsyncIterator[bytes]]:
         return await self._profiles.read(profile)
+
+    async def command_weights(self, action: WeightAction, **options: Any) -> WeightStatus:
+        status = await self._queries.command_weights(action, **options)
+        self._on_weights(status)
+        return status
 
     def set_log_level(self, level: LogLevel) -> None:
         # The engine is gone, and this process ends with it.

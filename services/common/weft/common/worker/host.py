@@ -41,6 +41,7 @@ from weft.common.worker.watchdog import CrashDumps, Watchdog
 from weft.contract.errors import ConfigError, WeftError
 from weft.contract.messages import Outbox
 from weft.contract.reports import EngineInfo
+from weft.contract.weights import WeightStatus
 from weft.engine.base.config import EngineConfig, Role
 from weft.engine.base.placement import bindings_of
 from weft.v1 import worker_pb2, worker_pb2_grpc
@@ -149,6 +150,7 @@ class WorkerHost:
         self._store: StoreClient | None = None
         self._kv_feed: KvFeed | None = None
         self._service: RoleService | None = None
+        self._servicer: WorkerServicer | None = None
         self._closing = contextlib.AsyncExitStack()
 
     async def start(self) -> WorkerServer:
@@ -180,12 +182,14 @@ class WorkerHost:
         server = ServiceServer(
             self._settings,
             registry,
-            admin=WorkerAdmin(self._engine, self._queries, self._profiles, self._sizes),
+            admin=WorkerAdmin(
+                self._engine, self._queries, self._profiles, self._sizes, self._on_weights
+            ),
             identity=self._identity,
             tracer=self._tracer,
         )
         front = self._front(server, info, self._kv_feed)
-        self._service = front.service
+        self._service, self._servicer = front.service, front.servicer
         await server.start((front.service.name, "weft.v1.WorkerService"))
         self._closing.push_async_callback(server.close_export)
         self._closing.push_async_callback(server.close_ports)
@@ -258,6 +262,10 @@ class WorkerHost:
                 self._store.put(put)
         if self._service is not None:
             self._service.on_outbox(outbox)
+
+    def _on_weights(self, status: WeightStatus) -> None:
+        assert self._servicer is not None, "the operators' port opens after the service"
+        self._servicer.change_model(status)
 
     def _sizes(self) -> dict[str, int]:
         service = {} if self._service is None else self._service.sizes()

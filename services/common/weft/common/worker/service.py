@@ -8,6 +8,7 @@ import itertools
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -26,6 +27,13 @@ from weft.contract.messages import FaultOrder, Inbox, Outbox
 from weft.contract.profiles import ProfileCommand, ProfileOptions
 from weft.contract.reports import QUIET_REPORT_S, EngineInfo
 from weft.contract.submits import Failure
+from weft.contract.weights import (
+    MAX_LIMIT_S,
+    WeightAction,
+    WeightCommand,
+    WeightReply,
+    WeightStatus,
+)
 from weft.engine.base.placement import RankPlacement
 from weft.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
 
@@ -58,6 +66,8 @@ class Queries:
             self._resolve(query, states)
         for query, failure in outbox.profile_replies:
             self._resolve(query, failure)
+        for reply in outbox.weight_replies:
+            self._resolve(reply.query, reply)
 
     async def lease_state(self, lease_id: bytes) -> str:
         """State of a lease, which this stops."""
@@ -110,16 +120,34 @@ class Queries:
             command = ProfileCommand(query=next(self._ids), profile=profile)
             self._engine.send(Inbox(profile_commands=[command]))
 
+    async def command_weights(self, action: WeightAction, **options: Any) -> WeightStatus:
+        """Orders what concerns weights and pauses, with the fields of `WeightCommand`. Waits as
+        long as that takes. Raises what the engine has against it.
+        """
+        query = next(self._ids)
+        command = WeightCommand(query=query, action=action, **options)
+        inbox = Inbox(weight_commands=[command])
+        reply: WeightReply = await self._ask(query, inbox, timeout_s=MAX_LIMIT_S)
+        if (failure := reply.failure) is not None:
+            raise error_class(failure.reason)(
+                failure.message, stage=failure.stage, param=failure.param
+            )
+        return reply.status
+
     async def _ask(
-        self, query: int, inbox: Inbox, send: Callable[[Inbox], None] | None = None
+        self,
+        query: int,
+        inbox: Inbox,
+        send: Callable[[Inbox], None] | None = None,
+        timeout_s: float = QUERY_TIMEOUT_S,
     ) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[query] = future
         try:
             (send or self._engine.send)(inbox)
-            return await asyncio.wait_for(future, QUERY_TIMEOUT_S)
+            return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            message = f"the engine did not answer within {QUERY_TIMEOUT_S:.0f} s"
+            message = f"the engine did not answer within {timeout_s:.0f} s"
             raise PeerUnavailable(message, stage="engine") from None
         finally:
             del self._open[query]
@@ -174,6 +202,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._adapters = adapters
         self._admin_port = admin_port
         self._ranks = told(placements)
+        self._model_digest = b""
+        """Of weights that have replaced those of the start; empty: none have."""
         self._is_draining = False
         self._is_ending = False
 
@@ -216,6 +246,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             response.adapters.max_rank = info.max_lora_rank
             response.adapters.max_device_adapters = info.max_loras
         return response
+
+    def change_model(self, status: WeightStatus) -> None:
+        """The engine serves these weights from now on."""
+        if status.model_digest:
+            self._info = replace(self._info, model_digest=status.model_digest)
+            self._model_digest = status.model_digest
 
     async def WatchLoad(
         self,
@@ -371,6 +407,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response = worker_pb2.WatchLoadResponse() if load is None else LOAD.encode(load)
         response.worker_id, response.epoch = self._worker_id, self._info.epoch
         response.loop_age.CopyFrom(duration(self._engine.loop_age_s))
+        response.model_digest = self._model_digest
         if load is None:
             return response
         if load.decode_step_s:

@@ -34,9 +34,18 @@ KEYLESS = frozenset(
         # These two refuse callers without an operator's certificate.
         "/weft.v1.GatewayService/DrainWorker",
         "/weft.v1.GatewayService/UndrainWorker",
-        # These two need the operators' token.
+        # These need the operators' token.
         "/weft.v1.ServerService/StartProfile",
         "/weft.v1.ServerService/StopProfile",
+        "/weft.v1.TrainerService/PauseWorkers",
+        "/weft.v1.TrainerService/ResumeWorkers",
+        "/weft.v1.TrainerService/IsPaused",
+        "/weft.v1.TrainerService/PauseGeneration",
+        "/weft.v1.TrainerService/ContinueGeneration",
+        "/weft.v1.TrainerService/UpdateWeightsFromDisk",
+        "/weft.v1.TrainerService/FlushCache",
+        "/weft.v1.TrainerService/CheckWeights",
+        "/weft.v1.TrainerService/ShowServer",
     }
 )
 """Methods of the faces that need no key."""
@@ -48,6 +57,7 @@ FACES = (
     "/weft.v1.AnthropicService/",
     "/weft.v1.OllamaService/",
     "/weft.v1.ServerService/",
+    "/weft.v1.TrainerService/",
 )
 """Beginnings of the methods that need a key."""
 _REFUSALS_LOGGED_EVERY_S = 1.0

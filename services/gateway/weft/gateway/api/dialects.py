@@ -15,7 +15,10 @@ from weft.gateway.api.responses.service import ResponsesFace
 from weft.gateway.api.responses.store import MemoryResponses, ResponseStore
 from weft.gateway.api.server.profiles import ProfileCalls
 from weft.gateway.api.server.service import ServerFace
+from weft.gateway.api.trainer.service import TrainerFace
 from weft.gateway.catalogue import Catalogue
+from weft.gateway.console.access import MeshAccess
+from weft.gateway.console.weights import MeshWeights
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.settings import GatewaySettings
 from weft.v1 import dialects_pb2_grpc
@@ -53,6 +56,8 @@ def add_dialects(
     gateway: str,
     responses: ResponseStore,
     profiles: ProfileCalls,
+    weights: MeshWeights,
+    access: MeshAccess,
 ) -> None:
     """Adds the services of all dialects to the server. `openai` shares its body parser and its
     readiness with them; `gateway` names this gateway in ids of responses: letters and digits.
@@ -77,3 +82,5 @@ def add_dialects(
         asks_for_keys=settings.has_api_keys,
     )
     dialects_pb2_grpc.add_ServerServiceServicer_to_server(other, server)
+    trainer = TrainerFace(weights, access, models, bodies, is_on=settings.rl)
+    dialects_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)

@@ -33,6 +33,16 @@ from weft.gateway.api.responses import answers as responses
 from weft.gateway.api.responses.bodies import ResponsesBody
 from weft.gateway.api.server import answers as server
 from weft.gateway.api.server.profiles import ProfileBody, StopProfileBody
+from weft.gateway.api.trainer.bodies import (
+    CheckWeightsBody,
+    ContinueGenerationBody,
+    FlushedAnswer,
+    PausedAnswer,
+    PauseGenerationBody,
+    ServerInfoAnswer,
+    TrainerAnswer,
+    UpdateFromDiskBody,
+)
 
 _EVENTS, _LINES, _JSON = "text/event-stream", "application/x-ndjson", "application/json"
 _REF = "#/components/schemas/{name}"
@@ -264,6 +274,59 @@ _DIALECTS = (
                 "The gateway's metrics, if its settings allow it.",
                 server.MetricsAnswer,
                 answer_kind="text/plain",
+            ),
+        ),
+    ),
+    Dialect(
+        "Trainer",
+        ErrorAnswer,
+        (
+            Route(
+                "post",
+                "/pause",
+                "Pauses all workers, for trainers.",
+                TrainerAnswer,
+                query=("mode", "clear_cache"),
+            ),
+            Route("post", "/resume", "Ends a pause, for trainers.", TrainerAnswer),
+            Route("get", "/is_paused", "Tells whether a worker is paused.", PausedAnswer),
+            Route(
+                "post",
+                "/pause_generation",
+                "Pauses all workers, as SGLang has it.",
+                TrainerAnswer,
+                PauseGenerationBody,
+            ),
+            Route(
+                "post",
+                "/continue_generation",
+                "Ends a pause, as SGLang has it.",
+                TrainerAnswer,
+                ContinueGenerationBody,
+            ),
+            Route(
+                "post",
+                "/update_weights_from_disk",
+                "Changes the weights of all workers.",
+                TrainerAnswer,
+                UpdateFromDiskBody,
+            ),
+            Route("post", "/flush_cache", "Drops cached pages.", FlushedAnswer),
+            Route("get", "/flush_cache", "Drops cached pages.", FlushedAnswer),
+            Route("post", "/reset_prefix_cache", "Drops cached pages.", FlushedAnswer),
+            Route(
+                "post",
+                "/weights_checker",
+                "Gives digests of what the workers have in memory.",
+                TrainerAnswer,
+                CheckWeightsBody,
+            ),
+            Route(
+                "get",
+                "/server_info",
+                "Tells which weights each worker serves, for trainers.",
+                ServerInfoAnswer,
+                query=("config_format",),
             ),
         ),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -250,6 +251,7 @@ class FleetWorker:
 
     def _take(self, report: worker_pb2.WatchLoadResponse) -> None:
         self._load = report
+        self._take_model(report.model_digest)
         if not report.adapters_are_changes:
             self._adapters = {}
         self._adapters |= {status.adapter.digest: status for status in report.adapters}
@@ -271,6 +273,11 @@ class FleetWorker:
         self._failure = ""
         if self.session is not None:
             self.session.stale_after_s = report.stale_after.ToNanoseconds() / 1e9
+
+    def _take_model(self, digest: bytes) -> None:
+        """A trainer may have changed the weights since the worker was asked."""
+        if digest and self.member is not None and self.member.model_digest != digest:
+            self.member = replace(self.member, model_digest=digest)
 
     def _stale_limit_s(self) -> float:
         """Silence after which the worker is stale: the worker's own limit, within bounds."""

@@ -375,6 +375,105 @@ func (x *CancelResponseRequest) GetResponseId() string {
 	return ""
 }
 
+type PauseWorkersRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// abort, wait, keep or retract. Default: abort.
+	Mode string `protobuf:"bytes,1,opt,name=mode,proto3" json:"mode,omitempty"`
+	// Also flush caches.
+	ClearCache    bool `protobuf:"varint,2,opt,name=clear_cache,json=clearCache,proto3" json:"clear_cache,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseWorkersRequest) Reset() {
+	*x = PauseWorkersRequest{}
+	mi := &file_weft_v1_dialects_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseWorkersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseWorkersRequest) ProtoMessage() {}
+
+func (x *PauseWorkersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_dialects_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseWorkersRequest.ProtoReflect.Descriptor instead.
+func (*PauseWorkersRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *PauseWorkersRequest) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+func (x *PauseWorkersRequest) GetClearCache() bool {
+	if x != nil {
+		return x.ClearCache
+	}
+	return false
+}
+
+type ShowServerRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Without effect: the answer is JSON.
+	ConfigFormat  string `protobuf:"bytes,1,opt,name=config_format,json=configFormat,proto3" json:"config_format,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ShowServerRequest) Reset() {
+	*x = ShowServerRequest{}
+	mi := &file_weft_v1_dialects_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ShowServerRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ShowServerRequest) ProtoMessage() {}
+
+func (x *ShowServerRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_dialects_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ShowServerRequest.ProtoReflect.Descriptor instead.
+func (*ShowServerRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ShowServerRequest) GetConfigFormat() string {
+	if x != nil {
+		return x.ConfigFormat
+	}
+	return ""
+}
+
 type TokenizerInfoRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// As in requests; empty: the served model.
@@ -385,7 +484,7 @@ type TokenizerInfoRequest struct {
 
 func (x *TokenizerInfoRequest) Reset() {
 	*x = TokenizerInfoRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[6]
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -397,7 +496,7 @@ func (x *TokenizerInfoRequest) String() string {
 func (*TokenizerInfoRequest) ProtoMessage() {}
 
 func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[6]
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -410,7 +509,7 @@ func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizerInfoRequest.ProtoReflect.Descriptor instead.
 func (*TokenizerInfoRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{6}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TokenizerInfoRequest) GetModel() string {
@@ -468,7 +567,13 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"responseId\"8\n" +
 	"\x15CancelResponseRequest\x12\x1f\n" +
 	"\vresponse_id\x18\x01 \x01(\tR\n" +
-	"responseId\",\n" +
+	"responseId\"J\n" +
+	"\x13PauseWorkersRequest\x12\x12\n" +
+	"\x04mode\x18\x01 \x01(\tR\x04mode\x12\x1f\n" +
+	"\vclear_cache\x18\x02 \x01(\bR\n" +
+	"clearCache\"8\n" +
+	"\x11ShowServerRequest\x12#\n" +
+	"\rconfig_format\x18\x01 \x01(\tR\fconfigFormat\",\n" +
 	"\x14TokenizerInfoRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model2\x91\x06\n" +
 	"\x10ResponsesService\x12X\n" +
@@ -511,7 +616,20 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\fStartProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/start_profile\x12S\n" +
 	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
-	"\x12\b/metrics2\xcd\x04\n" +
+	"\x12\b/metrics2\xd5\x06\n" +
+	"\x0eTrainerService\x12R\n" +
+	"\fPauseWorkers\x12\x1c.weft.v1.PauseWorkersRequest\x1a\x14.google.api.HttpBody\"\x0e\x82\xd3\xe4\x93\x02\b\"\x06/pause\x12N\n" +
+	"\rResumeWorkers\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\"\a/resume\x12L\n" +
+	"\bIsPaused\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\f\x12\n" +
+	"/is_paused\x12[\n" +
+	"\x0fPauseGeneration\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1c\x82\xd3\xe4\x93\x02\x16:\x01*\"\x11/pause_generation\x12a\n" +
+	"\x12ContinueGeneration\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/continue_generation\x12i\n" +
+	"\x15UpdateWeightsFromDisk\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/update_weights_from_disk\x12w\n" +
+	"\n" +
+	"FlushCache\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\";\x82\xd3\xe4\x93\x025Z\x0e\x12\f/flush_cacheZ\x15\"\x13/reset_prefix_cache\"\f/flush_cache\x12W\n" +
+	"\fCheckWeights\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1b\x82\xd3\xe4\x93\x02\x15:\x01*\"\x10/weights_checker\x12T\n" +
+	"\n" +
+	"ShowServer\x12\x1a.weft.v1.ShowServerRequest\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\x12\f/server_info2\xcd\x04\n" +
 	"\x0ePoolingService\x12[\n" +
 	"\x10CreateEmbeddings\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/v1/embeddings0\x01\x12P\n" +
 	"\n" +
@@ -538,7 +656,7 @@ func file_weft_v1_dialects_proto_rawDescGZIP() []byte {
 	return file_weft_v1_dialects_proto_rawDescData
 }
 
-var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_weft_v1_dialects_proto_goTypes = []any{
 	(*ErrorShape)(nil),                  // 0: weft.v1.ErrorShape
 	(*ErrorType)(nil),                   // 1: weft.v1.ErrorType
@@ -546,75 +664,95 @@ var file_weft_v1_dialects_proto_goTypes = []any{
 	(*ListInputItemsRequest)(nil),       // 3: weft.v1.ListInputItemsRequest
 	(*DeleteResponseRequest)(nil),       // 4: weft.v1.DeleteResponseRequest
 	(*CancelResponseRequest)(nil),       // 5: weft.v1.CancelResponseRequest
-	(*TokenizerInfoRequest)(nil),        // 6: weft.v1.TokenizerInfoRequest
-	(*descriptorpb.ServiceOptions)(nil), // 7: google.protobuf.ServiceOptions
-	(*httpbody.HttpBody)(nil),           // 8: google.api.HttpBody
-	(*emptypb.Empty)(nil),               // 9: google.protobuf.Empty
+	(*PauseWorkersRequest)(nil),         // 6: weft.v1.PauseWorkersRequest
+	(*ShowServerRequest)(nil),           // 7: weft.v1.ShowServerRequest
+	(*TokenizerInfoRequest)(nil),        // 8: weft.v1.TokenizerInfoRequest
+	(*descriptorpb.ServiceOptions)(nil), // 9: google.protobuf.ServiceOptions
+	(*httpbody.HttpBody)(nil),           // 10: google.api.HttpBody
+	(*emptypb.Empty)(nil),               // 11: google.protobuf.Empty
 }
 var file_weft_v1_dialects_proto_depIdxs = []int32{
 	1,  // 0: weft.v1.ErrorShape.types:type_name -> weft.v1.ErrorType
-	7,  // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
+	9,  // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
 	0,  // 2: weft.v1.error_shape:type_name -> weft.v1.ErrorShape
-	8,  // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
+	10, // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
 	2,  // 4: weft.v1.ResponsesService.RetrieveResponse:input_type -> weft.v1.RetrieveResponseRequest
 	3,  // 5: weft.v1.ResponsesService.ListInputItems:input_type -> weft.v1.ListInputItemsRequest
-	8,  // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
+	10, // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
 	4,  // 7: weft.v1.ResponsesService.DeleteResponse:input_type -> weft.v1.DeleteResponseRequest
 	5,  // 8: weft.v1.ResponsesService.CancelResponse:input_type -> weft.v1.CancelResponseRequest
-	8,  // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
-	8,  // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
-	8,  // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
-	8,  // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
-	8,  // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
-	8,  // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
-	9,  // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
-	8,  // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
-	9,  // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
-	9,  // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
-	9,  // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
-	9,  // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
-	9,  // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
-	6,  // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
-	8,  // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
-	8,  // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
-	9,  // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
-	8,  // 26: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	8,  // 27: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	8,  // 28: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	8,  // 29: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	8,  // 30: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	8,  // 31: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	8,  // 32: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	8,  // 33: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	8,  // 34: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	8,  // 35: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	8,  // 36: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	8,  // 37: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	8,  // 38: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	8,  // 39: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	8,  // 40: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	8,  // 41: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	8,  // 42: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	8,  // 43: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	8,  // 44: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	8,  // 45: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	8,  // 46: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	8,  // 47: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	8,  // 48: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	8,  // 49: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	8,  // 50: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	8,  // 51: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	8,  // 52: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
-	8,  // 53: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
-	8,  // 54: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	8,  // 55: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	8,  // 56: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	8,  // 57: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	8,  // 58: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	8,  // 59: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	8,  // 60: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	32, // [32:61] is the sub-list for method output_type
-	3,  // [3:32] is the sub-list for method input_type
+	10, // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
+	10, // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
+	10, // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
+	10, // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
+	10, // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
+	10, // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
+	11, // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
+	10, // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
+	11, // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
+	11, // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
+	11, // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
+	11, // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
+	11, // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
+	8,  // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
+	10, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
+	10, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
+	11, // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	6,  // 26: weft.v1.TrainerService.PauseWorkers:input_type -> weft.v1.PauseWorkersRequest
+	11, // 27: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
+	11, // 28: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
+	10, // 29: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
+	10, // 30: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
+	10, // 31: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
+	11, // 32: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
+	10, // 33: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
+	7,  // 34: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
+	10, // 35: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	10, // 36: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	10, // 37: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	10, // 38: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	10, // 39: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	10, // 40: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	10, // 41: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	10, // 42: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	10, // 43: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	10, // 44: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	10, // 45: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	10, // 46: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	10, // 47: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	10, // 48: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	10, // 49: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	10, // 50: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	10, // 51: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	10, // 52: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	10, // 53: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	10, // 54: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	10, // 55: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	10, // 56: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	10, // 57: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	10, // 58: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	10, // 59: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	10, // 60: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	10, // 61: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	10, // 62: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	10, // 63: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	10, // 64: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
+	10, // 65: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
+	10, // 66: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
+	10, // 67: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
+	10, // 68: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
+	10, // 69: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
+	10, // 70: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
+	10, // 71: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
+	10, // 72: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
+	10, // 73: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	10, // 74: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	10, // 75: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	10, // 76: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	10, // 77: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	10, // 78: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	41, // [41:79] is the sub-list for method output_type
+	3,  // [3:41] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name
@@ -632,9 +770,9 @@ func file_weft_v1_dialects_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_dialects_proto_rawDesc), len(file_weft_v1_dialects_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 1,
-			NumServices:   5,
+			NumServices:   6,
 		},
 		GoTypes:           file_weft_v1_dialects_proto_goTypes,
 		DependencyIndexes: file_weft_v1_dialects_proto_depIdxs,

@@ -1242,6 +1242,438 @@ var ServerService_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
+	TrainerService_PauseWorkers_FullMethodName          = "/weft.v1.TrainerService/PauseWorkers"
+	TrainerService_ResumeWorkers_FullMethodName         = "/weft.v1.TrainerService/ResumeWorkers"
+	TrainerService_IsPaused_FullMethodName              = "/weft.v1.TrainerService/IsPaused"
+	TrainerService_PauseGeneration_FullMethodName       = "/weft.v1.TrainerService/PauseGeneration"
+	TrainerService_ContinueGeneration_FullMethodName    = "/weft.v1.TrainerService/ContinueGeneration"
+	TrainerService_UpdateWeightsFromDisk_FullMethodName = "/weft.v1.TrainerService/UpdateWeightsFromDisk"
+	TrainerService_FlushCache_FullMethodName            = "/weft.v1.TrainerService/FlushCache"
+	TrainerService_CheckWeights_FullMethodName          = "/weft.v1.TrainerService/CheckWeights"
+	TrainerService_ShowServer_FullMethodName            = "/weft.v1.TrainerService/ShowServer"
+)
+
+// TrainerServiceClient is the client API for TrainerService service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
+// Off unless the gateway's setting `rl` is on; needs the operators' token.
+type TrainerServiceClient interface {
+	// Pauses all workers; answers once no step runs.
+	PauseWorkers(ctx context.Context, in *PauseWorkersRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Ends a pause. Idempotent.
+	ResumeWorkers(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Tells whether any worker is paused.
+	IsPaused(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// PauseWorkers with SGLang's body.
+	PauseGeneration(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// ResumeWorkers with SGLang's body.
+	ContinueGeneration(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Changes the weights of all workers to those in a folder, which each worker's host must have.
+	UpdateWeightsFromDisk(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Drops cached pages that no request uses. Not needed after an update, whose pages have other
+	// names.
+	FlushCache(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Compares what the workers have in memory, by digests.
+	CheckWeights(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Tells which weights each worker serves.
+	ShowServer(ctx context.Context, in *ShowServerRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+}
+
+type trainerServiceClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewTrainerServiceClient(cc grpc.ClientConnInterface) TrainerServiceClient {
+	return &trainerServiceClient{cc}
+}
+
+func (c *trainerServiceClient) PauseWorkers(ctx context.Context, in *PauseWorkersRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_PauseWorkers_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) ResumeWorkers(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_ResumeWorkers_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) IsPaused(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_IsPaused_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) PauseGeneration(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_PauseGeneration_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) ContinueGeneration(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_ContinueGeneration_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) UpdateWeightsFromDisk(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_UpdateWeightsFromDisk_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) FlushCache(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_FlushCache_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) CheckWeights(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_CheckWeights_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) ShowServer(ctx context.Context, in *ShowServerRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_ShowServer_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// TrainerServiceServer is the server API for TrainerService service.
+// All implementations must embed UnimplementedTrainerServiceServer
+// for forward compatibility.
+//
+// What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
+// Off unless the gateway's setting `rl` is on; needs the operators' token.
+type TrainerServiceServer interface {
+	// Pauses all workers; answers once no step runs.
+	PauseWorkers(context.Context, *PauseWorkersRequest) (*httpbody.HttpBody, error)
+	// Ends a pause. Idempotent.
+	ResumeWorkers(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// Tells whether any worker is paused.
+	IsPaused(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// PauseWorkers with SGLang's body.
+	PauseGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// ResumeWorkers with SGLang's body.
+	ContinueGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Changes the weights of all workers to those in a folder, which each worker's host must have.
+	UpdateWeightsFromDisk(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Drops cached pages that no request uses. Not needed after an update, whose pages have other
+	// names.
+	FlushCache(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// Compares what the workers have in memory, by digests.
+	CheckWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Tells which weights each worker serves.
+	ShowServer(context.Context, *ShowServerRequest) (*httpbody.HttpBody, error)
+	mustEmbedUnimplementedTrainerServiceServer()
+}
+
+// UnimplementedTrainerServiceServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedTrainerServiceServer struct{}
+
+func (UnimplementedTrainerServiceServer) PauseWorkers(context.Context, *PauseWorkersRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method PauseWorkers not implemented")
+}
+func (UnimplementedTrainerServiceServer) ResumeWorkers(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ResumeWorkers not implemented")
+}
+func (UnimplementedTrainerServiceServer) IsPaused(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method IsPaused not implemented")
+}
+func (UnimplementedTrainerServiceServer) PauseGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method PauseGeneration not implemented")
+}
+func (UnimplementedTrainerServiceServer) ContinueGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ContinueGeneration not implemented")
+}
+func (UnimplementedTrainerServiceServer) UpdateWeightsFromDisk(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromDisk not implemented")
+}
+func (UnimplementedTrainerServiceServer) FlushCache(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method FlushCache not implemented")
+}
+func (UnimplementedTrainerServiceServer) CheckWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method CheckWeights not implemented")
+}
+func (UnimplementedTrainerServiceServer) ShowServer(context.Context, *ShowServerRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ShowServer not implemented")
+}
+func (UnimplementedTrainerServiceServer) mustEmbedUnimplementedTrainerServiceServer() {}
+func (UnimplementedTrainerServiceServer) testEmbeddedByValue()                        {}
+
+// UnsafeTrainerServiceServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to TrainerServiceServer will
+// result in compilation errors.
+type UnsafeTrainerServiceServer interface {
+	mustEmbedUnimplementedTrainerServiceServer()
+}
+
+func RegisterTrainerServiceServer(s grpc.ServiceRegistrar, srv TrainerServiceServer) {
+	// If the following call panics, it indicates UnimplementedTrainerServiceServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&TrainerService_ServiceDesc, srv)
+}
+
+func _TrainerService_PauseWorkers_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PauseWorkersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).PauseWorkers(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_PauseWorkers_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).PauseWorkers(ctx, req.(*PauseWorkersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_ResumeWorkers_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).ResumeWorkers(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_ResumeWorkers_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).ResumeWorkers(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_IsPaused_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).IsPaused(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_IsPaused_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).IsPaused(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_PauseGeneration_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).PauseGeneration(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_PauseGeneration_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).PauseGeneration(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_ContinueGeneration_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).ContinueGeneration(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_ContinueGeneration_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).ContinueGeneration(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_UpdateWeightsFromDisk_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).UpdateWeightsFromDisk(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_UpdateWeightsFromDisk_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).UpdateWeightsFromDisk(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_FlushCache_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).FlushCache(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_FlushCache_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).FlushCache(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_CheckWeights_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).CheckWeights(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_CheckWeights_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).CheckWeights(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_ShowServer_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ShowServerRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).ShowServer(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_ShowServer_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).ShowServer(ctx, req.(*ShowServerRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+// TrainerService_ServiceDesc is the grpc.ServiceDesc for TrainerService service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var TrainerService_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "weft.v1.TrainerService",
+	HandlerType: (*TrainerServiceServer)(nil),
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "PauseWorkers",
+			Handler:    _TrainerService_PauseWorkers_Handler,
+		},
+		{
+			MethodName: "ResumeWorkers",
+			Handler:    _TrainerService_ResumeWorkers_Handler,
+		},
+		{
+			MethodName: "IsPaused",
+			Handler:    _TrainerService_IsPaused_Handler,
+		},
+		{
+			MethodName: "PauseGeneration",
+			Handler:    _TrainerService_PauseGeneration_Handler,
+		},
+		{
+			MethodName: "ContinueGeneration",
+			Handler:    _TrainerService_ContinueGeneration_Handler,
+		},
+		{
+			MethodName: "UpdateWeightsFromDisk",
+			Handler:    _TrainerService_UpdateWeightsFromDisk_Handler,
+		},
+		{
+			MethodName: "FlushCache",
+			Handler:    _TrainerService_FlushCache_Handler,
+		},
+		{
+			MethodName: "CheckWeights",
+			Handler:    _TrainerService_CheckWeights_Handler,
+		},
+		{
+			MethodName: "ShowServer",
+			Handler:    _TrainerService_ShowServer_Handler,
+		},
+	},
+	Streams:  []grpc.StreamDesc{},
+	Metadata: "weft/v1/dialects.proto",
+}
+
+const (
 	PoolingService_CreateEmbeddings_FullMethodName = "/weft.v1.PoolingService/CreateEmbeddings"
 	PoolingService_EmbedTexts_FullMethodName       = "/weft.v1.PoolingService/EmbedTexts"
 	PoolingService_RerankDocuments_FullMethodName  = "/weft.v1.PoolingService/RerankDocuments"

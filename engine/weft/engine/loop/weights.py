@@ -1,0 +1,262 @@
+"""Pauses of an engine, and changes of its weights.
+
+    running -> pausing -> paused -> running       pausing: until no step runs, and with the modes
+                 |          |                     abort and wait until no request is left
+                 |       updating -> paused       a refit without a pause pauses meanwhile
+                 |          |
+                 '-- time --'---> failed          a mixture of weights: requests are refused until
+                                                  a refit ends
+
+A pause ends after its limit, unless a further command renews it; requests that wait then fail. A
+new version of the weights is a new namespace of pages. Requests that go on across it keep pages
+that nobody else ever gets; all others begin anew.
+"""
+
+from __future__ import annotations
+
+from weft.contract.clock import Clock
+from weft.contract.errors import (
+    ConfigError,
+    Paused,
+    RefitRunning,
+    WeftError,
+    WeightsIncomplete,
+    error_class,
+)
+from weft.contract.weights import WeightCommand, WeightReply, WeightState, WeightStatus
+from weft.engine.executor.orders import RefitFromFolder
+from weft.engine.executor.port import Executor
+from weft.engine.executor.refits import RefitResult, WeightRefits
+from weft.engine.loop.groups import RequestGroups
+from weft.engine.loop.intake import Intake
+from weft.engine.loop.outgoing import Outgoing, failure_of
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.pages.fills.filler import Filler
+
+_DIGITS = 16
+_RETRY_S = 1.0
+
+
+class WeightControl:
+    """Owns the state of the weights and of pauses.
+
+    Args:
+        refits: Of this process, whose steps `executor` runs.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        refits: WeightRefits,
+        intake: Intake,
+        scheduler: Scheduler,
+        groups: RequestGroups,
+        filler: Filler,
+        out: Outgoing,
+        clock: Clock,
+    ) -> None:
+        self._executor = executor
+        self._refits = refits
+        self._intake = intake
+        self._scheduler = scheduler
+        self._groups = groups
+        self._filler = filler
+        self._out = out
+        self._clock = clock
+        self._state: WeightState = "ready"
+        self._version = intake.model_digest.hex()[:_DIGITS]
+        self._pause: WeightCommand | None = None
+        self._is_drained = True
+        self._ends_at = 0.0
+        self._awaiting_pause: list[int] = []
+        """Queries that are answered once the pause is complete."""
+        self._refit: WeightCommand | None = None
+        """Waits for the pause, or runs."""
+        self._pauses_for_refit = False
+        self._problem = ""
+        self._num_updates = 0
+
+    @property
+    def status(self) -> WeightStatus:
+        return WeightStatus(
+            state=self._state,
+            version=self._version,
+            model_digest=b"" if self._state != "ready" else self._intake.model_digest,
+            pause="" if self._pause is None or self._pauses_for_refit else self._pause.mode,
+            is_drained=self._is_drained,
+            problem=self._problem,
+            num_updates=self._num_updates,
+        )
+
+    @property
+    def stops_steps(self) -> bool:
+        """Whether no step may begin now."""
+        if self._state != "ready" or self._refit is not None:
+            return True
+        pause = self._pause
+        return pause is not None and (self._is_drained or pause.mode in ("keep", "retract"))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether turns must come soon, since something is awaited that no message announces."""
+        return self._refit is not None or not self._is_drained
+
+    def check(self) -> None:
+        """Raises Paused or WeightsIncomplete unless new requests are taken."""
+        if self._state == "failed":
+            message = f"the weights are a mixture, until an update ends: {self._problem}"
+            raise WeightsIncomplete(message, stage="queue")
+        if self._pause is not None and self._pause.mode in ("abort", "wait"):
+            raise Paused("a trainer has paused this worker", stage="queue", retry_after_s=_RETRY_S)
+
+    def obey(self, command: WeightCommand) -> None:
+        if self._pause is not None and command.action != "pause":
+            self._ends_at = self._clock() + self._pause.limit_s
+        try:
+            match command.action:
+                case "pause":
+                    self._begin_pause(command)
+                case "resume":
+                    self._resume()
+                    self._reply(command.query)
+                case "refit":
+                    self._begin_refit(command)
+                case "show":
+                    self._reply(command.query)
+                case "digest":
+                    self._reply(command.query, packed_digest=self._refits.packed_digest())
+        except WeftError as error:
+            self._reply(command.query, error)
+
+    def turn(self, num_under_way: int) -> None:
+        """Called in every turn before it plans. `num_under_way` counts the steps that have begun
+        and not ended.
+        """
+        if self._pause is not None and not self._is_drained and not num_under_way:
+            self._advance_pause(self._pause)
+        if self._refit is not None and self._state == "updating":
+            if (result := self._refits.take()) is not None:
+                self._end_refit(self._refit, result)
+        elif self._refit is not None and self._is_drained:
+            self._state = "updating"
+            self._stop_leases()
+            self._executor.order(RefitFromFolder(self._refit.folder))
+        is_late = self._pause is not None and self._clock() >= self._ends_at
+        if self._pause is not None and is_late and self._state != "updating":
+            self._expire(self._pause)
+
+    # -- pauses ----------------------------------------------------------------------------------
+
+    def _begin_pause(self, command: WeightCommand) -> None:
+        self._ends_at = self._clock() + command.limit_s
+        self._pauses_for_refit = False
+        known, self._pause = self._pause, command
+        if known is None or known.mode != command.mode:
+            self._is_drained = False
+        if command.mode in ("abort", "wait"):
+            self._filler.is_paused = True
+        if command.mode == "abort":
+            self._groups.cancel_everything()
+            self._stop_leases()
+        self._awaiting_pause.append(command.query)
+        if self._is_drained:
+            self._tell_paused()
+
+    def _advance_pause(self, pause: WeightCommand) -> None:
+        if pause.mode in ("abort", "wait") and self._scheduler.num_requests:
+            return
+        if pause.mode == "retract":
+            for request in list(self._scheduler.running):
+                self._scheduler.preempt(request)
+        self._is_drained = True
+        self._tell_paused()
+
+    def _tell_paused(self) -> None:
+        for query in self._awaiting_pause:
+            self._reply(query)
+        self._awaiting_pause.clear()
+
+    def _resume(self) -> None:
+        if self._refit is not None:
+            raise RefitRunning("the weights are being changed; resume afterwards", stage="weights")
+        self._end_pause()
+
+    def _end_pause(self) -> None:
+        self._pause, self._is_drained, self._pauses_for_refit = None, True, False
+        self._filler.is_paused = False
+        for query in self._awaiting_pause:
+            message = "the pause ended before all requests had"
+            self._reply(query, Paused(message, stage="weights"))
+        self._awaiting_pause.clear()
+
+    def _expire(self, pause: WeightCommand) -> None:
+        error = Paused(
+            f"the trainer's pause has ended after {pause.limit_s:g} s without a word from it",
+            stage="queue",
+            retry_after_s=_RETRY_S,
+        )
+        if self._refit is not None:
+            self._reply(self._refit.query, error)
+            self._refit = None
+        self._end_pause()
+        for request in self._scheduler.not_admitted():
+            self._groups.fail(request.key, error)
+
+    def _stop_leases(self) -> None:
+        for lease in list(self._filler.leases):
+            self._filler.on_stop(lease.handle.lease_id)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _begin_refit(self, command: WeightCommand) -> None:
+        if self._refit is not None:
+            raise RefitRunning("the weights are being changed already", stage="weights")
+        if not self._refits.is_possible:
+            message = (
+                "the weights of a model with images, or that makes vectors, cannot be changed: "
+                "restart the worker"
+            )
+            raise ConfigError(message, stage="weights")
+        self._refit = command
+        if self._pause is None:
+            self._pause, self._pauses_for_refit, self._is_drained = command, True, False
+            self._ends_at = self._clock() + command.limit_s
+
+    def _end_refit(self, command: WeightCommand, result: RefitResult) -> None:
+        self._refit = None
+        error: WeftError | None = None
+        if result.digest:
+            self._change_version(command, result.digest)
+        else:
+            error = error_class(result.reason or ConfigError.reason)(
+                result.problem, stage="weights"
+            )
+            self._fail(result)
+        if self._pauses_for_refit:
+            self._end_pause()
+        self._reply(command.query, error)
+
+    def _change_version(self, command: WeightCommand, digest: bytes) -> None:
+        self._state, self._problem = "ready", ""
+        self._num_updates += 1
+        old, self._version = self._version, command.version or digest.hex()[:_DIGITS]
+        self._intake.change_model(digest)
+        retracts = self._pause is not None and self._pause.mode == "retract"
+        self._scheduler.change_version(self._intake.rename, old, retracts=retracts)
+
+    def _fail(self, result: RefitResult) -> None:
+        self._problem = result.problem
+        self._state = "failed" if result.is_mixture else "ready"
+        if result.is_mixture:
+            message = f"an update of the weights failed: {result.problem}"
+            self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
+
+    def _reply(
+        self, query: int, error: WeftError | None = None, *, packed_digest: bytes = b""
+    ) -> None:
+        status = self.status
+        status.packed_digest = packed_digest
+        failure = None if error is None else failure_of(error)
+        self._out.outbox.weight_replies.append(
+            WeightReply(query=query, status=status, failure=failure)
+        )

@@ -1,0 +1,109 @@
+"""Changes the weights of a loaded model in its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.digest import FileDigests
+from weft.checkpoint.files import Progress, weight_files
+from weft.contract.errors import ModelError
+from weft.engine.model.weights.refill import (
+    Parameters,
+    check_alike,
+    is_same_memory,
+    pairs_of,
+)
+
+
+class ReadParts(Protocol):
+    def __call__(self, folder: Path, progress: Progress | None) -> object:
+        """Runs the constructors of a model's parts over the weights in a folder."""
+
+
+class RefitSteps(NamedTuple):
+    """What a loader does for its model, to be done again."""
+
+    read: ReadParts
+    config_of: Callable[[Path], ModelConfig]
+    check: Callable[[Path], object]
+    """Compares names and shapes of a folder's tensors with the configuration, and reads no
+    tensors.
+    """
+    digest: Callable[[Sequence[bytes]], bytes]
+    """The model's digest for weights whose files have these digests."""
+    name: Callable[[bytes], None]
+    """Gives the model's parts the digests that follow from the model's."""
+
+
+class Refit:
+    """Fills a loaded model's memory with other weights of the same configuration, through the same
+    scheme. No step may run meanwhile.
+
+    Args:
+        parts: The model's parts, as `steps.read` makes them.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parts: object, parameters: Parameters, steps: RefitSteps
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._parameters = parameters
+        self._steps = steps
+
+    def check(self, folder: Path) -> None:
+        """Raises ModelError unless the folder has this model's tensors, and this model's
+        config.json or none.
+        """
+        if not folder.is_dir():
+            raise ModelError(f"{folder} is no folder on this worker's host", param="model_path")
+        if (folder / "config.json").exists():
+            theirs = self._steps.config_of(folder)
+            if theirs.fingerprint() != self._config.fingerprint():
+                raise ModelError(
+                    f"{folder}/config.json describes another model than this worker's "
+                    f"{self._config.architecture}; start a worker with it",
+                    param="model_path",
+                )
+        self._steps.check(folder)
+
+    def from_folder(self, folder: Path, progress: Progress | None = None) -> bytes:
+        """Reads a folder of safetensors files and returns the model's new digest, that of a model
+        that was loaded from there. After an error the weights are a mixture. Raises ModelError if
+        files are missing, malformed or change meanwhile.
+        """
+        files = weight_files(folder)
+        before = _stats(files)
+        with FileDigests(files) as digests:
+            self._fill(self._steps.read, folder, progress)
+            try:
+                digest = self._steps.digest(digests.wait())
+            except OSError as error:
+                raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+        if _stats(files) != before:
+            raise ModelError(f"the files in {folder} changed while they were read")
+        self._steps.name(digest)
+        return digest
+
+    def packed_digest(self) -> bytes:
+        """32 bytes over the parameters in the form in which they lie in memory."""
+        return self._parameters.digest()
+
+    def _fill(self, read: ReadParts, folder: Path, progress: Progress | None) -> None:
+        self._parameters.again()
+        made = read(folder, progress)
+        with torch.inference_mode(False):
+            for path, old, new in pairs_of(self._parts, made):
+                if not is_same_memory(old, new):
+                    check_alike(old, new, path)
+                    old.copy_(new)
+
+
+def _stats(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+    found = [os.stat(path) for path in files]
+    return [(one.st_ino, one.st_size, one.st_ctime_ns) for one in found]

@@ -1,0 +1,216 @@
+"""Changed weights: what an engine generates after a refit, with what cache, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.contract.errors import ModelError, Paused, WeftError, WeightsIncomplete
+from weft.contract.messages import Inbox, Outbox
+from weft.contract.request import StopCriteria
+from weft.contract.weights import WeightCommand, WeightReply
+from weft.engine.loop.llm import LLM
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+SIZES = {"num_attention_heads": 8, "vocab_size": 517}
+PROMPTS = [list(range(3, 43)), list(range(5, 20))]
+SETTINGS = {"page_size": 8, "prefill_chunk_tokens": 24, "num_pages": 64, "dtype": "float32"}
+STOP = StopCriteria(max_tokens=40, ignore_eos=True)
+
+
+def model(path: Path, seed: int) -> Path:
+    return make_tiny("llama", path, seed, tokenizer=True, **SIZES)
+
+
+def texts(llm: LLM, **options: Any) -> list[list[int]]:
+    return [one.token_ids for one in llm.generate(PROMPTS, stop=STOP, **options)]
+
+
+class Commands:
+    """Sends commands with turns of an engine that somebody else calls."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.replies: dict[int, WeightReply] = {}
+        self.turns = 0
+        self._turn: Callable[[Inbox | None], Outbox] = llm.engine.turn
+        self._at: dict[int, list[WeightCommand]] = {}
+        llm.engine.turn = self._with_commands  # type: ignore[method-assign]
+
+    def at(self, turn: int, command: WeightCommand) -> None:
+        self._at.setdefault(turn, []).append(command)
+
+    def _with_commands(self, inbox: Inbox | None = None) -> Outbox:
+        self.turns += 1
+        if commands := self._at.pop(self.turns, []):
+            inbox = inbox or Inbox()
+            inbox.weight_commands += commands
+        outbox = self._turn(inbox)
+        self.replies |= {reply.query: reply for reply in outbox.weight_replies}
+        return outbox
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"tp": 2}, marks=pytest.mark.full),
+        {"quantization": "int8"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.full),
+    ],
+)
+def test_text_after_a_refit_is_a_fresh_workers(
+    settings: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    with LLM(second, **(SETTINGS | settings)) as fresh:
+        right, digest = texts(fresh), fresh.weights.model_digest
+        packed = fresh.engine.parts.local.refits.packed_digest()
+    with LLM(first, **(SETTINGS | settings)) as llm:
+        before = texts(llm)
+        assert before != right
+        old = llm.weights.model_digest
+        status = llm.refit(second, "step-1")
+        assert (status.state, status.version, status.num_updates) == ("ready", "step-1", 1)
+        # The new version has the name, the bytes and the text of a worker that has just started.
+        assert status.model_digest == digest != old
+        assert llm.engine.parts.local.refits.packed_digest() == packed
+        # Pages of the old version are still cached, and are not found.
+        hits = llm.engine.scheduler.num_prefix_hit_tokens
+        assert texts(llm) == right
+        assert llm.engine.scheduler.num_prefix_hit_tokens == hits
+        # A version that comes again finds the pages that it has made.
+        llm.refit(first)
+        assert texts(llm) == before
+        assert llm.engine.scheduler.num_prefix_hit_tokens > hits
+
+
+def test_requests_go_on_across_a_refit_with_private_pages(tmp_path: Path, seed: int) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    with LLM(second, **SETTINGS) as fresh:
+        right = texts(fresh)
+    with LLM(first, **SETTINGS) as llm:
+        before = texts(llm)
+        commands = Commands(llm)
+        commands.at(12, WeightCommand(query=1, action="refit", folder=str(second)))
+        mixed = texts(llm)
+        assert commands.replies[1].failure is None
+        for one, old, new in zip(mixed, before, right, strict=True):
+            assert len(one) == len(old)
+            assert one[:8] == old[:8]
+            assert one not in (old, new)
+        # Nothing that the two versions have made together is found by anyone.
+        assert texts(llm) == right
+        llm.refit(first)
+        assert texts(llm) == before
+
+
+def test_retracted_requests_are_computed_anew_by_the_new_weights(tmp_path: Path, seed: int) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    with LLM(second, **SETTINGS) as fresh, LLM(first, **SETTINGS) as llm:
+        commands = Commands(llm)
+        commands.at(12, WeightCommand(query=1, action="pause", mode="retract"))
+        commands.at(14, WeightCommand(query=2, action="refit", folder=str(second)))
+        resumed = WeightCommand(query=3, action="resume")
+        commands.at(60, resumed)
+        mixed = texts(llm)
+        assert [commands.replies[query].failure for query in (1, 2, 3)] == [None] * 3
+        # What follows is what the new weights say after the tokens that the old ones have drawn.
+        for prompt, one in zip(PROMPTS, mixed, strict=True):
+            for known in range(len(one)):
+                rest = StopCriteria(max_tokens=len(one) - known, ignore_eos=True)
+                (tail,) = fresh.generate([prompt + one[:known]], stop=rest)
+                if tail.token_ids == one[known:]:
+                    break
+            assert 0 < known < len(one) - 10
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+def test_a_pause_changes_no_token(mode: Any, tmp_path: Path, seed: int) -> None:
+    with LLM(model(tmp_path / "model", seed), **SETTINGS) as llm:
+        right = texts(llm)
+        commands = Commands(llm)
+        commands.at(9, WeightCommand(query=1, action="pause", mode=mode))
+        commands.at(10, WeightCommand(query=2, action="pause", mode=mode))
+        commands.at(15, WeightCommand(query=3, action="show"))
+        commands.at(20, WeightCommand(query=4, action="resume"))
+        commands.at(21, WeightCommand(query=5, action="resume"))
+        assert texts(llm) == right
+        assert all(reply.failure is None for reply in commands.replies.values())
+        assert commands.replies[3].status.pause == mode
+        assert commands.replies[5].status.pause == ""
+
+
+def test_abort_ends_requests_and_refuses_new_ones(tmp_path: Path, seed: int) -> None:
+    with LLM(model(tmp_path / "model", seed), **SETTINGS) as llm:
+        right = texts(llm)
+        commands = Commands(llm)
+        commands.at(9, WeightCommand(query=1, action="pause", mode="abort"))
+        found = llm.generate(PROMPTS, stop=STOP)
+        assert {one.finish_reason for one in found} == {"cancelled"}
+        for one, old in zip(found, right, strict=True):
+            assert one.token_ids == old[: len(one.token_ids)]
+        with pytest.raises(Paused):
+            texts(llm)
+        llm.resume()
+        assert texts(llm) == right
+
+
+def test_a_pause_that_nobody_renews_ends_with_an_error_for_those_who_wait(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(model(tmp_path / "model", seed), **SETTINGS) as llm:
+        right = texts(llm)
+        llm.pause(limit_s=1.0)
+        with pytest.raises(Paused, match="has ended after 1 s"):
+            texts(llm)
+        assert llm.weights.pause == ""
+        assert texts(llm) == right
+
+
+def test_a_folder_that_does_not_fit_leaves_the_old_weights(tmp_path: Path, seed: int) -> None:
+    first = model(tmp_path / "first", seed)
+    other = make_tiny("llama", tmp_path / "other", seed, **(SIZES | {"hidden_size": 128}))
+    (other / "config.json").unlink()
+    with LLM(first, **SETTINGS) as llm:
+        right = texts(llm)
+        for folder in (other, tmp_path / "nothing", first / "config.json"):
+            with pytest.raises(WeftError):
+                llm.refit(folder)
+            assert llm.weights.state == "ready"
+            assert texts(llm) == right
+
+
+@pytest.mark.full_after(1)
+@pytest.mark.parametrize("size", [2, 1])
+def test_a_half_written_version_is_never_served(size: int, tmp_path: Path, seed: int) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    broken = shutil.copytree(second, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    head = int.from_bytes(weights.read_bytes()[:8], "little")
+    header = json.loads(weights.read_bytes()[8 : 8 + head])
+    # NaN in the last tensor, which is found only when it is read.
+    last = max(
+        (one for name, one in header.items() if name != "__metadata__"),
+        key=lambda one: one["data_offsets"][1],
+    )
+    data = bytearray(weights.read_bytes())
+    at = 8 + head + last["data_offsets"][0]
+    data[at : at + 4] = b"\xff" * 4
+    weights.write_bytes(data)
+    with LLM(first, tp=size, **SETTINGS) as llm:
+        right = texts(llm)
+        with pytest.raises(ModelError, match="not finite"):
+            llm.refit(broken)
+        assert llm.weights.state == "failed"
+        assert llm.weights.model_digest == b""
+        llm.resume()
+        with pytest.raises(WeightsIncomplete, match="not finite"):
+            texts(llm)
+        llm.refit(first)
+        assert texts(llm) == right

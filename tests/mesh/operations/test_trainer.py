@@ -1,0 +1,139 @@
+"""Trainers' calls on a mesh with prefill workers: pauses, new weights, refusals, two dialects."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from weft.contract.request import StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.testing.meshes.mesh_kinds import PATIENT
+from weft.testing.meshes.tiny_mesh import MODEL, SHAPE, TinyMesh
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.needs("go")
+LONG_S = 120
+PROMPTS = [list(range(3, 63)), list(range(20, 90))]
+NUM_TOKENS = 24
+
+
+class TrainedMesh(TinyMesh):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            folder,
+            *("--local-prefill-max-tokens", "0", "--decode-args", PATIENT),
+            *("--gateway-args", "--rl"),
+        )
+
+    def call(
+        self, method: str, path: str, body: object = None, *, has_token: bool = True
+    ) -> httpx.Response:
+        token = (self.state / "admin-token").read_text().strip()
+        return httpx.request(
+            method,
+            f"{self.url}/{path}",
+            json=body,
+            headers={"Authorization": f"Bearer {token}"} if has_token else {},
+            timeout=LONG_S,
+            trust_env=False,
+        )
+
+    def post(self, path: str, body: object = None) -> dict[str, Any]:
+        answer = self.call("POST", path, body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def complete(self, prompt: list[int]) -> httpx.Response:
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=LONG_S, trust_env=False)
+
+    def texts(self) -> list[list[int]]:
+        answers = [self.complete(prompt) for prompt in PROMPTS]
+        assert [one.status_code for one in answers] == [200] * len(answers), answers[0].text
+        return [one.json()["choices"][0]["token_ids"] for one in answers]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[TrainedMesh]:
+    mesh = TrainedMesh(tmp_path_factory.mktemp("trainer"))
+    mesh.wait_ready()
+    mesh.wait_healthy()
+    yield mesh
+    assert mesh.stop() == 0, mesh.text
+
+
+def test_a_mesh_takes_new_weights_as_one_server(mesh: TrainedMesh, tmp_path: Path) -> None:
+    sizes = {"max_position_embeddings": 2048, "num_attention_heads": 6, **SHAPE}
+    other = make_tiny("llama", tmp_path / "other", 77, tokenizer=True, **sizes)
+    before = mesh.texts()
+    stop = StopCriteria(max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(other, dtype="float32", num_pages=64) as fresh:
+        right = [one.token_ids for one in fresh.generate(PROMPTS, stop=stop)]
+        digest = fresh.weights.model_digest.hex()
+    told = mesh.post("update_weights_from_disk", {"model_path": str(other), "weight_version": "2"})
+    assert told["weight_version"] == "2"
+    assert len(told["workers"]) == 2
+    assert {one["model_digest"] for one in told["workers"].values()} == {digest}
+    assert right != before
+    assert mesh.texts() == right
+    # Prompts are still shipped: prefill workers have the new weights too, under the same name.
+    assert mesh.texts() == right
+    sums = mesh.post("weights_checker", {"action": "checksum"})["workers"].values()
+    assert len({one["packed_digest"] for one in sums}) == 1
+    assert mesh.call("GET", "server_info?config_format=json").json()["weight_version"] == "2"
+    assert mesh.post("reset_prefix_cache")["success"]
+    # A folder that is none changes nothing, and says so.
+    refused = mesh.call("POST", "update_weights_from_disk", {"model_path": str(tmp_path / "no")})
+    assert refused.status_code >= 400
+    assert "no folder" in refused.text
+    assert mesh.texts() == right
+
+
+def test_a_pause_is_for_all_workers(mesh: TrainedMesh) -> None:
+    before = mesh.texts()
+    assert mesh.post("pause?mode=keep")["success"]
+    assert mesh.post("pause?mode=keep")["success"]
+    assert mesh.call("GET", "is_paused").json() == {"is_paused": True}
+    found: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: found.append(mesh.texts()))
+    thread.start()
+    thread.join(1.0)
+    assert thread.is_alive()
+    assert mesh.post("resume")["success"]
+    thread.join(LONG_S)
+    assert found == [before]
+    assert mesh.call("GET", "is_paused").json() == {"is_paused": False}
+    # SGLang's words; new requests are refused.
+    assert mesh.post("pause_generation", {"mode": "abort"})["success"]
+    refused = mesh.complete(PROMPTS[0])
+    assert refused.status_code == 503, refused.text
+    assert mesh.post("continue_generation", {})["success"]
+    assert mesh.texts() == before
+
+
+@pytest.mark.parametrize("path", ["pause", "resume", "update_weights_from_disk", "flush_cache"])
+def test_trainers_need_the_operators_token(mesh: TrainedMesh, path: str) -> None:
+    answer = mesh.call("POST", path, {"model_path": "/tmp"}, has_token=False)
+    assert answer.status_code == 401, answer.text
+    assert mesh.call("GET", "is_paused").json() == {"is_paused": False}
+
+
+def test_words_that_are_not_known_are_refused_by_name(mesh: TrainedMesh) -> None:
+    answer = mesh.call("POST", "pause?mode=later")
+    assert answer.status_code == 400
+    assert "mode" in answer.text
+    answer = mesh.call("POST", "weights_checker", {"action": "reset"})
+    assert answer.status_code == 400
+    assert "action" in answer.text
