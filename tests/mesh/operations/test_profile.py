@@ -18,67 +18,52 @@ from typing import Any
 import httpx
 import pytest
 from weft.testing.meshes.local_mesh import WEFT, wait_until
-from weft.testing.meshes.mesh_kinds import PATIENT
+from weft.testing.meshes.mesh_kinds import on
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
 
-pytestmark = pytest.mark.needs("go")
+pytestmark = [pytest.mark.needs("go"), on("shipped")]
 LONG_S = 120
 
 
-class ProfiledMesh(TinyMesh):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(
-            folder,
-            *("--local-prefill-max-tokens", "0", "--decode-args", PATIENT),
-            *("--max-restart-delay-s", "0.5"),
-        )
+@contextmanager
+def under_load(mesh: TinyMesh) -> Iterator[None]:
+    """Prompts come one after another, each of them shipped."""
+    ends = threading.Event()
 
-    @contextmanager
-    def under_load(self) -> Iterator[None]:
-        """Prompts come one after another, each of them shipped."""
-        ends = threading.Event()
+    def ask() -> None:
+        while not ends.is_set():
+            body = {
+                "model": MODEL,
+                "prompt": [secrets.randbelow(VOCAB) for _ in range(60)],
+                "max_tokens": 30,
+                "ignore_eos": True,
+            }
+            url = f"{mesh.url}/v1/completions"
+            httpx.post(url, json=body, timeout=LONG_S, trust_env=False)
 
-        def ask() -> None:
-            while not ends.is_set():
-                body = {
-                    "model": MODEL,
-                    "prompt": [secrets.randbelow(VOCAB) for _ in range(60)],
-                    "max_tokens": 30,
-                    "ignore_eos": True,
-                }
-                url = f"{self.url}/v1/completions"
-                httpx.post(url, json=body, timeout=LONG_S, trust_env=False)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        try:
-            yield
-        finally:
-            ends.set()
-            thread.join()
-
-    def weft(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*WEFT, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
-
-    def post(self, path: str, body: object = None, token: str | None = "") -> httpx.Response:
-        token = (self.state / "admin-token").read_text().strip() if token == "" else token
-        return httpx.post(
-            f"{self.url}/{path}",
-            content=b"" if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=LONG_S,
-            trust_env=False,
-        )
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[ProfiledMesh]:
-    mesh = ProfiledMesh(tmp_path_factory.mktemp("profile"))
-    mesh.wait_ready()
-    mesh.wait_healthy()
-    yield mesh
-    assert mesh.stop() == 0, mesh.text
+def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*WEFT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
+
+
+def post(mesh: TinyMesh, path: str, body: object = None, token: str | None = "") -> httpx.Response:
+    token = (mesh.state / "admin-token").read_text().strip() if token == "" else token
+    return httpx.post(
+        f"{mesh.url}/{path}",
+        content=b"" if body is None else json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+        timeout=LONG_S,
+        trust_env=False,
+    )
 
 
 class Trace:
@@ -111,11 +96,11 @@ def is_within(inner: dict[str, Any], outer: dict[str, Any], slack_us: float = 0.
     return bool(outer["ts"] - slack_us <= begins and ends <= outer["ts"] + outer["dur"] + slack_us)
 
 
-def test_steps_and_spans_are_on_one_clock(mesh: ProfiledMesh, tmp_path: Path) -> None:
+def test_steps_and_spans_are_on_one_clock(mesh: TinyMesh, tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     began_s = time.time()
-    with mesh.under_load():
-        done = mesh.weft(
+    with under_load(mesh):
+        done = weft(
             "profile", "--steps", "5", "--state-dir", str(mesh.state), "--output", str(path)
         )
     assert done.returncode == 0, done.stderr
@@ -154,20 +139,21 @@ def test_steps_and_spans_are_on_one_clock(mesh: ProfiledMesh, tmp_path: Path) ->
     shown = next(
         span["args"]["request"] for span in decoding if is_within(decodes[0], span, 1000.0)
     )
-    told = mesh.weft("trace", shown, "--address", mesh.grpc_address)
+    told = weft("trace", shown, "--address", mesh.grpc_address)
     assert f"profiled meanwhile: {mesh.state / 'profiles'}" in told.stdout, told.stdout
 
 
-def test_the_bodies_of_other_servers(mesh: ProfiledMesh) -> None:
-    with mesh.under_load():
-        vllm = mesh.post("start_profile", {"profile_prefix": "mine", "max_iterations": 3})
+def test_the_bodies_of_other_servers(mesh: TinyMesh) -> None:
+    with under_load(mesh):
+        vllm = post(mesh, "start_profile", {"profile_prefix": "mine", "max_iterations": 3})
         assert vllm.status_code == 200, vllm.text
         path = Path(vllm.json()["path"])
         assert path.parent == mesh.state / "profiles"
         assert path.name.startswith("mine-")
         assert len(Trace(path).steps("decode-0")) == 3
         folder = mesh.state / "profiles" / "below"
-        sglang = mesh.post(
+        sglang = post(
+            mesh,
             "start_profile",
             {
                 "output_dir": str(folder),
@@ -189,23 +175,23 @@ def test_the_bodies_of_other_servers(mesh: ProfiledMesh) -> None:
     assert len(Trace(path).steps("prefill-0")) == 4
 
 
-def test_a_profile_is_stopped_in_the_middle(mesh: ProfiledMesh) -> None:
-    started = mesh.post("start_profile")
+def test_a_profile_is_stopped_in_the_middle(mesh: TinyMesh) -> None:
+    started = post(mesh, "start_profile")
     assert started.status_code == 200, started.text
     assert "at most 100 steps" in started.headers["x-weft-warnings"]
     # Idle engines make no steps, so it still runs.
-    second = mesh.post("start_profile", {"max_iterations": 1})
+    second = post(mesh, "start_profile", {"max_iterations": 1})
     assert (second.status_code, second.json()["error"]["code"]) == (409, "profile_running")
-    begun = mesh.weft("profile", "--state-dir", str(mesh.state))
+    begun = weft("profile", "--state-dir", str(mesh.state))
     assert begun.returncode == 1
     assert started.json()["profile_id"] in begun.stderr
-    stopped = mesh.post("stop_profile")
+    stopped = post(mesh, "stop_profile")
     assert stopped.status_code == 200, stopped.text
     assert stopped.json()["path"] == started.json()["path"]
     trace = Trace(Path(started.json()["path"]))
     assert trace.steps("decode-0") == []
     # Again: it has ended.
-    assert mesh.post("stop_profile").json()["path"] == started.json()["path"]
+    assert post(mesh, "stop_profile").json()["path"] == started.json()["path"]
 
 
 @pytest.mark.parametrize(
@@ -223,24 +209,24 @@ def test_a_profile_is_stopped_in_the_middle(mesh: ProfiledMesh) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
-    mesh: ProfiledMesh, body: dict[str, object], param: str
+    mesh: TinyMesh, body: dict[str, object], param: str
 ) -> None:
-    answer = mesh.post("start_profile", body)
+    answer = post(mesh, "start_profile", body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("path", ["start_profile", "stop_profile"])
-def test_only_operators_may_profile(mesh: ProfiledMesh, path: str) -> None:
+def test_only_operators_may_profile(mesh: TinyMesh, path: str) -> None:
     for token in (None, "sk-somebody"):
-        assert mesh.post(path, {}, token).status_code == 401
+        assert post(mesh, path, {}, token).status_code == 401
 
 
-def test_a_worker_that_dies_is_named(mesh: ProfiledMesh) -> None:
-    started = mesh.post("start_profile", {"max_iterations": 50})
+def test_a_worker_that_dies_is_named(mesh: TinyMesh) -> None:
+    started = post(mesh, "start_profile", {"max_iterations": 50})
     assert started.status_code == 200, started.text
     os.kill(mesh.service("decode-0")["pid"], signal.SIGKILL)
-    stopped = mesh.post("stop_profile")
+    stopped = post(mesh, "stop_profile")
     assert stopped.status_code == 200, stopped.text
     trace = Trace(Path(started.json()["path"]))
     assert any(note.startswith("decode-0: ") for note in trace.notes)

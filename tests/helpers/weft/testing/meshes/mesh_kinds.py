@@ -34,6 +34,10 @@ KINDS: dict[str, tuple[str, ...]] = {
         "--num-pages 83 --max-running-requests 1 --scheduling-policy priority "
         "--preemption-threshold 1",
     ),
+    "shipped": (
+        *(*_SHIP_ALWAYS, "--decode-args", PATIENT),
+        *("--max-restart-delay-s", "0.5"),
+    ),
     "pairs": (
         *_SHIP_ALWAYS,
         # Tests look into the quarantine of owners, however long a killed filler is not vouched for.
@@ -50,7 +54,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Flags of `weft up` by kind of mesh."""
-TINY_KINDS = ("pairs",)
+TINY_KINDS = ("shipped", "pairs")
 """Kinds that run with a `TinyMesh`: their tests do not depend on the model."""
 
 
