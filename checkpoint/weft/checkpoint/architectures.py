@@ -119,6 +119,7 @@ _FAMILIES = {
     "OlmoForCausalLM": ("olmo", "read_olmo"),
     "OlmoeForCausalLM": ("olmo", "read_olmoe"),
     "OPTForCausalLM": ("gpt", "read_opt"),
+    "PaddleOCRVLForConditionalGeneration": ("paddleocr_vl", "read_paddleocr_vl"),
     "PhiForCausalLM": ("phi3", "read_phi"),
     "PhimoeForCausalLM": ("phi3", "read_phi_moe"),
     "PhiMoEForCausalLM": ("phi3", "read_phi_moe"),

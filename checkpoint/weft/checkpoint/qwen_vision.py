@@ -28,7 +28,7 @@ _EPS = 1e-6
 """Of all norms of these towers; configurations do not say it."""
 _MAX_PIXELS = 28 * 28 * 1280
 """Of Qwen2-VL's image processor, whose file replaces it."""
-_CLIP = PixelsConfig(
+CLIP_PIXELS = PixelsConfig(
     mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711)
 )
 _NAMES = VisionNamesConfig(
@@ -112,7 +112,7 @@ def read_qwen2_5_vision(whole: Fields, text: TextOfVision) -> VisionConfig | Non
         side=side * connector.factor,
         full_layers=vision.indices("fullatt_block_indexes") or (7, 15, 23, 31),
     )
-    axes = _axes(text)
+    axes = axes_of(text)
     if sum(axes.sections) != text.num_pairs:
         told = f"{list(axes.sections)} are not {text.num_pairs} pairs together"
         raise text.fields.error("mrope_section", told)
@@ -120,7 +120,7 @@ def read_qwen2_5_vision(whole: Fields, text: TextOfVision) -> VisionConfig | Non
         vit=replace(vit, windows=windows),
         connector=connector,
         image_token_id=_placeholder(whole, text),
-        pixels=_CLIP,
+        pixels=CLIP_PIXELS,
         names=_NAMES_2_5,
         axes=axes,
         max_pixels=_MAX_PIXELS,
@@ -157,10 +157,10 @@ def read_qwen3_vision(whole: Fields, text: TextOfVision) -> VisionConfig | None:
         vit=replace(vit, image_size=side * vit.patch_size),
         connector=_merger(vision, text, norm),
         image_token_id=_placeholder(whole, text),
-        pixels=_CLIP,
+        pixels=CLIP_PIXELS,
         names=_NAMES,
         taps=_taps(vision, text, vit, norm),
-        axes=replace(_axes(text), is_interleaved=True),
+        axes=replace(axes_of(text), is_interleaved=True),
         max_pixels=_MAX_PIXELS,
     )
 
@@ -224,7 +224,8 @@ def _taps(
     return TapsConfig(layers=layers, connector=connector)
 
 
-def _axes(text: TextOfVision) -> AxesConfig:
+def axes_of(text: TextOfVision) -> AxesConfig:
+    """`mrope_section`. Raises ModelError if it is malformed."""
     name = next((n for n in ("rope_parameters", "rope_scaling") if text.fields.get(n)), "")
     sections = text.fields.section(name).indices("mrope_section") or text.usual_sections
     if len(sections) != NUM_AXES:

@@ -17,6 +17,7 @@ from weft.checkpoint.moe_config import without_defaults
 from weft.checkpoint.parts import NormConfig
 
 VisionActivation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+PatchPositions = Literal["bucketed", "learned", "interpolated", "centred", "none"]
 
 NUM_CHANNELS = 3
 _TILE_EDGES = (("max_image_size", "longest_edge"), ("size", "height"), ("size", "width"))
@@ -69,6 +70,14 @@ class VisionNamesConfig:
     taps: str = ""
     """List of the connectors of taps, below the vision transformer."""
 
+    unused: tuple[str, ...] = ()
+    """Parts below the vision transformer that files have and nothing reads."""
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is one of the tower's."""
+        unused = tuple(f"{tower}.{part}" for tower in self.towers for part in self.unused)
+        return name.startswith(self.prefixes) and not name.startswith(unused)
+
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Beginnings of the names of all tensors that belong to the tower."""
@@ -114,10 +123,11 @@ class VitConfig:
     norm: NormConfig
     has_bias: bool = True
     """Whether products have biases, that of patches included."""
-    positions: Literal["bucketed", "learned", "interpolated", "none"] = "bucketed"
+    positions: PatchPositions = "bucketed"
     """What is added to a patch. bucketed: the row of the table whose part of the image its upper
     left corner is in (Idefics2's form of SigLIP). learned: the row of its own place. interpolated:
-    the table, whose corners are the picture's, bilinearly at its place.
+    the table, whose corners are the picture's, bilinearly at its place. centred: as this, but the
+    table's entries are for the middles of equal parts of the picture, as the patch's place is.
     """
     # Fields from here on are in the fingerprint where they differ from their defaults.
     has_patch_bias: bool = True
@@ -359,9 +369,7 @@ def image_token(whole: Fields, name: str, default: int, vocab_size: int) -> int:
     return token
 
 
-def siglip_vit(
-    vision: Fields, defaults: Mapping[str, int], positions: Literal["bucketed", "learned"]
-) -> VitConfig:
+def siglip_vit(vision: Fields, defaults: Mapping[str, int], positions: PatchPositions) -> VitConfig:
     """A vision transformer in SigLIP's form; `defaults` are those of the fields that are sizes.
     Raises ModelError if a field is malformed or not supported.
     """
@@ -411,7 +419,8 @@ def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
         longest = fields.section("size").positive("longest_edge", config.max_edge)
         config = replace(config, max_edge=longest)
     elif config.max_pixels is not None:
-        config = replace(config, max_pixels=pixel_bounds(fields)[1])
+        bounds = pixel_bounds(fields, most=config.max_pixels)
+        config = replace(config, max_pixels=bounds[1])
     else:
         for name, edge in _TILE_EDGES:
             tile = fields.section(name).positive(edge, config.tile_size)
@@ -429,16 +438,18 @@ def with_pixels(config: VisionConfig, model_dir: Path) -> VisionConfig:
     )
 
 
-def pixel_bounds(processor: Fields) -> tuple[int, int]:
-    """Least and most pixels of a picture by Qwen2-VL's image processor, whose defaults are those of
-    transformers. Raises ModelError if a bound is malformed.
+def pixel_bounds(
+    processor: Fields, least: int = 56 * 56, most: int = 28 * 28 * 1280
+) -> tuple[int, int]:
+    """Least and most pixels of a picture by Qwen2-VL's image processor and those like it; the
+    defaults are Qwen2-VL's. Raises ModelError if a bound is malformed.
     """
     size = processor.section("size")
     least, most = (
         processor.positive(name, size.positive(name, size.positive(edge, usual)))
         for name, edge, usual in (
-            ("min_pixels", "shortest_edge", 56 * 56),
-            ("max_pixels", "longest_edge", 28 * 28 * 1280),
+            ("min_pixels", "shortest_edge", least),
+            ("max_pixels", "longest_edge", most),
         )
     )
     if least > most:

@@ -50,6 +50,7 @@ FULL = (
     *("opt", "gpt_neo", "falcon", "falcon-new", "falcon-heads", "lfm3"),
     *("granite_swa", "granite_moe_swa", "minimax", "ling3", "codegen", "xglm"),
     *("llava", "llava_next", "llava_onevision", "idefics3", "internvl", "smolvlm", "lfm2_vl"),
+    "paddleocr_vl",
 )
 """Those whose parts others have too; they run behind --full."""
 

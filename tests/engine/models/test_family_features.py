@@ -24,7 +24,7 @@ STOP = StopCriteria(max_tokens=10, ignore_eos=True)
 NO_TEXT = (
     *("gemma3-images", "mistral3", "internlm3", "qwen2_5_vl", "qwen3_vl", "mistral4", "step3"),
     *(*HYBRIDS_WITH_IMAGES, "llava", "llava_next", "llava_onevision", "idefics3"),
-    *("internvl", "smolvlm"),
+    *("internvl", "smolvlm", "paddleocr_vl"),
     *("qwen3_vl_moe", "kimi_k25"),
 )
 TEXT = [name for name in FAMILIES if name not in (*NO_TEXT, *HYBRIDS)]

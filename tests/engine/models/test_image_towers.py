@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
     "pixtral": "LlavaForConditionalGeneration",
 }
 
@@ -40,6 +41,7 @@ ARCHITECTURES = {
         ("mistral3", {"whole": {"vision_feature_layer": [1]}}, "vision_feature_layer", "only -1"),
         ("mistral3", {"vision": {"num_attention_heads": 5}}, "num_attention_heads", "does not"),
         ("mistral3", {"vision": {"model_type": "other"}}, "model_type", "only 'pixtral'"),
+        ("paddleocr_vl", {"vision": {"num_attention_heads": 5}}, "num_attention_heads", "5"),
         ("pixtral", {"whole": {"vision_feature_layer": -2}}, "vision_feature_layer", "only -1"),
     ],
 )

@@ -103,8 +103,9 @@ def test_pictures_are_those_of_transformers(
         image_break_token=BREAK,
         image_end_token=LAST,
     )
-    many = [size for size in SIZES if max(size) <= longest * min(size)]
-    for number, (width, height) in enumerate([*many, *sizes(12)]):
+    # Transformers fails where a side becomes 0.
+    many = [size for size in [*SIZES, *sizes(12)] if max(size) <= longest * min(size)]
+    for number, (width, height) in enumerate(many):
         image = random_image(number, width, height)
         wanted = oracle(image, do_rescale=False, do_normalize=False, return_tensors="np")
         (found,) = arrays_of(form.process(image))

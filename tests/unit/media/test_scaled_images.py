@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    PaddleOCRVLImageProcessorPil,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from weft.contract.errors import ModelError
 from weft.contract.spans import media_digest
@@ -61,6 +64,45 @@ def test_pictures_are_those_of_transformers(patch: int, least: int, most: int) -
         (tokens,) = form.plan(height, width).lengths
         assert tokens == one.shape[0] * one.shape[1] // (2 * patch) ** 2
         assert tokens <= form.largest.lengths[0]
+
+
+@pytest.mark.parametrize(("patch", "least", "most"), [(14, 384**2, 1536**2), (8, 1024, 64_000)])
+def test_pictures_of_paddleocr_are_those_of_transformers(patch: int, least: int, most: int) -> None:
+    """Small ones are enlarged first."""
+    sides = {"square": 2 * patch, "min_pixels": least, "max_pixels": most}
+    form = ScaledForm(**sides, resample=3, enlarges=True)
+    processor = PaddleOCRVLImageProcessorPil(
+        patch_size=patch, size={"shortest_edge": least, "longest_edge": most}
+    )
+    for number, (width, height) in enumerate([*SIZES, (2, 30), (40, 3), *sizes(patch, 10)]):
+        image = random_image(number, width, height)
+        try:
+            found = processor(image, do_rescale=False, do_normalize=False, return_tensors="np")
+        except ValueError:
+            with pytest.raises(BadImage, match="200 times"):
+                form.plan(height, width)
+            continue
+        (one,) = form.process(image)
+        ((_, rows, columns),) = found["image_grid_thw"].tolist()
+        parts = found["pixel_values"].reshape(rows, columns, 3, patch, patch)
+        expected = parts.transpose(0, 3, 1, 4, 2).reshape(rows * patch, columns * patch, 3)
+        np.testing.assert_array_equal(
+            np.frombuffer(one.data, np.uint8).reshape(one.shape), expected.astype(np.uint8)
+        )
+        assert form.plan(height, width).lengths == (rows * columns // 4,)
+        assert rows * columns // 4 <= form.largest.lengths[0]
+
+
+def test_files_of_paddleocr_are_read(tmp_path: Path) -> None:
+    changes = {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
+    config = write_processor(tmp_path, **changes)
+    assert prompts_of(tmp_path, config).form == ScaledForm(
+        square=SQUARE,
+        min_pixels=4 * SQUARE**2,
+        max_pixels=64 * SQUARE**2,
+        resample=3,
+        enlarges=True,
+    )
 
 
 def test_coarse_images_have_few_tokens() -> None:

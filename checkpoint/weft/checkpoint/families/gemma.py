@@ -160,6 +160,7 @@ def _read_gemma3_vision(whole: Fields, text: ModelConfig) -> VisionConfig:
             connectors=("model.multi_modal_projector", "multi_modal_projector"),
             projection="mm_input_projection_weight",
             connector_norm="mm_soft_emb_norm",
+            unused=("head",),
         ),
     )
 

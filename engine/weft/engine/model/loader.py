@@ -417,7 +417,7 @@ def _is_unused(name: str, config: ModelConfig, wanted: _Wanted) -> bool:
 
 
 def _belongs_to_tower(name: str, config: ModelConfig) -> bool:
-    return config.vision is not None and name.startswith(config.vision.names.prefixes)
+    return config.vision is not None and config.vision.names.has(name)
 
 
 def _belongs_to_head(name: str, config: ModelConfig) -> bool:

@@ -70,8 +70,10 @@ def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
         places = places[order]
         back = np.argsort(squares)
     spots, turns = None, None
-    if vit.positions == "interpolated":
-        spots = torch.from_numpy(_spots(places, grids, vit.grid, order)).to(device)
+    if vit.positions in ("interpolated", "centred"):
+        is_centred = vit.positions == "centred"
+        found = _spots(places, grids, vit.grid, order, is_centred=is_centred)
+        spots = torch.from_numpy(found).to(device)
     if vit.rope is not None:
         cos_sin = axial_turns(vit.rope, vit.head_dim, torch.from_numpy(places).to(device))
         turns = Turns(cos_sin, torch.arange(len(places), device=device))
@@ -116,14 +118,22 @@ def _places(grid: Grid, square: int) -> Int64Array:
 
 
 def _spots(
-    places: Int64Array, grids: Sequence[Grid], side: int, order: Int64Array | None
+    places: Int64Array,
+    grids: Sequence[Grid],
+    side: int,
+    order: Int64Array | None,
+    *,
+    is_centred: bool,
 ) -> Float32Array:
-    """Coordinates in a table of `side` rows and columns, whose corners are those of each picture.
-    Computed in float32 as models are trained.
+    """Coordinates in a table of `side` rows and columns, whose corners are those of each picture,
+    or whose entries are for the middles of equal parts. Computed in float32 as models are trained.
     """
     counts = [rows * columns for rows, columns in grids]
     sizes = np.repeat(np.array(grids), counts, axis=0)
     sizes = sizes if order is None else sizes[order]
+    if is_centred:
+        middles = (places.astype(np.float32) + np.float32(0.5)) * np.float32(side)
+        return np.maximum(middles / sizes.astype(np.float32) - np.float32(0.5), np.float32(0))
     steps = np.maximum(sizes - 1, 1).astype(np.float32)
     spots: Float32Array = places.astype(np.float32) * np.float32(side - 1) / steps
     return spots

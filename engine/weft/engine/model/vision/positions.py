@@ -69,7 +69,7 @@ def read_positions(weights: Weights, config: VisionConfig) -> Positions | None:
         table = _with_class(weights, config)[1:]
     else:
         table = weights.vocabulary(config.names.positions, vit.num_patches, vit.hidden_size)
-    if vit.positions == "interpolated":
+    if vit.positions in ("interpolated", "centred"):
         return InterpolatedPositions(table, vit.grid)
     numbers = torch.arange(vit.num_patches).view(vit.grid, vit.grid)
     if vit.positions == "bucketed":

@@ -190,6 +190,8 @@ class ScaledForm:
     """Of an image of little detail `COARSE_PIXELS` at most."""
     resample: int
     """Pillow's number of the filter."""
+    enlarges: bool = False
+    """Whether an image with a side shorter than a token is enlarged first, as PaddleOCR-VL's is."""
 
     @property
     def row_token(self) -> str:
@@ -225,6 +227,8 @@ class ScaledForm:
 
     def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
         """Rows and columns of tokens."""
+        if self.enlarges:
+            height, width = self._enlarged(height, width)
         if max(height, width) > _MAX_RATIO * min(height, width):
             raise BadImage(
                 f"has {width} x {height} pixels; one side may be {_MAX_RATIO} times the other"
@@ -242,6 +246,14 @@ class ScaledForm:
             factor = math.sqrt(self.min_pixels / (height * width))
             rows, columns = (math.ceil(length * factor / square) for length in (height, width))
         return rows, columns
+
+    def _enlarged(self, height: int, width: int) -> tuple[int, int]:
+        square = self.square
+        if height < square:
+            height, width = square, round(width * square / height)
+        if width < square:
+            height, width = round(height * square / width), square
+        return height, width
 
 
 def _even(number: int) -> int:

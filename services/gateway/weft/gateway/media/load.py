@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -54,7 +54,7 @@ _OF_GRID = (
 _OF_ROWS = ("size", "resample", "patch_size", "default_to_square")
 _OF_PATCHES = ("patch_size", "merge_size", "temporal_patch_size")
 _OF_TILES = ("size", "max_image_size", "resample", "do_image_splitting")
-_OF_SCALED = ("min_pixels", "max_pixels", "size", "resample", *_OF_PATCHES)
+_OF_SCALED = ("min_pixels", "max_pixels", "size", "resample", "default_to_square", *_OF_PATCHES)
 _LABELS = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map"),
     *("do_pad", "pad_size", "return_row_col_info", "video_sampling"),
@@ -305,10 +305,31 @@ def _scaled(
     config: Mapping[str, Any],
     tokenizer: Tokenizer,
 ) -> ScaledForm:
+    fields = Fields(given, _PROCESSOR_FILE)
+    return _checked_scaled(given, config, *pixel_bounds(fields))
+
+
+def _paddle(
+    given: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> ScaledForm:
+    bounds = pixel_bounds(Fields(given, _PROCESSOR_FILE), 384 * 384, 1536 * 1536)
+    number = Fields(config, "config.json").count("image_token_id", 100_295)
+    token = tokenizer.id_to_token(number)
+    if token is None:
+        raise ModelError(f"config.json: image_token_id is {number}, which is no token")
+    form = _checked_scaled(given, config, *bounds)
+    return replace(form, image_token=token, enlarges=True)
+
+
+def _checked_scaled(
+    given: Mapping[str, Any], config: Mapping[str, Any], least: int, most: int
+) -> ScaledForm:
     _check_known(given, _OF_SCALED)
     fields = Fields(given, _PROCESSOR_FILE)
     patch, merge = fields.positive("patch_size", 14), fields.positive("merge_size", 2)
-    least, most = pixel_bounds(fields)
     form = ScaledForm(
         square=patch * merge,
         min_pixels=least,
@@ -472,6 +493,7 @@ _READERS: Mapping[str, FormReader] = {
     "Gemma3ImageProcessor": _fixed,
     "GotOcr2ImageProcessor": _grid,
     "Idefics3ImageProcessor": _tiled,
+    "PaddleOCRVLImageProcessor": _paddle,
     "PixtralImageProcessor": _rows,
     "Qwen2VLImageProcessor": _scaled,
     "Qwen2_5_VLImageProcessor": _scaled,
@@ -481,6 +503,7 @@ _READERS: Mapping[str, FormReader] = {
 _TYPES_OF_PROCESSORS = {
     "Gemma3Processor": "Gemma3ImageProcessor",
     "InternVLProcessor": "GotOcr2ImageProcessor",
+    "PaddleOCRVLProcessor": "PaddleOCRVLImageProcessor",
     "PixtralProcessor": "PixtralImageProcessor",
     "Idefics3Processor": "Idefics3ImageProcessor",
     "Qwen2_5_VLProcessor": "Qwen2VLImageProcessor",

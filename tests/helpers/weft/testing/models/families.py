@@ -348,6 +348,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 96}),
     "nemotron": ("nemotron", {"head_dim": 16}),
     "arcee": ("arcee", {}),
+    "paddleocr_vl": (
+        "paddleocr_vl",
+        {
+            "text_config": {
+                **SIZES,
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e5,
+                    "mrope_section": [2, 3, 3],
+                },
+            },
+            "vision_config": {**_PIXTRAL, "model_type": "paddleocr_vl_vision"},
+            "image_token_id": 258,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen2_5_vl": (
         "qwen2_5_vl",
         {

@@ -72,10 +72,10 @@ class ImageFamily(ABC):
         """Fields of preprocessor_config.json."""
         return {"size": {"height": config.vision_config.image_size}}
 
-    def hidden(self, model: Any, embedded: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """[1, T, hidden]: the language model's result. `ids` has no placeholders but those of
-        media.
-        """
+    def hidden(
+        self, model: Any, embedded: torch.Tensor, is_row: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        """[1, T, hidden]: the language model's result. `is_row`, [1, T], is 1 for rows of media."""
         return model.model.language_model(inputs_embeds=embedded).last_hidden_state  # type: ignore[no-any-return]
 
     def make(self, path: Path, seed: int, **fields: Any) -> Path:
@@ -138,7 +138,7 @@ class ImageFamily(ABC):
             rows = by_digest[span.digest][span.offset : span.offset + span.length]
             embedded[0, span.position : span.end] = rows
             is_row[0, span.position : span.end] = 1
-        hidden = self.hidden(model, embedded, is_row)
+        hidden = self.hidden(model, embedded, is_row, prompt)
         logits: torch.Tensor = model.lm_head(hidden)[0, len(prompt.ids) - 1 : -1]
         return logits
 
@@ -203,8 +203,10 @@ class Gemma3(ImageFamily):
         found = model.model.get_image_features(torch.stack(list(pictures))).pooler_output
         return list(found)
 
-    def hidden(self, model: Any, embedded: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        found = model.model(inputs_embeds=embedded, token_type_ids=ids, use_cache=False)
+    def hidden(
+        self, model: Any, embedded: torch.Tensor, is_row: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        found = model.model(inputs_embeds=embedded, token_type_ids=is_row, use_cache=False)
         return found.last_hidden_state  # type: ignore[no-any-return]
 
 
@@ -343,10 +345,73 @@ class Pixtral(Mistral3):
         return torch.cat(list(found))
 
 
+class PaddleOCR(ImageFamily):
+    """Pictures of any shape, whose tokens have positions by row and column."""
+
+    name = "PaddleOCRVL"
+    embedding_scale = 0.05
+    square = 12
+
+    def config(self, **fields: Any) -> Any:
+        import transformers
+
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        text = {**_QWEN2, "head_dim": 16, "rope_parameters": rope, **fields.pop("text", {})}
+        del text["model_type"]
+        return transformers.PaddleOCRVLConfig(
+            text_config=text,
+            vision_config={
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 80,
+                "image_size": 30,
+                "patch_size": 6,
+                **fields.pop("vision", {}),
+            },
+            image_token_id=IMAGE_TOKEN_ID,
+            **fields,
+        )
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {"patch_size": 6, "merge_size": 2, "temporal_patch_size": 1}
+
+    def picture(self) -> Media:
+        rows, columns = random.randint(1, 5), random.randint(1, 5)
+        return random_picture(rows * self.square, columns * self.square)
+
+    def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
+        height, width, _ = medium.shape
+        length = height * width // self.square**2
+        ids.append(BEGIN_ID)
+        spans.append(MediaSpan(position=len(ids), length=length, digest=medium.digest))
+        ids += [*[IMAGE_TOKEN_ID] * length, END_ID]
+
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        grids = [(1, one.shape[1] // 6, one.shape[2] // 6) for one in pictures]
+        patches = [
+            one.view(3, rows, 6, columns, 6).permute(1, 3, 0, 2, 4).reshape(-1, 3, 6, 6)
+            for one, (_, rows, columns) in zip(pictures, grids, strict=True)
+        ]
+        found = model.model.get_image_features(torch.cat(patches), torch.tensor(grids))
+        return list(found.pooler_output)
+
+    def hidden(
+        self, model: Any, embedded: torch.Tensor, is_row: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        shapes = {one.digest: one.shape for one in prompt.media}
+        sides = [shapes[span.digest] for span in prompt.spans]
+        grids = torch.tensor([(1, height // 6, width // 6) for height, width, _ in sides])
+        positions, _ = model.model.get_rope_index(is_row, is_row, grids)
+        found = model.model.language_model(inputs_embeds=embedded, position_ids=positions)
+        return found.last_hidden_state  # type: ignore[no-any-return]
+
+
 FAMILIES: dict[str, type[ImageFamily]] = {
     "gemma3": Gemma3,
     "internvl": InternVL,
     "mistral3": Mistral3,
+    "paddleocr_vl": PaddleOCR,
     "pixtral": Pixtral,
 }
 
