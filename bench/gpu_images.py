@@ -195,7 +195,9 @@ class Asked:
 
 
 def start(run: Run) -> MeshProcess:
-    """A mesh of one worker, or of two."""
+    """The mesh of all parts, of one worker or of two."""
+    if _started:
+        return _started[0]
     options = run.options
     folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory()))
     model = model_folder(folder, options)
@@ -209,7 +211,11 @@ def start(run: Run) -> MeshProcess:
     mesh = MeshProcess(str(model), options.dtype, flags)
     run.stack.callback(mesh.stop)
     mesh.wait_until_ready()
+    _started.append(mesh)
     return mesh
+
+
+_started: list[MeshProcess] = []
 
 
 def cached(usage: dict[str, Any]) -> int:
