@@ -4,6 +4,7 @@ meshes.
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 from pathlib import Path
@@ -16,6 +17,7 @@ pytest.importorskip("playwright", reason="chromium: the package `playwright` is 
 from playwright.async_api import expect
 from weft.contract.codec.walk import duration
 from weft.gateway.admission.keys import new_key, write_keys
+from weft.testing.models.tiny_images import add_images, encoded, image_tokenizer, random_image
 from weft.testing.services.browser import Console, console
 from weft.testing.services.dialect_edge import DialectEdge, dialect_edge
 from weft.testing.services.gateway_harness import MODEL
@@ -207,6 +209,89 @@ async def test_chats_with_tools_schemas_and_two_models(rest_binary: Path, tmp_pa
         await say("again")
         await expect(log).to_contain_text("Anew.")
         assert "on and on" not in edge.prompt
+
+
+DROP = """(data) => {
+  const files = new DataTransfer();
+  const bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
+  files.items.add(new File([bytes], "dropped.png", { type: "image/png" }));
+  const how = { bubbles: true, cancelable: true };
+  const event = new DragEvent("drop", { dataTransfer: files, ...how });
+  document.querySelector(".composer").dispatchEvent(event);
+}"""
+PASTE = DROP.replace("dropped", "pasted").replace(
+    'DragEvent("drop", { dataTransfer', 'ClipboardEvent("paste", { clipboardData'
+)
+
+
+async def test_chats_with_images(rest_binary: Path, tmp_path: Path) -> None:
+    pictures = [encoded(random_image(seed, 90, 20)) for seed in range(4)]
+    chosen = [
+        {"name": f"{number}.png", "mimeType": "image/png", "buffer": data}
+        for number, data in enumerate(pictures[:2])
+    ]
+    async with (
+        dialect_edge(
+            rest_binary,
+            tmp_path,
+            template="",
+            tokenizer=image_tokenizer(),
+            change_model=add_images,
+            max_image_bytes=10_000,
+            max_images=4,
+        ) as edge,
+        console(edge.url, tmp_path) as shown,
+    ):
+        await shown.open()
+        await shown.live()
+        section = await shown.view("Chat")
+        log = section.get_by_role("log", name="Conversation A")
+        waiting = section.get_by_role("group", name="Images of the message").locator("img")
+        files = section.locator("input[type=file]")
+        await files.set_input_files(chosen)
+        await expect(waiting).to_have_count(2)
+        for script, picture in ((DROP, pictures[2]), (PASTE, pictures[3])):
+            await shown.page.evaluate(script, base64.b64encode(picture).decode())
+        await expect(waiting).to_have_count(4)
+        alert = section.get_by_role("alert")
+        await files.set_input_files(chosen[:1])
+        await expect(alert).to_contain_text("A request may have 4 images.")
+        await section.get_by_role("button", name="Remove 1.png").click()
+        await expect(waiting).to_have_count(3)
+        for name, kind, data, problem in (
+            ("a.png", "image/png", bytes(10_001), "a.png has 10 KiB"),
+            ("a.txt", "text/plain", b"a", "a.txt: an image must be JPEG"),
+        ):
+            await files.set_input_files({"name": name, "mimeType": kind, "buffer": data})
+            await expect(alert).to_contain_text(problem)
+        await section.get_by_label("Message", exact=True).fill("What is it?")
+        await shown.shoot("chat-images-composed")
+        await section.get_by_role("button", name="Send", exact=True).click()
+        await expect(log).to_contain_text(edge.text)
+        await expect(waiting).to_have_count(0)
+        await expect(log.locator(".user img")).to_have_count(3)
+        assert edge.prompt.count("<global-img>") == 3
+        assert "What is it?" in edge.prompt
+        # The history goes along.
+        await section.get_by_label("Message", exact=True).fill("And now?")
+        await section.get_by_role("button", name="Send", exact=True).click()
+        await expect(log.locator(".assistant")).to_have_count(2)
+        await expect(section.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+        assert edge.prompt.count("<global-img>") == 3
+        await shown.shoot("chat-images")
+
+
+@pytest.mark.full
+async def test_models_for_text_take_no_images(rest_binary: Path, tmp_path: Path) -> None:
+    async with dialect_edge(rest_binary, tmp_path) as edge, console(edge.url, tmp_path) as shown:
+        await shown.open()
+        await shown.live()
+        section = await shown.view("Chat")
+        data = encoded(random_image(1, 90, 20))
+        file = {"name": "a.png", "mimeType": "image/png", "buffer": data}
+        await section.locator("input[type=file]").set_input_files(file)
+        await expect(section.get_by_role("alert")).to_contain_text("This model takes no images.")
+        await expect(section.locator(".thumbnail")).to_have_count(0)
 
 
 @pytest.mark.full

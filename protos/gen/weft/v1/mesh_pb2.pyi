@@ -474,6 +474,7 @@ class MeshModel(_message.Message):
     PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
     DECODE_WORKERS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     ready: _builtins.bool
     problem: _builtins.str
@@ -487,6 +488,10 @@ class MeshModel(_message.Message):
     """Healthy ones."""
     has_chat: _builtins.bool
     """The model's chat template is known, so that it can be chatted with."""
+    @_builtins.property
+    def images(self) -> Global___MeshImages:
+        """Absent: chats with the model have no images."""
+
     def __init__(
         self,
         *,
@@ -498,14 +503,45 @@ class MeshModel(_message.Message):
         prefill_workers: _builtins.int = ...,
         decode_workers: _builtins.int = ...,
         has_chat: _builtins.bool = ...,
+        images: Global___MeshImages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["images", b"images"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_workers", b"decode_workers", "has_chat", b"has_chat", "max_context_tokens", b"max_context_tokens", "name", b"name", "prefill_workers", b"prefill_workers", "problem", b"problem", "ready", b"ready", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_workers", b"decode_workers", "has_chat", b"has_chat", "images", b"images", "max_context_tokens", b"max_context_tokens", "name", b"name", "prefill_workers", b"prefill_workers", "problem", b"problem", "ready", b"ready", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MeshModel: _TypeAlias = MeshModel  # noqa: Y015
+
+@_typing.final
+class MeshImages(_message.Message):
+    """Bounds of the images of one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_IMAGES_FIELD_NUMBER: _builtins.int
+    MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    max_images: _builtins.int
+    """Their number."""
+    max_file_bytes: _builtins.int
+    """Of one file."""
+    max_bytes: _builtins.int
+    """Of all files."""
+    def __init__(
+        self,
+        *,
+        max_images: _builtins.int = ...,
+        max_file_bytes: _builtins.int = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "max_file_bytes", b"max_file_bytes", "max_images", b"max_images"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshImages: _TypeAlias = MeshImages  # noqa: Y015
 
 @_typing.final
 class MeshAdapter(_message.Message):

@@ -212,6 +212,7 @@ class GatewayApp:
             recent,
             flows,
             self._identity,
+            self.images.limits,
         )
         self._ending = asyncio.Event()
         self._admin = GatewayAdmin(self.fleet, self.catalogue, self.pipeline)

@@ -20,6 +20,7 @@ from weft.gateway.console.recent import MAX_REQUESTS, RecentRequests, RequestHan
 from weft.gateway.console.stores import StoreWatch
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.media.sources import SourceLimits
 from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.v1 import mesh_pb2
 
@@ -55,8 +56,10 @@ class MeshView:
         recent: RecentRequests,
         flows: MeshFlows,
         identity: Identity | None,
+        images: SourceLimits,
     ) -> None:
         self._gateway_id = gateway_id
+        self._images = images
         self._fleet = fleet
         self._models = models
         self._pipeline = pipeline
@@ -144,7 +147,7 @@ class MeshView:
             for address in self.stores.addresses()
         )
         message.flows.extend(self._flows.describe(self.stores.ids()))
-        message.models.extend(_describe_model(served, now) for served in self._models)
+        message.models.extend(_describe_model(served, self._images, now) for served in self._models)
         message.adapters.extend(self._known_adapters(now))
         message.running_requests.extend(
             describe(answer) for answer in self._pipeline.open_requests(MAX_REQUESTS)
@@ -193,7 +196,7 @@ class MeshView:
             )
 
 
-def _describe_model(served: ServedModel, now: float) -> mesh_pb2.MeshModel:
+def _describe_model(served: ServedModel, images: SourceLimits, now: float) -> mesh_pb2.MeshModel:
     problem = served.problem()
     healthy = {
         role: sum(not worker.problem(now) for worker in served.fleet.workers(role))
@@ -208,4 +211,11 @@ def _describe_model(served: ServedModel, now: float) -> mesh_pb2.MeshModel:
         prefill_workers=healthy["prefill"],
         decode_workers=healthy["decode"],
         has_chat=served.model.template is not None,
+        images=None
+        if served.model.images is None
+        else mesh_pb2.MeshImages(
+            max_images=images.max_files,
+            max_file_bytes=images.max_file_bytes,
+            max_bytes=images.max_bytes,
+        ),
     )

@@ -83,9 +83,10 @@ class ImageReader:
     """Reads images for all models of a gateway. Belongs to the event loop."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self._limits = SourceLimits(
+        self.limits = SourceLimits(
             settings.max_images, settings.max_request_image_bytes, settings.max_image_bytes
         )
+        """Bounds of a request's images."""
         self._max_pixels = settings.max_image_pixels
         self._max_running = settings.media_processes
         self.pool = MediaPool(
@@ -130,9 +131,9 @@ class ImageReader:
             Overloaded: Too many fetches wait.
             DeadlineExceeded: No place became free in time.
         """
-        check_number(images, self._limits.max_files)
+        check_number(images, self.limits.max_files)
         await self._fetch(images, fetched, deadline, tenant)
-        return await asyncio.to_thread(read_sources, images, self._limits, fetched.by_url)
+        return await asyncio.to_thread(read_sources, images, self.limits, fetched.by_url)
 
     async def _fetch(
         self, images: Sequence[ImageFile], fetched: FetchedFiles, deadline: float, tenant: str
@@ -147,8 +148,8 @@ class ImageReader:
             def count(num_bytes: int) -> None:
                 fetched.count(num_bytes)
                 fetched.num_bytes += num_bytes
-                if fetched.num_bytes > self._limits.max_bytes:
-                    raise too_large(images[0], self._limits.max_bytes)
+                if fetched.num_bytes > self.limits.max_bytes:
+                    raise too_large(images[0], self.limits.max_bytes)
 
             if url not in fetched.by_url and url not in fetched.problems:
                 try:

@@ -922,7 +922,9 @@ type MeshModel struct {
 	// Healthy ones.
 	DecodeWorkers uint32 `protobuf:"varint,7,opt,name=decode_workers,json=decodeWorkers,proto3" json:"decode_workers,omitempty"`
 	// The model's chat template is known, so that it can be chatted with.
-	HasChat       bool `protobuf:"varint,8,opt,name=has_chat,json=hasChat,proto3" json:"has_chat,omitempty"`
+	HasChat bool `protobuf:"varint,8,opt,name=has_chat,json=hasChat,proto3" json:"has_chat,omitempty"`
+	// Absent: chats with the model have no images.
+	Images        *MeshImages `protobuf:"bytes,9,opt,name=images,proto3" json:"images,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1013,6 +1015,77 @@ func (x *MeshModel) GetHasChat() bool {
 	return false
 }
 
+func (x *MeshModel) GetImages() *MeshImages {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
+// Bounds of the images of one request.
+type MeshImages struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Their number.
+	MaxImages uint32 `protobuf:"varint,1,opt,name=max_images,json=maxImages,proto3" json:"max_images,omitempty"`
+	// Of one file.
+	MaxFileBytes uint32 `protobuf:"varint,2,opt,name=max_file_bytes,json=maxFileBytes,proto3" json:"max_file_bytes,omitempty"`
+	// Of all files.
+	MaxBytes      uint32 `protobuf:"varint,3,opt,name=max_bytes,json=maxBytes,proto3" json:"max_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MeshImages) Reset() {
+	*x = MeshImages{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MeshImages) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MeshImages) ProtoMessage() {}
+
+func (x *MeshImages) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MeshImages.ProtoReflect.Descriptor instead.
+func (*MeshImages) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *MeshImages) GetMaxImages() uint32 {
+	if x != nil {
+		return x.MaxImages
+	}
+	return 0
+}
+
+func (x *MeshImages) GetMaxFileBytes() uint32 {
+	if x != nil {
+		return x.MaxFileBytes
+	}
+	return 0
+}
+
+func (x *MeshImages) GetMaxBytes() uint32 {
+	if x != nil {
+		return x.MaxBytes
+	}
+	return 0
+}
+
 // One content of an adapter's name.
 type MeshAdapter struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1033,7 +1106,7 @@ type MeshAdapter struct {
 
 func (x *MeshAdapter) Reset() {
 	*x = MeshAdapter{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1045,7 +1118,7 @@ func (x *MeshAdapter) String() string {
 func (*MeshAdapter) ProtoMessage() {}
 
 func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1058,7 +1131,7 @@ func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapter.ProtoReflect.Descriptor instead.
 func (*MeshAdapter) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *MeshAdapter) GetName() string {
@@ -1126,7 +1199,7 @@ type MeshAdapterHolder struct {
 
 func (x *MeshAdapterHolder) Reset() {
 	*x = MeshAdapterHolder{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1138,7 +1211,7 @@ func (x *MeshAdapterHolder) String() string {
 func (*MeshAdapterHolder) ProtoMessage() {}
 
 func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1151,7 +1224,7 @@ func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapterHolder.ProtoReflect.Descriptor instead.
 func (*MeshAdapterHolder) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *MeshAdapterHolder) GetMemberId() string {
@@ -1221,7 +1294,7 @@ type MeshPoint struct {
 
 func (x *MeshPoint) Reset() {
 	*x = MeshPoint{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1233,7 +1306,7 @@ func (x *MeshPoint) String() string {
 func (*MeshPoint) ProtoMessage() {}
 
 func (x *MeshPoint) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1246,7 +1319,7 @@ func (x *MeshPoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshPoint.ProtoReflect.Descriptor instead.
 func (*MeshPoint) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *MeshPoint) GetTime() *timestamppb.Timestamp {
@@ -1376,7 +1449,7 @@ type LatencyQuantiles struct {
 
 func (x *LatencyQuantiles) Reset() {
 	*x = LatencyQuantiles{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1388,7 +1461,7 @@ func (x *LatencyQuantiles) String() string {
 func (*LatencyQuantiles) ProtoMessage() {}
 
 func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1401,7 +1474,7 @@ func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LatencyQuantiles.ProtoReflect.Descriptor instead.
 func (*LatencyQuantiles) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *LatencyQuantiles) GetP50S() float64 {
@@ -1455,7 +1528,7 @@ type MeshRequest struct {
 
 func (x *MeshRequest) Reset() {
 	*x = MeshRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1467,7 +1540,7 @@ func (x *MeshRequest) String() string {
 func (*MeshRequest) ProtoMessage() {}
 
 func (x *MeshRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1480,7 +1553,7 @@ func (x *MeshRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshRequest.ProtoReflect.Descriptor instead.
 func (*MeshRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *MeshRequest) GetRequestId() string {
@@ -1579,7 +1652,7 @@ type ListRequestSpansRequest struct {
 
 func (x *ListRequestSpansRequest) Reset() {
 	*x = ListRequestSpansRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1591,7 +1664,7 @@ func (x *ListRequestSpansRequest) String() string {
 func (*ListRequestSpansRequest) ProtoMessage() {}
 
 func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1604,7 +1677,7 @@ func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListRequestSpansRequest) GetId() string {
@@ -1636,7 +1709,7 @@ type ListRequestSpansResponse struct {
 
 func (x *ListRequestSpansResponse) Reset() {
 	*x = ListRequestSpansResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1648,7 +1721,7 @@ func (x *ListRequestSpansResponse) String() string {
 func (*ListRequestSpansResponse) ProtoMessage() {}
 
 func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1661,7 +1734,7 @@ func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListRequestSpansResponse) GetSpans() []*Span {
@@ -1695,7 +1768,7 @@ type DrainMemberRequest struct {
 
 func (x *DrainMemberRequest) Reset() {
 	*x = DrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1707,7 +1780,7 @@ func (x *DrainMemberRequest) String() string {
 func (*DrainMemberRequest) ProtoMessage() {}
 
 func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1720,7 +1793,7 @@ func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*DrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *DrainMemberRequest) GetMemberId() string {
@@ -1740,7 +1813,7 @@ type DrainMemberResponse struct {
 
 func (x *DrainMemberResponse) Reset() {
 	*x = DrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1752,7 +1825,7 @@ func (x *DrainMemberResponse) String() string {
 func (*DrainMemberResponse) ProtoMessage() {}
 
 func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1765,7 +1838,7 @@ func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*DrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *DrainMemberResponse) GetRunningRequests() uint32 {
@@ -1785,7 +1858,7 @@ type UndrainMemberRequest struct {
 
 func (x *UndrainMemberRequest) Reset() {
 	*x = UndrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1797,7 +1870,7 @@ func (x *UndrainMemberRequest) String() string {
 func (*UndrainMemberRequest) ProtoMessage() {}
 
 func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1810,7 +1883,7 @@ func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*UndrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *UndrainMemberRequest) GetMemberId() string {
@@ -1828,7 +1901,7 @@ type UndrainMemberResponse struct {
 
 func (x *UndrainMemberResponse) Reset() {
 	*x = UndrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1840,7 +1913,7 @@ func (x *UndrainMemberResponse) String() string {
 func (*UndrainMemberResponse) ProtoMessage() {}
 
 func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1853,7 +1926,7 @@ func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*UndrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
 }
 
 type FlushMemberRequest struct {
@@ -1865,7 +1938,7 @@ type FlushMemberRequest struct {
 
 func (x *FlushMemberRequest) Reset() {
 	*x = FlushMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1877,7 +1950,7 @@ func (x *FlushMemberRequest) String() string {
 func (*FlushMemberRequest) ProtoMessage() {}
 
 func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1890,7 +1963,7 @@ func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberRequest.ProtoReflect.Descriptor instead.
 func (*FlushMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *FlushMemberRequest) GetMemberId() string {
@@ -1910,7 +1983,7 @@ type FlushMemberResponse struct {
 
 func (x *FlushMemberResponse) Reset() {
 	*x = FlushMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1922,7 +1995,7 @@ func (x *FlushMemberResponse) String() string {
 func (*FlushMemberResponse) ProtoMessage() {}
 
 func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1935,7 +2008,7 @@ func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberResponse.ProtoReflect.Descriptor instead.
 func (*FlushMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *FlushMemberResponse) GetFlushedPages() uint32 {
@@ -1956,7 +2029,7 @@ type SetMemberLogLevelRequest struct {
 
 func (x *SetMemberLogLevelRequest) Reset() {
 	*x = SetMemberLogLevelRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1968,7 +2041,7 @@ func (x *SetMemberLogLevelRequest) String() string {
 func (*SetMemberLogLevelRequest) ProtoMessage() {}
 
 func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1981,7 +2054,7 @@ func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SetMemberLogLevelRequest) GetMemberId() string {
@@ -2008,7 +2081,7 @@ type SetMemberLogLevelResponse struct {
 
 func (x *SetMemberLogLevelResponse) Reset() {
 	*x = SetMemberLogLevelResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2020,7 +2093,7 @@ func (x *SetMemberLogLevelResponse) String() string {
 func (*SetMemberLogLevelResponse) ProtoMessage() {}
 
 func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2033,7 +2106,7 @@ func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SetMemberLogLevelResponse) GetPreviousLevel() string {
@@ -2058,7 +2131,7 @@ type StartMeshProfileRequest struct {
 
 func (x *StartMeshProfileRequest) Reset() {
 	*x = StartMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2070,7 +2143,7 @@ func (x *StartMeshProfileRequest) String() string {
 func (*StartMeshProfileRequest) ProtoMessage() {}
 
 func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2083,7 +2156,7 @@ func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *StartMeshProfileRequest) GetMemberIds() []string {
@@ -2129,7 +2202,7 @@ type StartMeshProfileResponse struct {
 
 func (x *StartMeshProfileResponse) Reset() {
 	*x = StartMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2141,7 +2214,7 @@ func (x *StartMeshProfileResponse) String() string {
 func (*StartMeshProfileResponse) ProtoMessage() {}
 
 func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2154,7 +2227,7 @@ func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *StartMeshProfileResponse) GetProfileId() string {
@@ -2195,7 +2268,7 @@ type StopMeshProfileRequest struct {
 
 func (x *StopMeshProfileRequest) Reset() {
 	*x = StopMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2207,7 +2280,7 @@ func (x *StopMeshProfileRequest) String() string {
 func (*StopMeshProfileRequest) ProtoMessage() {}
 
 func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2220,7 +2293,7 @@ func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *StopMeshProfileRequest) GetProfileId() string {
@@ -2241,7 +2314,7 @@ type StopMeshProfileResponse struct {
 
 func (x *StopMeshProfileResponse) Reset() {
 	*x = StopMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2253,7 +2326,7 @@ func (x *StopMeshProfileResponse) String() string {
 func (*StopMeshProfileResponse) ProtoMessage() {}
 
 func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2266,7 +2339,7 @@ func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *StopMeshProfileResponse) GetProfileId() string {
@@ -2292,7 +2365,7 @@ type ReadMeshProfileRequest struct {
 
 func (x *ReadMeshProfileRequest) Reset() {
 	*x = ReadMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2304,7 +2377,7 @@ func (x *ReadMeshProfileRequest) String() string {
 func (*ReadMeshProfileRequest) ProtoMessage() {}
 
 func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2317,7 +2390,7 @@ func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ReadMeshProfileRequest) GetProfileId() string {
@@ -2339,7 +2412,7 @@ type ReadMeshProfileResponse struct {
 
 func (x *ReadMeshProfileResponse) Reset() {
 	*x = ReadMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2351,7 +2424,7 @@ func (x *ReadMeshProfileResponse) String() string {
 func (*ReadMeshProfileResponse) ProtoMessage() {}
 
 func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2364,7 +2437,7 @@ func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ReadMeshProfileResponse) GetSummary() *ProfileSummary {
@@ -2396,7 +2469,7 @@ type LoadMeshAdapterRequest struct {
 
 func (x *LoadMeshAdapterRequest) Reset() {
 	*x = LoadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2408,7 +2481,7 @@ func (x *LoadMeshAdapterRequest) String() string {
 func (*LoadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2421,7 +2494,7 @@ func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadMeshAdapterRequest) GetName() string {
@@ -2469,7 +2542,7 @@ type LoadMeshAdapterResponse struct {
 
 func (x *LoadMeshAdapterResponse) Reset() {
 	*x = LoadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2481,7 +2554,7 @@ func (x *LoadMeshAdapterResponse) String() string {
 func (*LoadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2494,7 +2567,7 @@ func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *LoadMeshAdapterResponse) GetDigest() string {
@@ -2513,7 +2586,7 @@ type UnloadMeshAdapterRequest struct {
 
 func (x *UnloadMeshAdapterRequest) Reset() {
 	*x = UnloadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2525,7 +2598,7 @@ func (x *UnloadMeshAdapterRequest) String() string {
 func (*UnloadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2538,7 +2611,7 @@ func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *UnloadMeshAdapterRequest) GetName() string {
@@ -2558,7 +2631,7 @@ type UnloadMeshAdapterResponse struct {
 
 func (x *UnloadMeshAdapterResponse) Reset() {
 	*x = UnloadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2570,7 +2643,7 @@ func (x *UnloadMeshAdapterResponse) String() string {
 func (*UnloadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2583,7 +2656,7 @@ func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *UnloadMeshAdapterResponse) GetDigest() string {
@@ -2678,7 +2751,7 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x11tokens_per_second\x18\x05 \x01(\x01R\x0ftokensPerSecond\x12(\n" +
 	"\x10pages_per_second\x18\x06 \x01(\x01R\x0epagesPerSecond\x12(\n" +
 	"\x10bytes_per_second\x18\a \x01(\x01R\x0ebytesPerSecond\x12\x12\n" +
-	"\x04open\x18\b \x01(\rR\x04open\"\xfc\x01\n" +
+	"\x04open\x18\b \x01(\rR\x04open\"\xa9\x02\n" +
 	"\tMeshModel\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05ready\x18\x02 \x01(\bR\x05ready\x12\x18\n" +
@@ -2687,7 +2760,14 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x04task\x18\x05 \x01(\tR\x04task\x12'\n" +
 	"\x0fprefill_workers\x18\x06 \x01(\rR\x0eprefillWorkers\x12%\n" +
 	"\x0edecode_workers\x18\a \x01(\rR\rdecodeWorkers\x12\x19\n" +
-	"\bhas_chat\x18\b \x01(\bR\ahasChat\"\xc9\x01\n" +
+	"\bhas_chat\x18\b \x01(\bR\ahasChat\x12+\n" +
+	"\x06images\x18\t \x01(\v2\x13.weft.v1.MeshImagesR\x06images\"n\n" +
+	"\n" +
+	"MeshImages\x12\x1d\n" +
+	"\n" +
+	"max_images\x18\x01 \x01(\rR\tmaxImages\x12$\n" +
+	"\x0emax_file_bytes\x18\x02 \x01(\rR\fmaxFileBytes\x12\x1b\n" +
+	"\tmax_bytes\x18\x03 \x01(\rR\bmaxBytes\"\xc9\x01\n" +
 	"\vMeshAdapter\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06parent\x18\x02 \x01(\tR\x06parent\x12\x16\n" +
@@ -2845,7 +2925,7 @@ func file_weft_v1_mesh_proto_rawDescGZIP() []byte {
 }
 
 var file_weft_v1_mesh_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_weft_v1_mesh_proto_goTypes = []any{
 	(MemberRole)(0),                   // 0: weft.v1.MemberRole
 	(FlowKind)(0),                     // 1: weft.v1.FlowKind
@@ -2857,94 +2937,96 @@ var file_weft_v1_mesh_proto_goTypes = []any{
 	(*MeshMember)(nil),                // 7: weft.v1.MeshMember
 	(*MeshFlow)(nil),                  // 8: weft.v1.MeshFlow
 	(*MeshModel)(nil),                 // 9: weft.v1.MeshModel
-	(*MeshAdapter)(nil),               // 10: weft.v1.MeshAdapter
-	(*MeshAdapterHolder)(nil),         // 11: weft.v1.MeshAdapterHolder
-	(*MeshPoint)(nil),                 // 12: weft.v1.MeshPoint
-	(*LatencyQuantiles)(nil),          // 13: weft.v1.LatencyQuantiles
-	(*MeshRequest)(nil),               // 14: weft.v1.MeshRequest
-	(*ListRequestSpansRequest)(nil),   // 15: weft.v1.ListRequestSpansRequest
-	(*ListRequestSpansResponse)(nil),  // 16: weft.v1.ListRequestSpansResponse
-	(*DrainMemberRequest)(nil),        // 17: weft.v1.DrainMemberRequest
-	(*DrainMemberResponse)(nil),       // 18: weft.v1.DrainMemberResponse
-	(*UndrainMemberRequest)(nil),      // 19: weft.v1.UndrainMemberRequest
-	(*UndrainMemberResponse)(nil),     // 20: weft.v1.UndrainMemberResponse
-	(*FlushMemberRequest)(nil),        // 21: weft.v1.FlushMemberRequest
-	(*FlushMemberResponse)(nil),       // 22: weft.v1.FlushMemberResponse
-	(*SetMemberLogLevelRequest)(nil),  // 23: weft.v1.SetMemberLogLevelRequest
-	(*SetMemberLogLevelResponse)(nil), // 24: weft.v1.SetMemberLogLevelResponse
-	(*StartMeshProfileRequest)(nil),   // 25: weft.v1.StartMeshProfileRequest
-	(*StartMeshProfileResponse)(nil),  // 26: weft.v1.StartMeshProfileResponse
-	(*StopMeshProfileRequest)(nil),    // 27: weft.v1.StopMeshProfileRequest
-	(*StopMeshProfileResponse)(nil),   // 28: weft.v1.StopMeshProfileResponse
-	(*ReadMeshProfileRequest)(nil),    // 29: weft.v1.ReadMeshProfileRequest
-	(*ReadMeshProfileResponse)(nil),   // 30: weft.v1.ReadMeshProfileResponse
-	(*LoadMeshAdapterRequest)(nil),    // 31: weft.v1.LoadMeshAdapterRequest
-	(*LoadMeshAdapterResponse)(nil),   // 32: weft.v1.LoadMeshAdapterResponse
-	(*UnloadMeshAdapterRequest)(nil),  // 33: weft.v1.UnloadMeshAdapterRequest
-	(*UnloadMeshAdapterResponse)(nil), // 34: weft.v1.UnloadMeshAdapterResponse
-	(*durationpb.Duration)(nil),       // 35: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 36: google.protobuf.Timestamp
-	(*Span)(nil),                      // 37: weft.v1.Span
-	(*SilentService)(nil),             // 38: weft.v1.SilentService
-	(*ProfileOptions)(nil),            // 39: weft.v1.ProfileOptions
-	(*ProfileSummary)(nil),            // 40: weft.v1.ProfileSummary
+	(*MeshImages)(nil),                // 10: weft.v1.MeshImages
+	(*MeshAdapter)(nil),               // 11: weft.v1.MeshAdapter
+	(*MeshAdapterHolder)(nil),         // 12: weft.v1.MeshAdapterHolder
+	(*MeshPoint)(nil),                 // 13: weft.v1.MeshPoint
+	(*LatencyQuantiles)(nil),          // 14: weft.v1.LatencyQuantiles
+	(*MeshRequest)(nil),               // 15: weft.v1.MeshRequest
+	(*ListRequestSpansRequest)(nil),   // 16: weft.v1.ListRequestSpansRequest
+	(*ListRequestSpansResponse)(nil),  // 17: weft.v1.ListRequestSpansResponse
+	(*DrainMemberRequest)(nil),        // 18: weft.v1.DrainMemberRequest
+	(*DrainMemberResponse)(nil),       // 19: weft.v1.DrainMemberResponse
+	(*UndrainMemberRequest)(nil),      // 20: weft.v1.UndrainMemberRequest
+	(*UndrainMemberResponse)(nil),     // 21: weft.v1.UndrainMemberResponse
+	(*FlushMemberRequest)(nil),        // 22: weft.v1.FlushMemberRequest
+	(*FlushMemberResponse)(nil),       // 23: weft.v1.FlushMemberResponse
+	(*SetMemberLogLevelRequest)(nil),  // 24: weft.v1.SetMemberLogLevelRequest
+	(*SetMemberLogLevelResponse)(nil), // 25: weft.v1.SetMemberLogLevelResponse
+	(*StartMeshProfileRequest)(nil),   // 26: weft.v1.StartMeshProfileRequest
+	(*StartMeshProfileResponse)(nil),  // 27: weft.v1.StartMeshProfileResponse
+	(*StopMeshProfileRequest)(nil),    // 28: weft.v1.StopMeshProfileRequest
+	(*StopMeshProfileResponse)(nil),   // 29: weft.v1.StopMeshProfileResponse
+	(*ReadMeshProfileRequest)(nil),    // 30: weft.v1.ReadMeshProfileRequest
+	(*ReadMeshProfileResponse)(nil),   // 31: weft.v1.ReadMeshProfileResponse
+	(*LoadMeshAdapterRequest)(nil),    // 32: weft.v1.LoadMeshAdapterRequest
+	(*LoadMeshAdapterResponse)(nil),   // 33: weft.v1.LoadMeshAdapterResponse
+	(*UnloadMeshAdapterRequest)(nil),  // 34: weft.v1.UnloadMeshAdapterRequest
+	(*UnloadMeshAdapterResponse)(nil), // 35: weft.v1.UnloadMeshAdapterResponse
+	(*durationpb.Duration)(nil),       // 36: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 37: google.protobuf.Timestamp
+	(*Span)(nil),                      // 38: weft.v1.Span
+	(*SilentService)(nil),             // 39: weft.v1.SilentService
+	(*ProfileOptions)(nil),            // 40: weft.v1.ProfileOptions
+	(*ProfileSummary)(nil),            // 41: weft.v1.ProfileSummary
 }
 var file_weft_v1_mesh_proto_depIdxs = []int32{
-	35, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
-	36, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
+	36, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
+	37, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
 	7,  // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
 	8,  // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
 	9,  // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
-	10, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
-	12, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
-	14, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
-	14, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
-	35, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
+	11, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
+	13, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
+	15, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
+	15, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
+	36, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
 	0,  // 10: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
 	6,  // 11: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
 	4,  // 12: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
 	5,  // 13: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
 	1,  // 14: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
-	11, // 15: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
-	36, // 16: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
-	35, // 17: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
-	13, // 18: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
-	13, // 19: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
-	4,  // 20: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
-	36, // 21: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
-	35, // 22: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
-	35, // 23: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
-	37, // 24: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
-	38, // 25: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
-	39, // 26: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
-	40, // 27: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
-	2,  // 28: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
-	15, // 29: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
-	17, // 30: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
-	19, // 31: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
-	21, // 32: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
-	23, // 33: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
-	25, // 34: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
-	27, // 35: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
-	29, // 36: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
-	31, // 37: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
-	33, // 38: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
-	3,  // 39: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
-	16, // 40: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
-	18, // 41: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
-	20, // 42: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
-	22, // 43: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
-	24, // 44: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
-	26, // 45: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
-	28, // 46: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
-	30, // 47: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
-	32, // 48: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
-	34, // 49: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
-	39, // [39:50] is the sub-list for method output_type
-	28, // [28:39] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	10, // 15: weft.v1.MeshModel.images:type_name -> weft.v1.MeshImages
+	12, // 16: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
+	37, // 17: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
+	36, // 18: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
+	14, // 19: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
+	14, // 20: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
+	4,  // 21: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
+	37, // 22: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
+	36, // 23: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
+	36, // 24: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
+	38, // 25: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
+	39, // 26: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
+	40, // 27: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
+	41, // 28: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
+	2,  // 29: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
+	16, // 30: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
+	18, // 31: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
+	20, // 32: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
+	22, // 33: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
+	24, // 34: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
+	26, // 35: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
+	28, // 36: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
+	30, // 37: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
+	32, // 38: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
+	34, // 39: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
+	3,  // 40: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
+	17, // 41: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
+	19, // 42: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
+	21, // 43: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
+	23, // 44: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
+	25, // 45: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
+	27, // 46: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
+	29, // 47: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
+	31, // 48: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
+	33, // 49: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
+	35, // 50: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
+	40, // [40:51] is the sub-list for method output_type
+	29, // [29:40] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_weft_v1_mesh_proto_init() }
@@ -2957,15 +3039,15 @@ func file_weft_v1_mesh_proto_init() {
 	file_weft_v1_mesh_proto_msgTypes[3].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[4].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[5].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[10].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[13].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[11].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[14].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_mesh_proto_rawDesc), len(file_weft_v1_mesh_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   33,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -3,6 +3,7 @@
 import { field, h, reconcile, setText } from "./dom.js";
 import { count, rate, time } from "./format.js";
 import { readEvents } from "./events.js";
+import { Attachments, thumbnails } from "./images.js";
 import { mesh } from "./mesh.js";
 import { chatHeaders, failure } from "./session.js";
 
@@ -31,6 +32,12 @@ function parsed(area, name) {
   }
 }
 
+/** A message's content: its images, and then the text. */
+function parts(text, images) {
+  const shown = images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
+  return text.trim() ? [...shown, { type: "text", text }] : shown;
+}
+
 class Pane {
   constructor(name, send) {
     this.messages = [];
@@ -53,9 +60,10 @@ class Pane {
 
   stop() { this.control?.abort(); }
 
-  say(kind, text = "") {
-    const body = h("div", { class: "text" }, text);
-    const element = h("div", { class: `message ${kind}` }, h("span", { class: "who" }, kind), body);
+  say(kind, text = "", images = []) {
+    const body = h("div", { class: "text", hidden: images.length > 0 && !text }, text);
+    const shown = images.length > 0 && h("div", { class: "thumbnails" }, thumbnails(images));
+    const element = h("div", { class: `message ${kind}` }, h("span", { class: "who" }, kind), shown, body);
     this.log.append(element);
     this.log.scrollTop = this.log.scrollHeight;
     return { element, body };
@@ -195,6 +203,10 @@ export function showChat(section) {
   const stop = h("button", { type: "button", disabled: true }, "Stop");
   const clear = h("button", { type: "button" }, "Clear");
   const problem = h("p", { class: "note bad", role: "alert", hidden: true });
+  const complain = (text) => {
+    problem.hidden = !text;
+    setText(problem, text);
+  };
   const panes = [new Pane("A", run), new Pane("B", run)];
   panes[1].element.hidden = true;
 
@@ -204,7 +216,9 @@ export function showChat(section) {
     h("div", { class: "trio" }, field("Temperature", controls.temperature), field("Most tokens", controls.tokens), field("Seed", controls.seed)),
     h("details", {}, h("summary", {}, "Tools"), field("JSON list", controls.tools), example(controls.tools, TOOLS), field("Use", controls.choice)),
     h("details", {}, h("summary", {}, "Answer’s schema"), field("JSON schema", controls.schema), example(controls.schema, SCHEMA)));
-  const form = h("form", { class: "composer panel" }, prompt, h("div", { class: "buttons" }, submit, stop, clear));
+  const form = h("form", { class: "composer panel" });
+  const attachments = new Attachments(form, () => limits(), complain);
+  form.append(attachments.shown, prompt, h("div", { class: "buttons" }, attachments.element, submit, stop, clear));
   section.append(
     h("div", { class: "heading" }, h("h1", { id: "chat-title" }, "Chat")),
     h("div", { class: "chat" }, settings,
@@ -226,6 +240,14 @@ export function showChat(section) {
 
   const active = () => panes.filter((pane) => !pane.element.hidden);
 
+  /** Bounds of a model's images, null: it takes none. Adapters see as their models do. */
+  function imagesOf(name) {
+    const base = mesh.now?.adapters.find((one) => one.name === name)?.parent ?? name;
+    return mesh.now?.models.find((model) => model.name === base)?.images ?? null;
+  }
+
+  const limits = () => active().map((pane) => imagesOf(pane.select.value)).find(Boolean) ?? null;
+
   function showBusy() {
     const isBusy = panes.some((pane) => pane.isBusy);
     submit.disabled = isBusy;
@@ -238,8 +260,7 @@ export function showChat(section) {
     try {
       made = options();
     } catch (error) {
-      problem.hidden = false;
-      setText(problem, error.message);
+      complain(error.message);
       return;
     }
     const answering = pane.answer(made);
@@ -251,18 +272,24 @@ export function showChat(section) {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const text = prompt.value;
-    if (!text.trim() || submit.disabled) return;
+    const hasImages = attachments.images.length > 0;
+    if ((!text.trim() && !hasImages) || submit.disabled || attachments.isReading) return;
+    const blind = hasImages && active().find((pane) => !imagesOf(pane.select.value));
+    if (blind) {
+      complain(`${blind.select.value} takes no images.`);
+      return;
+    }
     try {
       options();
     } catch (error) {
-      problem.hidden = false;
-      setText(problem, error.message);
+      complain(error.message);
       return;
     }
     prompt.value = "";
+    const images = attachments.take();
     for (const pane of active()) {
-      pane.messages.push({ role: "user", content: text });
-      pane.say("user", text);
+      pane.messages.push({ role: "user", content: images.length ? parts(text, images) : text });
+      pane.say("user", text, images);
       run(pane);
     }
   });
