@@ -100,14 +100,13 @@ def _all_events(order: MergeOrder, base_ns: int) -> Iterator[Event]:
 
 def part_events(part: Part, base_ns: int, numbers: Iterator[int]) -> Iterator[Event]:
     """The events of a part with times since `base_ns`, and with processes and arrows numbered
-    anew. What belongs to no process, such as the profiler's own marks, is left out, and so are
-    processes without events: the profiler names all GPUs that there might be.
+    anew. What belongs to no process, such as the profiler's own marks, is left out, and so are GPUs
+    without events: the profiler names all that there might be.
     """
     trace = _read(Path(part.path))
     shift_us = (trace.get(BASE, 0) - base_ns) / 1e3
     events = [event for event in trace[EVENTS] if isinstance(event.get("pid"), int)]
     busy = {event["pid"] for event in events if event["ph"] != "M"}
-    events = [event for event in events if event["pid"] in busy]
     labels = {
         event["pid"]: event["args"]["labels"]
         for event in events
@@ -116,6 +115,8 @@ def part_events(part: Part, base_ns: int, numbers: Iterator[int]) -> Iterator[Ev
     pids, arrows = _Numbers(numbers), _Numbers(numbers)
     for event in events:
         pid = event["pid"]
+        if pid not in busy and labels.get(pid, "CPU") != "CPU":
+            continue
         if event["name"] == "process_name" and part.label:
             label = labels.get(pid, "CPU")
             event["args"] = {"name": f"{part.label}: {'host' if label == 'CPU' else label}"}
