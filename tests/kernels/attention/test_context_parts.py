@@ -89,6 +89,7 @@ def test_parts_give_what_whole_contexts_give(
         ("tl.cast(part, tl.int64) * tokens", "tl.cast(part, tl.int64)"),
     ],
 )
+@pytest.mark.full
 def test_the_checks_see_a_mutation(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

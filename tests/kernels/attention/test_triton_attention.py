@@ -179,6 +179,7 @@ def test_one_request_of_fewer_rows_than_there_may_be(
         ("extend", ("tokens // launch.rows + requests", "tokens // launch.rows")),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_the_checks_see_a_mutation(
     module_name: str, change: tuple[str, str], tmp_path: Path
 ) -> None:

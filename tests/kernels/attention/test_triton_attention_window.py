@@ -243,6 +243,7 @@ def test_a_first_position_beside_a_window_is_refused(name: str, tmp_path: Path) 
         ("extend", ("at + rows - WINDOW", "at + 1 - WINDOW"), True),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_the_checks_see_a_mutation(
     name: str, change: tuple[str, str], has_own: bool, tmp_path: Path
 ) -> None:
@@ -268,6 +269,7 @@ def test_the_checks_see_a_mutation(
         ("cached + begin, Q_ROWS, common, 0, WINDOW", "cached + begin, 1, common, 0, WINDOW"),
     ],
 )
+@pytest.mark.full
 def test_the_checks_of_fixed_rows_see_a_mutation(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_rows_are_the_same_bits_however_they_come(
         ("(segment + 1) * SEGMENT, end", "(segment + 1) * SEGMENT - TILE, end"),
     ],
 )
+@pytest.mark.full
 def test_the_checks_see_a_mutation(
     change: tuple[str, str], is_split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

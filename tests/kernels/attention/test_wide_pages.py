@@ -139,6 +139,7 @@ smaller than what one head has of a page.
     ("module", "options"),
     [(decode_attention, {}), (extend_attention, {}), (extend_attention, {"is_fixed": True})],
 )
+@pytest.mark.full
 def test_kernels_that_take_pages_for_neighbours_are_noticed(
     module: ModuleType, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ def test_kernels_that_take_pages_for_neighbours_are_noticed(
     assert notices(lambda: alike("triton", case, **options))
 
 
+@pytest.mark.full
 def test_a_write_that_takes_pages_for_neighbours_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
         ("moe.triton_route", ("bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits")),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_the_checks_see_a_mutation(
     name: str, change: tuple[str, str] | None, tmp_path: Path
 ) -> None:

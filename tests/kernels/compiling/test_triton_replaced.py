@@ -75,6 +75,7 @@ def test_products_of_many_tokens(tmp_path: Path) -> None:
         ("(place * width + column", "(place * 0 + column"),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_the_check_sees_a_wrong_kernel(change: tuple[str, str], tmp_path: Path) -> None:
     fresh_seed()
     with (

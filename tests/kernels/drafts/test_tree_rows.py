@@ -192,6 +192,7 @@ def test_rows_of_trees_that_only_the_device_knows(module: ModuleType) -> None:
         (True, ("step = 1\n    while", "step = 4\n    while")),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     is_move: bool, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

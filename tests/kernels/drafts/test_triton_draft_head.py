@@ -260,6 +260,7 @@ def test_rows_of_decode_steps() -> None:
         (test_rows_of_decode_steps, ("if end == tl.load(", "if end - 1 == tl.load(")),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     check: Callable[[], None],
     change: tuple[str, str],

@@ -154,6 +154,7 @@ def test_of_equal_scores_parents_come_first() -> None:
         ("rank < num_nodes", "rank < num_nodes - 1"),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

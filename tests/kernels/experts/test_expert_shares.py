@@ -161,6 +161,7 @@ def second_product() -> tuple[MoECase, tuple[Any, ...]]:
         ("later % STEPS * TILE + part", "0 * later + part"),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_list_of_experts_is_noticed(
     change: tuple[str, str], second_product: tuple[MoECase, tuple[Any, ...]], tmp_path: Path
 ) -> None:

@@ -344,6 +344,7 @@ WALK = "for start in range(0, K, TILE):\n        at = (start"
         ((40, 40, 300, 3, 2), "moe.triton_products", WALK, WALK.replace("0, K,", "0, K - TILE,")),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     shape: tuple[int, int, int, int, int],
     name: str,
@@ -366,6 +367,7 @@ def test_a_mutated_kernel_is_noticed(
         ("(is_pair[:, None] & (part < K)", "(is_pair[:, None] & (part < 16)"),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_mutated_kernel_that_takes_all_experts_at_once_is_noticed(
     change: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -423,6 +425,7 @@ def test_blocks_hold_every_pair_once(tmp_path: Path) -> None:
         (900, ("number, before, mask", "number, before // 2, mask")),
     ],
 )
+@pytest.mark.full
 def test_the_check_sees_wrong_blocks(rows: int, change: tuple[str, str], tmp_path: Path) -> None:
     fresh_seed()
     ids = moe_case(rows, 8, 8, 16, 5).routing.ids

@@ -33,6 +33,7 @@ def test_products(shape: tuple[int, int, int], tmp_path: Path) -> None:
     assert_as_exact(whole, eager, product + bias + residual)
 
 
+@pytest.mark.full
 def test_a_dropped_tile_is_noticed(tmp_path: Path) -> None:
     fresh_seed()
     x, weight = torch.randn(17, 300).half(), torch.randn(20, 300).half()

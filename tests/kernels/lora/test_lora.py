@@ -220,6 +220,7 @@ def test_many_tokens_of_an_adapter_and_few(in_features: int, columns: int) -> No
     check_many_and_few(in_features, columns)
 
 
+@pytest.mark.full
 def test_ranks_rounded_once_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native = cpu.native_cpu()
     if native is None or not native.has_amx:

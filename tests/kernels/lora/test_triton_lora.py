@@ -165,6 +165,7 @@ SHORT = WALK.replace("PART, TILE", "PART - TILE, TILE")
         ("lora.triton_tiles", "_tile(b, row,", "_tile(b, row - 1,"),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     name: str, original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,7 @@ def test_the_activation_brings_the_ranks_of_down(ranks: list[int]) -> None:
         ("(number < SUMS) & is_rank", "(number < SUMS - 1) & is_rank"),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_addition_is_noticed(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

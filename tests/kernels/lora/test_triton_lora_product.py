@@ -168,6 +168,7 @@ def test_layers_with_adapters(rows: int, are_given: bool) -> None:
         ("(column - begin)[None, None, :]", "column[None, None, :]"),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_addition_is_noticed(change: tuple[str, str], tmp_path: Path) -> None:
     """Of two parts, the second of rank 40."""
     fresh_seed()

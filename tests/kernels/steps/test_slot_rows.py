@@ -61,6 +61,7 @@ def test_other_rows_are_refused() -> None:
         ("mask = column < width", "mask = column < width - 1"),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     check: Callable[[ModuleType], None],
     change: tuple[str, str],

@@ -158,6 +158,7 @@ STEPS, DECODES = (
         (DECODES, "tl.where(token < 0, last, token)", "last"),
     ],
 )
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     check: Callable[[ModuleType], None],
     original: str,

@@ -146,6 +146,7 @@ def test_chains_leave_pages_that_are_not_theirs_alone(module: ModuleType) -> Non
          ("tl.where(wanted < limit, page", "tl.where(wanted <= limit, page")),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_mutated_kernel_is_noticed(
     check: Callable[[ModuleType], None],
     change: tuple[str, str],

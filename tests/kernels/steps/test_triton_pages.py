@@ -103,6 +103,7 @@ def test_pages_may_lie_apart(tmp_path: Path) -> None:
         ("page_digest.triton_digest", 16_384, ("(z >> 27)", "(z >> 28)")),
     ],
 )
+@pytest.mark.full
 def test_the_checks_see_a_changed_kernel(
     name: str, num_words: int, change: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -210,6 +210,7 @@ def test_products_take_the_norm_before(rows: int, gated: bool, tmp_path: Path) -
         ("up *= scale[None, :]", "up *= 1.5"),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_wrong_norm_before_is_noticed(change: tuple[str, str], tmp_path: Path) -> None:
     fresh_seed()
     is_noticed = False
@@ -233,6 +234,7 @@ def test_a_norm_before_is_refused_where_it_is_not_taken(rows: int, k: int) -> No
             small_linear.small_linear(x, weight, None, None, x.dtype, tap=x.new_empty(rows, 4))
 
 
+@pytest.mark.full
 def test_a_slice_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     fresh_seed()
     x, weight = torch.randn(9, 512).half(), torch.randn(40, 512).half()
@@ -277,6 +279,7 @@ def test_tiled_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) ->
         (("mask=is_row & in_out[None, :]", "mask=is_row & (row < 32)[:, None] & in_out"), False),
     ],
 )
+@pytest.mark.full
 def test_a_wrong_tile_is_noticed(change: tuple[str, str], gated: bool, tmp_path: Path) -> None:
     fresh_seed()
     with (
@@ -317,6 +320,7 @@ def test_greedy_rows(size: int, tmp_path: Path) -> None:
         ("activation.triton_gated", ("column < width", "column < width - 8")),
     ],
 )
+@pytest.mark.full
 def test_the_checks_see_a_dropped_tail(name: str, change: tuple[str, str], tmp_path: Path) -> None:
     x = torch.randn(2, 72)
     with kernel_module(name, tmp_path, change) as module:
