@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from weft.contract.errors import InvalidRequest
 from weft.contract.request import StopCriteria
@@ -123,3 +124,23 @@ def test_other_shapes_are_refused(case: Case) -> None:
             span = MediaSpan(position=0, length=1, digest=one.digest)
             with pytest.raises(InvalidRequest, match="in multiples of 8 with at most 4096 pixels"):
                 llm.generate([text()], stop=STOP, spans=[[span]])
+
+
+def test_an_mtp_head_drafts_behind_images(tmp_path: Path) -> None:
+    """A head of random weights hardly guesses right, and changes no token."""
+    family = QWEN_FAMILIES["qwen3_5"]()
+    case = Case(family, family.make(tmp_path, random.randrange(1 << 30)))
+    file = tmp_path / "model.safetensors"
+    tensors, hidden = load_file(file), 72
+    begin = "model.language_model.layers.1."
+    layer = {n.removeprefix(begin): one for n, one in tensors.items() if n.startswith(begin)}
+    tensors |= {f"mtp.layers.0.{name}": one.clone() for name, one in layer.items()}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    tensors |= {f"mtp.{name}.weight": torch.zeros(hidden) for name in norms}
+    tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) / hidden
+    save_file(tensors, file)
+    prompts = [case.prompt(count) for count in (1, 2)]
+    with engine(tmp_path, drafter="mtp", draft_gate="fixed", prefill_chunk_tokens=32) as llm:
+        for prompt, tokens in zip(prompts, run(llm, prompts), strict=True):
+            case.check(prompt, tokens)
+        assert llm.engine.counters()["drafted_tokens"]

@@ -348,9 +348,9 @@ class EngineConfig(PageConfig):
         ge=1 << 20,
     )
     media_rows: int = setting(
-        "rows of images on the device at once, each as long as the model's hidden state: an image "
-        "takes as many as it has tokens; one with more is refused",
-        8192,
+        "rows of images on the device at once, each as long as the model's hidden state, or some "
+        "times that (DeepStack): an image takes as many as it has tokens; one with more is refused",
+        16384,
         ge=64,
         le=1 << 20,
     )

@@ -157,11 +157,11 @@ class LocalExecutor:
         self._model = model
         self._peers = peers
         self._media = media
-        self._rotations: SlotRotations | None = None
+        self.rotations: SlotRotations | None = None
         """None: rotations are by tokens' positions alone."""
         vision = model.config.vision
         if media is not None and vision is not None and vision.axes is not None:
-            self._rotations = SlotRotations(max_requests, device)
+            self.rotations = SlotRotations(max_requests, device)
         self._on_capture = on_capture
         heads = PooledHeads(DenseLayers(), None) if heads is None else heads
         width = model.config.hidden_size
@@ -234,7 +234,7 @@ class LocalExecutor:
                     has_states=layout.states is not None,
                 )
                 self.graphs = StepGraphs(
-                    model, self.pool, self._inputs, buckets, on_capture, self._rotations
+                    model, self.pool, self._inputs, buckets, on_capture, self.rotations
                 )
         step_sizes = () if self.graphs is None else self.graphs.buckets.ragged_sizes
         self.facts = ExecutorFacts(layout.page_size, step_sizes, is_asynchronous=is_cuda)
@@ -251,7 +251,8 @@ class LocalExecutor:
 
     def chains(self, model: DraftedModel) -> Chains:
         """Makes chains of a draft head's drafts, without graphs."""
-        return EagerChains(model, self._own_pool, self.page_table, self._page_size)
+        sizes = self.page_table, self._page_size
+        return EagerChains(model, self._own_pool, *sizes, self.rotations)
 
     @property
     def inputs(self) -> DeviceInputs | None:
@@ -446,8 +447,8 @@ class LocalExecutor:
             batch.inserted = self._media.of(step.inserted)
             if step.inserted.ends is not None:
                 self._set_key_ends(batch, batch.inserted.rows, step.inserted.ends)
-        if self._rotations is not None:
-            self._rotations.turn(batch, None if step is None else step.turned)
+        if self.rotations is not None:
+            self.rotations.turn(batch, None if step is None else step.turned)
         return batch
 
     def _set_key_ends(self, batch: Step, rows: torch.Tensor, ends: Int64Array) -> None:
@@ -563,8 +564,8 @@ class LocalExecutor:
                 assert self._media is not None, "the model has no encoder"
                 self._media.encode(order)
             case ShiftRotations(slot, shift):
-                assert self._rotations is not None, "the model has one axis"
-                self._rotations.shift(slot, shift)
+                assert self.rotations is not None, "the model has one axis"
+                self.rotations.shift(slot, shift)
             case PrepareProfile(host, device):
                 self.profiler.prepare(host=host, device=device)
             case StartProfile():

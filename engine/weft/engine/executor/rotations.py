@@ -38,6 +38,12 @@ class SlotRotations:
         axes = step.turn_rows[:, None].repeat(1, NUM_AXES)
         step.axes = axes.index_copy_(0, rows, own)
 
+    def of_chains(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[D, R]: what rotates drafts at these positions, of requests in these slots, [R]. Waits
+        for nothing.
+        """
+        return positions + self._shifts.index_select(0, slots)
+
     def turn_captured(self, step: Step) -> None:
         """Sets the rotations of rows by their slots. Waits for nothing, so it can be captured."""
         assert step.slots is not None, "steps name their slots"

@@ -77,6 +77,7 @@ def _chain_graphs(
         config.page_size,
         max(shapes),
         adapters,
+        executor.rotations,
     )
     with capturing("drafts"):
         return ChainGraphs(chains, shapes, executor.graphs.capture)

@@ -18,6 +18,7 @@ from weft.engine.base.drafts import LaterDrafts, depths_up_to
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.captured import Capture, capture_each
 from weft.engine.executor.drafts.draft_rows import AdapterRows
+from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.kernels.ops.draft_head.spec import DraftChains
@@ -63,6 +64,7 @@ class StaticChains:
         pool: The target's.
         known: State of the slots on the device; receives the drafts.
         adapters: Draft adapters of the requests' rows; None: no shape has any.
+        rotations: Rotations of slots with images; None: there are none.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class StaticChains:
         page_size: int,
         largest: ChainShape,
         adapters: AdapterRows | None = None,
+        rotations: SlotRotations | None = None,
     ) -> None:
+        self._rotations = rotations
         self._model = model
         self._pool = pool
         self._known = known
@@ -122,6 +126,9 @@ class StaticChains:
         lora = None
         if shape.has_lora and self._adapters is not None:
             (lora,) = self._adapters.steps(shape.requests)
+        turned_by = None
+        if self._rotations is not None:
+            turned_by = self._rotations.of_chains(positions, slots)
         chains = DraftChains(
             positions=positions,
             slots=places,
@@ -130,6 +137,7 @@ class StaticChains:
             page_table=table,
             one_row_each=self._one_row_each[: shape.requests + 1],
             max_kv_len=pages.shape[1] * self._page_size,
+            turned_by=turned_by,
             lora=lora,
         )
         found = self._model.head.chain(state, last, chains, self._pool)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies
+from weft.engine.executor.rotations import SlotRotations
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.kernels.ops.draft_head.spec import DraftChains
 from weft.pages.memory.page_table import PageTable
@@ -38,11 +39,18 @@ class EagerChains:
 
     Args:
         table: Page numbers by slot.
+        rotations: Rotations of slots with images; None: there are none.
     """
 
     def __init__(
-        self, model: DraftedModel, pool: torch.Tensor, table: PageTable, page_size: int
+        self,
+        model: DraftedModel,
+        pool: torch.Tensor,
+        table: PageTable,
+        page_size: int,
+        rotations: SlotRotations | None = None,
     ) -> None:
+        self._rotations = rotations
         self._model = model
         self._pool = pool
         self._table = table
@@ -70,6 +78,9 @@ class EagerChains:
         columns = (slots, tokens, positions, places, lengths, each, pages)
         device_slots, token_ids, *sent, one_row_each, page_table = self._copies.send(columns)
         device_positions, device_places, kv_lens = (column.view(depth, rows) for column in sent)
+        turned_by = None
+        if self._rotations is not None:
+            turned_by = self._rotations.of_chains(device_positions, device_slots)
         chains = DraftChains(
             positions=device_positions,
             slots=device_places,
@@ -78,6 +89,7 @@ class EagerChains:
             page_table=page_table.view(rows, num_pages),
             one_row_each=one_row_each,
             max_kv_len=num_pages * self._page_size,
+            turned_by=turned_by,
         )
         state = self._model.kept.index_select(0, device_slots)
         return self._model.head.chain(state, token_ids, chains, self._pool)

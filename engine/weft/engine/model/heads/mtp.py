@@ -141,6 +141,7 @@ def _step_of(chains: DraftChains, number: int, token_ids: torch.Tensor) -> Step:
         groups=(group,),
         logits_rows=chains.one_row_each[:count],
         wants_all=True,
+        turned_by=None if chains.turned_by is None else chains.turned_by[number, :count],
     )
 
 

@@ -111,6 +111,8 @@ class DraftChains:
     """[R + 1] int32: 0, 1, 2 ..., the offsets of one row for each request."""
     max_kv_len: int
     """Upper bound of `kv_lens`."""
+    turned_by: torch.Tensor | None = None
+    """[D, R] int64: as `positions`, for the rotations of an MTP head; None: they are the same."""
     lora: LoraStep | None = None
     """What adapters add to the head's layer, number 0. With it every step runs all requests. For
     EAGLE-3 heads only.
