@@ -39,7 +39,7 @@ class SlotRotations:
         step.axes = axes.index_copy_(0, rows, own)
 
     def of_chains(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[D, R]: what rotates drafts at these positions, of requests in these slots, [R]. Waits
+        """[D, R]: what rotates rows at these positions, of requests in these slots, [R]. Waits
         for nothing.
         """
         return positions + self._shifts.index_select(0, slots)
