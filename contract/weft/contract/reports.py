@@ -159,6 +159,8 @@ class EngineInfo:
     """Classes of the model's classification head; 0: it has none."""
     encoder_digest: bytes = b""
     """Digest of its encoder of images, a part of keys; empty: prompts have none here."""
+    lacks_encoder: bool = False
+    """Whether it has left out its model's encoder of images; others compute what needs it."""
     max_loras: int = 0
     """Most adapters on the device at once; 0: the engine serves none."""
     max_lora_rank: int = 0

@@ -85,6 +85,13 @@ def spans_within(
         yield span, max(span.position, start), min(span.end, end)
 
 
+def has_media_rows(spans: Sequence[MediaSpan], start: int, end: int) -> bool:
+    """Whether computing the tokens [start, end) takes rows of media. A head may need those of the
+    token before the first one too. `spans` are in order.
+    """
+    return next(spans_within(spans, max(0, start - 1), end), None) is not None
+
+
 def spans_before(spans: Sequence[MediaSpan], end: int) -> list[MediaSpan]:
     """The spans, or parts of spans, at positions before `end`."""
     return [

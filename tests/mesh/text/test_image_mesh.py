@@ -43,13 +43,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision("idefics3", folder, random.randrange(2**31))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[" --language-model-only", pytest.param("", marks=pytest.mark.full)],
+    ids=["without its tower", "with its tower"],
+)
 def mesh(
-    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
+    request: pytest.FixtureRequest,
+    model_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    rest_binary: Path,
 ) -> Iterator[LocalMesh]:
-    """Prompts are computed by the prefill worker."""
+    """Prompts are computed by the prefill worker. The decode worker has no image tower, or one that
+    it does not need.
+    """
     flags = ("--model", str(model_dir), "--dtype", "float32", "--kvstore", "1")
-    flags += ("--local-prefill-max-tokens", "0", "--decode-args", PATIENT)
+    flags += ("--local-prefill-max-tokens", "0", "--decode-args", PATIENT + request.param)
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
     try:
         mesh.wait_ready()
@@ -169,6 +178,7 @@ def test_answers_are_those_of_transformers(mesh: LocalMesh, reference: Reference
     def has_shipped() -> bool:
         return bool(mesh.counters("prefill-0")["shipped_pages"] > before)
 
+    assert mesh.counters("decode-0")["encoded_media"] == 0
     wait_until(has_shipped, 10, "pages have been shipped")
 
 

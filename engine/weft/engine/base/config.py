@@ -338,7 +338,9 @@ class EngineConfig(PageConfig):
         ge=0,
     )
     language_model_only: bool = setting(
-        "leave the image tower of the model's checkpoint out: prompts then have no images",
+        "leave the image tower of the model's checkpoint out: a decode worker then takes images "
+        "only where prefill workers compute them, if the model has pages of one group and "
+        "positions along one axis",
         False,
     )
     media_bytes: int = setting(

@@ -249,7 +249,7 @@ def _load_parts(
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
-    encoder = loaded.encoder
+    encoder_digest, vision = _encoder_digest(config, loaded, layout), loaded.config.vision
     intake = Intake(
         config,
         layout,
@@ -260,13 +260,13 @@ def _load_parts(
         adapted,
         loaded.pooling,
         loaded.embedding_size,
-        encoder_digest=b"" if encoder is None else encoder.digest,
-        has_uncut_spans=encoder is not None and encoder.sees_both_ways,
+        encoder_digest=encoder_digest,
+        has_uncut_spans=vision is not None and vision.sees_both_ways,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:
-        width = TOKEN_BYTES if encoder is None else WIDE_TOKEN_BYTES
+        width = WIDE_TOKEN_BYTES if encoder_digest else TOKEN_BYTES
         policy = EVICTION_POLICIES[config.kv_eviction_policy]
         prefixes = PrefixTree(config.page_size, policy, width)
     counts = pools.num_blocks, pools.window_pages
@@ -296,7 +296,10 @@ def _load_parts(
         intake=intake,
         constraints=constraints,
         transport=plane,
-        info=describe_engine(config, loaded, layout, pools.num_pages, max_tokens, plane, notices),
+        info=replace(
+            describe_engine(config, loaded, layout, pools.num_pages, max_tokens, plane, notices),
+            encoder_digest=encoder_digest,
+        ),
         tiers=tiers,
         sampler=sampler,
         adapters=(
@@ -412,17 +415,34 @@ def _make_executor(
         num_ranks=config.tp,
         peers=_device_peers(peers),
         media=media,
-        refit=_refit_of(models.loaded),
+        refit=_refit_of(config, models),
     )
     if shared is not None:
         shared.others.agree("pool")
     return executor
 
 
-def _refit_of(loaded: LoadedModel) -> Refit | None:
+def _refit_of(config: EngineConfig, models: _Models) -> Refit | None:
     """None: parts beside the language model would keep their old weights, or what they made."""
-    is_alone = loaded.encoder is None and loaded.pooling.task == "generate"
-    return loaded.refit if is_alone else None
+    loaded = models.loaded
+    has_media = bool(_encoder_digest(config, loaded, models.layout))
+    return None if has_media or loaded.pooling.task != "generate" else loaded.refit
+
+
+def _encoder_digest(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> bytes:
+    """Names the encoder of the media in prompts; empty: prompts have none.
+
+    An owner without one takes prompts whose media prefill workers encode, if pages of one group are
+    all that it needs of them.
+    """
+    if loaded.encoder is not None:
+        return loaded.encoder.digest
+    vision = loaded.config.vision
+    is_filled = config.role == "decode" and config.ships_pages and vision is not None
+    if not is_filled or vision is None or vision.axes is not None:
+        return b""
+    has_companions = layout.states is not None or len(layout.groups) > 1
+    return b"" if has_companions else loaded.tower_digest
 
 
 def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:

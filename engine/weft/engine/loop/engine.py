@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.contract import faults
 from weft.contract.clock import Clock, monotonic
-from weft.contract.errors import Draining, Internal, Overloaded, WeftError
+from weft.contract.errors import Draining, Internal, MediaMissing, Overloaded, WeftError
 from weft.contract.fills import LeaseReply, StagingCounts
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.reports import QUIET_REPORT_S
@@ -28,7 +28,7 @@ from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.wiring import EngineWiring
-from weft.engine.requests.media_rows import check_media
+from weft.engine.requests.media_rows import FilledMedia, check_media
 from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.plan import LaterVectors, Plan, Run
 from weft.pages.transfer.chunks import ChunkPosted, PeerOpened, ShipResult
@@ -81,7 +81,7 @@ class Engine:
         self.tiers, self.tier_policy = wired.tiers, wired.tier_policy
         self.store = wired.store
         self.audit = wired.audit
-        self.media = wired.media
+        self.media, self._filled_media = wired.media, wired.filled_media
         self.adapters = parts.adapters
         self.sessions = wired.sessions
         self.scheduler = wired.scheduler
@@ -349,7 +349,8 @@ class Engine:
             self.weights.check()
             self._check_queue()
             self.adapters.check(submit)
-            check_media(self.media, submit.spans, len(submit.prompt))
+            media = self.media or self._filled_media
+            check_media(media, submit.spans, len(submit.prompt))
             request = self._intake.from_submit(submit, self._clock())
             can_run = submit.sampling.constraint is None or self._constraints.admit(request)
         except WeftError as error:
@@ -382,7 +383,17 @@ class Engine:
 
     # -- the step --------------------------------------------------------------------------------
 
+    def _fail_stranded(self, filled: FilledMedia) -> None:
+        problem = (
+            "no prefill worker has computed the prompt's images, and this worker has no image "
+            "tower (language_model_only)"
+        )
+        for request in filled.take_stranded():
+            self._fail(request, MediaMissing(problem, stage="prefill"))
+
     def _note_plan(self) -> None:
+        if self._filled_media is not None:
+            self._fail_stranded(self._filled_media)
         for request in self.scheduler.preempted:
             self._out.preempted(request)
         self.scheduler.preempted.clear()

@@ -91,6 +91,7 @@ def engine_counters(engine: Engine) -> dict[str, int]:
         "prefix_hit_tokens": scheduler.num_prefix_hit_tokens,
         "partial_page_hits": scheduler.pages.num_partial_hits,
         "evicted_pages": engine.memory.num_evictions,
+        "encoded_media": 0 if engine.media is None else engine.media.num_encoded,
         "open_fills": engine.fills.num_open,
     }
 

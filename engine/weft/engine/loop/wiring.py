@@ -20,7 +20,7 @@ from weft.engine.loop.profiles import StepProfiles
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.weights import WeightControl
-from weft.engine.requests.media_rows import MediaRows
+from weft.engine.requests.media_rows import FilledMedia, MediaRows
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import Request
@@ -90,11 +90,16 @@ class EngineWiring:
             packer=self.packer,
             audit=self.audit,
             on_filled=self._on_filled,
+            has_encoder=parts.encoder is not None,
         )
         held = self.pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self.out.store, clock, self.packer)
         # Who runs next.
         self.media = self._make_media()
+        self.filled_media: FilledMedia | None = None
+        """Set where prompts have media and there is no encoder."""
+        if self.media is None and parts.intake.encoder_digest:
+            self.filled_media = FilledMedia()
         self._prompt_budget = PromptBudget(
             self.costs,
             config.inter_token_target_s,
@@ -241,7 +246,7 @@ class EngineWiring:
             prompt_budget=self._prompt_budget.tokens,
             drafting=drafting,
             num_leaving_tokens=self._num_leaving_tokens,
-            media=self.media,
+            media=self.media or self.filled_media,
         )
 
     def _make_filler(self) -> Filler:

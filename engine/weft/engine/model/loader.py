@@ -70,6 +70,8 @@ class LoadedModel:
     encoder: MediaEncoder | None = None
     """Makes rows of images; None: `load_model` was called without `images`."""
     refit: Refit
+    tower_digest: bytes = b""
+    """Names the checkpoint's image tower, whether or not it was read; empty: none is supported."""
 
     @property
     def described_format(self) -> str:
@@ -221,6 +223,7 @@ def load_model(
         mtp=mtp,
         encoder=tower,
         refit=Refit(config, parts, parameters, steps),
+        tower_digest=b"" if config.vision is None else tower_digest(digest, config.vision),
     )
 
 

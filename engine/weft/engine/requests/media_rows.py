@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
-from weft.contract.spans import Media, MediaSpan, check_spans, spans_within
+from weft.contract.spans import Media, MediaSpan, check_spans, has_media_rows, spans_within
 from weft.engine.requests.media_positions import MediaPositions
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
@@ -51,7 +51,51 @@ class _Encoded:
         return self.groups[rows // GROUP_ROWS] * GROUP_ROWS + rows % GROUP_ROWS
 
 
-def check_media(media: MediaRows | None, spans: Sequence[MediaSpan], num_tokens: int) -> None:
+class FilledMedia:
+    """Media of prompts on a worker without an encoder: other workers compute all tokens for which
+    rows are needed.
+    """
+
+    def __init__(self) -> None:
+        self._stranded: list[Request] = []
+
+    def check(self, spans: Sequence[MediaSpan], num_tokens: int) -> None:
+        """Raises InvalidRequest if the tokens that an owner runs itself need rows."""
+        check_spans(spans, num_tokens)
+        if has_media_rows(spans, num_tokens - 1, num_tokens):
+            raise InvalidRequest(
+                "the prompt ends with an image, and this worker has no image tower "
+                "(language_model_only); let two tokens of text follow",
+                stage="validate",
+                param="spans",
+            )
+
+    def begin(self, request: Request) -> None: ...
+
+    def end(self, request: Request) -> None: ...
+
+    def begin_plan(self, *, has_running: bool) -> None: ...
+
+    def begin_step(self, number: int) -> None: ...
+
+    def end_step(self, number: int) -> None: ...
+
+    def limit(self, request: Request, start: int, num_tokens: int) -> int:
+        """As `MediaRows.limit`. A request that needs rows is stranded: no filler is left."""
+        if not has_media_rows(request.spans, start, start + num_tokens):
+            return num_tokens
+        self._stranded.append(request)
+        return 0
+
+    def take_stranded(self) -> Sequence[Request]:
+        """The requests that were stranded since the last call."""
+        stranded, self._stranded = self._stranded, []
+        return stranded
+
+
+def check_media(
+    media: MediaRows | FilledMedia | None, spans: Sequence[MediaSpan], num_tokens: int
+) -> None:
     """As `MediaRows.check`, also where prompts have no media: then InvalidRequest if one has."""
     if media is not None:
         if spans:

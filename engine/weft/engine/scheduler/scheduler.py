@@ -22,7 +22,7 @@ from itertools import chain, islice
 import numpy as np
 from weft.contract.errors import WeftError
 from weft.contract.spans import before_span, border_before_span
-from weft.engine.requests.media_rows import MediaRows
+from weft.engine.requests.media_rows import FilledMedia, MediaRows
 from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import (
     LEGAL_EDGES,
@@ -83,7 +83,7 @@ class Scheduler:
         prompt_budget: PromptTokens | None = None,
         drafting: Drafting | None = None,
         num_leaving_tokens: Callable[[], int] = lambda: 0,
-        media: MediaRows | None = None,
+        media: MediaRows | FilledMedia | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages

@@ -29,7 +29,7 @@ from weft.contract.clock import Clock
 from weft.contract.fills import FillCommand, LeaseAnswer
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, KvHandle
 from weft.contract.keys import PieceShape, blocks_keys
-from weft.contract.spans import border_before_span, spans_before
+from weft.contract.spans import border_before_span, has_media_rows, spans_before
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
@@ -66,6 +66,7 @@ class OwnerFills:
         packer: Carries pieces of companions that requests need in addition to KV to continue; None:
             KV is enough.
         on_filled: Called with each fill that ended with all of its pages.
+        has_encoder: Whether tokens that need rows of media can be computed here.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class OwnerFills:
         packer: PiecePacker | None = None,
         audit: PageAudit | None = None,
         on_filled: Callable[[FillRecord], None] = lambda record: None,
+        has_encoder: bool = True,
     ) -> None:
+        self._has_encoder = has_encoder
         self._config = config
         self._epoch = epoch
         self._page_bytes = page_bytes
@@ -133,9 +136,12 @@ class OwnerFills:
         request.timeline.remote_cost_s = decision.remote_s
         request.timeline.local_cost_s = decision.local_s
         request.sources.is_overflow = decision.is_overflow
-        if not decision.is_remote:
+        is_remote = decision.is_remote or not (
+            self._has_encoder or not has_media_rows(request.spans, begin, end_token)
+        )
+        if not is_remote:
             self.counters.local_decisions += 1
-        return decision.is_remote
+        return is_remote
 
     def has_room(self, request: Request) -> bool:
         return not self._is_blocked(request)
@@ -361,13 +367,20 @@ class OwnerFills:
         missing: it is computed here. Nor does it hold with recurrent layers, whose state after the
         last token cannot be taken back to run that token again, nor with window groups, whose last
         window begins after what that token reaches.
+
+        It also ships a last page that is not full if the owner would need rows of media to compute
+        its tokens (`_handle`).
         """
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size
         if request.sources.candidates and request.sources.candidates[0].kind == "kvstore":
             return min(end, request.sources.candidates[0].match_tokens)
-        if end > self._next_token(request) and self.packer is None:
-            end = len(request.tokens) // size * size
+        if self.packer is None:
+            begin = self._next_token(request)
+            if has_media_rows(request.spans, max(begin, end), len(request.tokens)):
+                return -(-len(request.tokens) // size) * size
+            if end > begin:
+                end = len(request.tokens) // size * size
         return border_before_span(request.uncut_spans, end, size)
 
     def _num_computable(self, request: Request, begin: int, num_pages: int) -> int:
@@ -466,6 +479,10 @@ class OwnerFills:
 
     def _handle(self, fill: Fill, request: Request) -> KvHandle:
         shape = self._shape if fill.candidate.kind == "kvstore" else PieceShape()
+        # After the prompt's last token, a page has places that the owner's own steps write to
+        # before they read them. Any token will do there.
+        num_beyond = max(0, fill.end_token - len(request.tokens))
+        tokens = [*request.tokens[: fill.end_token], *request.tokens[-1:] * num_beyond]
         return KvHandle(
             owner_id=self._config.worker_id,
             owner_epoch=self._epoch,
@@ -474,7 +491,7 @@ class OwnerFills:
             namespace=request.namespace,
             cache_salt=request.cache_salt,
             page_size=self._config.page_size,
-            tokens=token_ids(request.tokens[: fill.end_token]),
+            tokens=token_ids(tokens),
             start_token=fill.start_token,
             end_token=fill.end_token,
             pages=list(fill.landed),

@@ -142,6 +142,7 @@ class GetInfoResponse(_message.Message):
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
     ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
+    LACKS_ENCODER_FIELD_NUMBER: _builtins.int
     ADMIN_PORT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
@@ -176,6 +177,8 @@ class GetInfoResponse(_message.Message):
     """BLAKE2b-256 of its encoder of images and the weights, which the keys of pages with media name;
     empty: it takes none.
     """
+    lacks_encoder: _builtins.bool
+    """It has left out its model's encoder: prefill workers compute the pages of prompts with media."""
     admin_port: _builtins.int
     """Its operators' port, on the host of its address; 0: it has none."""
     host: _builtins.str
@@ -232,13 +235,14 @@ class GetInfoResponse(_message.Message):
         embedding_size: _builtins.int = ...,
         num_labels: _builtins.int = ...,
         encoder_digest: _builtins.bytes = ...,
+        lacks_encoder: _builtins.bool = ...,
         admin_port: _builtins.int = ...,
         host: _builtins.str = ...,
         ranks: _abc.Iterable[Global___RankPlacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "lacks_encoder", b"lacks_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ COUNTERS = {
     "prefix_hit_tokens": "Prompt tokens found in this worker's prefix cache",
     "partial_page_hits": "Matches that ended inside a page, which was copied",
     "evicted_pages": "Cached pages given up for others",
+    "encoded_media": "Images, or their tiles, that the image tower has encoded",
 }
 """Help texts of the engine's counters; counters without one are exported under their bare names."""
 TIER_COUNTERS = {

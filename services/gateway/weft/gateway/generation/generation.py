@@ -505,7 +505,7 @@ class Generation:
         now = asyncio.get_running_loop().time()
         if placement is not None and isinstance(error, MediaMissing):
             # The same worker is as good as another, once it has the media.
-            placement.worker.media.forget(self.prompt.media)
+            placement.forget(self.prompt.media)
         elif placement is not None:
             self._avoided.add(placement.incarnation)
         num_tokens = sum(len(sample.ids) for sample in self.samples)

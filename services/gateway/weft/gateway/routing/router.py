@@ -46,11 +46,20 @@ class Placement:
     to_compute: int
     """Tokens of the prompt that neither of the two workers holds."""
     _is_computed: bool = True
+    _brought_to: FleetWorker | None = None
+    """The filler that alone was brought the prompt's media."""
 
     async def bring(self, media: Sequence[Media], timeout_s: float) -> None:
         """Brings the prompt's media to the owner and to the first filler. What the filler does not
-        take is computed by the owner. Raises WeftError if the owner does not take them.
+        take is computed by the owner. Raises WeftError if the owner does not take them; if it has
+        no encoder, if the filler does not.
         """
+        if not _encodes(self.worker):
+            filler = self._brought_to = self.filler
+            assert filler is not None, "such an owner was chosen with a filler"
+            assert filler.info is not None
+            await filler.media.bring(media, filler.info.epoch, timeout_s)
+            return
         of_owner = self.worker.media.bring(media, self.session.worker_epoch, timeout_s)
         filler = self.filler
         if filler is None or filler.info is None:
@@ -60,6 +69,12 @@ class Placement:
         result, _ = await asyncio.gather(of_owner, of_filler, return_exceptions=True)
         if isinstance(result, BaseException):
             raise result
+
+    def forget(self, media: Sequence[Media]) -> None:
+        """Notes that the workers may have lost the prompt's media."""
+        self.worker.media.forget(media)
+        if self._brought_to is not None:
+            self._brought_to.media.forget(media)
 
     def begin(self) -> None:
         """Adds the request to the workers' loads, once it was sent."""
@@ -150,6 +165,7 @@ class Router:
         """
         now = asyncio.get_running_loop().time()
         fillers = [] if request.is_computed_anew else self._choose_prefill(request, now)
+        has_media = bool(request.spans)
         if fillers and (member := fillers[0][0].member) is not None:
             request = request.beside(member.host)
 
@@ -159,15 +175,24 @@ class Router:
             session = worker.session
             if session is None or (worker.endpoint.address, session.worker_epoch) in excluded:
                 return True
+            if has_media and not (_encodes(worker) or (fillers and _takes_filled(worker))):
+                return True
             # The worker may have come after the answer's length was settled, and would cut the
             # answer.
             return not worker.has_context(request.context_tokens)
 
         least = self._fleet.max_context_tokens(request.context_tokens)
-        is_bound = bool(excluded or request.worker_id) or least < request.context_tokens
-        may_not = is_excluded if is_bound else None
+        is_bound = bool(excluded or request.worker_id or least < request.context_tokens)
+        may_not = is_excluded if is_bound or has_media else None
         owners = self._choose("decode", self._decode, request, 1, now, may_not)
         if not owners or owners[0][0].session is None:
+            if has_media and not fillers:
+                raise PeerUnavailable(
+                    "no worker can take images: no decode worker with an image tower is ready, and "
+                    "no prefill worker with one; send the request again",
+                    stage="route",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
             raise PeerUnavailable(
                 f"the decode worker {request.worker_id} is not ready; send the request again"
                 if request.worker_id
@@ -258,7 +283,10 @@ class Router:
     def _choose_prefill(self, request: RoutingRequest, now: float) -> list[tuple[FleetWorker, int]]:
         if not self._max_prefill_candidates:
             return []
-        return self._choose("prefill", self._prefill, request, self._max_prefill_candidates, now)
+        count, may_not = self._max_prefill_candidates, None
+        if request.spans:
+            may_not = partial(_is_without, _encodes)
+        return self._choose("prefill", self._prefill, request, count, now, may_not)
 
     def _choose(
         self,
@@ -301,6 +329,20 @@ def _in_order(worker_id: str) -> list[tuple[int, str]]:
     """The order that people expect: decode-2 comes before decode-10."""
     parts = _DIGITS.split(worker_id)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _encodes(worker: FleetWorker) -> bool:
+    """Whether a worker has an encoder of media."""
+    return worker.info is not None and not worker.info.lacks_encoder
+
+
+def _takes_filled(worker: FleetWorker) -> bool:
+    """Whether a worker takes prompts with media that other workers compute."""
+    return worker.info is not None and bool(worker.info.encoder_digest)
+
+
+def _is_without(has: Callable[[FleetWorker], bool], worker: FleetWorker) -> bool:
+    return not has(worker)
 
 
 def _is_outside(group: Collection[FleetWorker], worker: FleetWorker) -> bool:
