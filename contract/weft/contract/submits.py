@@ -196,6 +196,16 @@ class Preempted:
 
 
 @dataclass(slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens of a sample that one version of the weights has drawn: start <= index < end."""
+
+    version: str
+    """Empty: another worker's, which is not known here."""
+    start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True)
 class Finished:
     """Reports that one sample ended without an error."""
 
@@ -208,6 +218,8 @@ class Finished:
     completion_tokens: int
     cached_prompt_tokens: int
     timeline: Timeline
+    weight_versions: list[VersionSpan] = field(default_factory=list)
+    """Which weights have drawn its tokens, in order; empty: those of the engine's start."""
 
 
 @dataclass(slots=True, kw_only=True)

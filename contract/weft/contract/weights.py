@@ -73,12 +73,3 @@ class WeightReply:
     query: int
     status: WeightStatus
     failure: Failure | None = None
-
-
-@dataclass(slots=True)
-class VersionSpan:
-    """Tokens of an answer that one version of the weights has drawn."""
-
-    version: str
-    start: int
-    end: int

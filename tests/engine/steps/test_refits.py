@@ -97,13 +97,24 @@ def test_requests_go_on_across_a_refit_with_private_pages(tmp_path: Path, seed: 
     with LLM(first, **SETTINGS) as llm:
         before = texts(llm)
         commands = Commands(llm)
-        commands.at(12, WeightCommand(query=1, action="refit", folder=str(second)))
-        mixed = texts(llm)
+        change = WeightCommand(query=1, action="refit", folder=str(second), version="second")
+        commands.at(12, change)
+        answers = llm.generate(PROMPTS, stop=STOP)
+        mixed = [one.token_ids for one in answers]
         assert commands.replies[1].failure is None
+        for one in answers:
+            # Each answer says which weights have drawn which of its tokens.
+            first_span, second_span = one.weight_versions
+            assert first_span.start == 0 < first_span.end == second_span.start < second_span.end
+            assert second_span.end == len(one.token_ids)
+            assert second_span.version == "second" != first_span.version
         for one, old, new in zip(mixed, before, right, strict=True):
             assert len(one) == len(old)
             assert one[:8] == old[:8]
             assert one not in (old, new)
+        for one, old in zip(answers, before, strict=True):
+            known = one.weight_versions[0].end
+            assert one.token_ids[:known] == old[:known]
         # Nothing that the two versions have made together is found by anyone.
         assert texts(llm) == right
         llm.refit(first)

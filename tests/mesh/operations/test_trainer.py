@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.needs("go")
 LONG_S = 120
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "train_toy.py"
 PROMPTS = [list(range(3, 63)), list(range(20, 90))]
 NUM_TOKENS = 24
 
@@ -88,6 +92,8 @@ def test_a_mesh_takes_new_weights_as_one_server(mesh: TrainedMesh, tmp_path: Pat
     assert {one["model_digest"] for one in told["workers"].values()} == {digest}
     assert right != before
     assert mesh.texts() == right
+    answer = mesh.complete(PROMPTS[0]).json()
+    assert answer["weight_versions"] == [[{"version": "2", "start": 0, "end": NUM_TOKENS}]]
     # Prompts are still shipped: prefill workers have the new weights too, under the same name.
     assert mesh.texts() == right
     sums = mesh.post("weights_checker", {"action": "checksum"})["workers"].values()
@@ -137,3 +143,26 @@ def test_words_that_are_not_known_are_refused_by_name(mesh: TrainedMesh) -> None
     answer = mesh.call("POST", "weights_checker", {"action": "reset"})
     assert answer.status_code == 400
     assert "action" in answer.text
+
+
+@pytest.mark.full
+def test_a_toy_task_is_learnt_in_twenty_updates(mesh: TrainedMesh, tmp_path: Path) -> None:
+    mesh.post("update_weights_from_disk", {"model_path": str(mesh.model_dir)})
+    done = subprocess.run(
+        [
+            *(sys.executable, str(SCRIPT), str(mesh.model_dir), "--url", mesh.url),
+            *("--model", MODEL, "--token-file", str(mesh.state / "admin-token")),
+            *("--out", str(tmp_path / "versions")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=5 * LONG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(steps) == 21
+    rewards = [step["reward"] for step in steps]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    # After each update the mesh draws from the trainer's weights.
+    assert max(step["gap"] for step in steps) < 1e-3

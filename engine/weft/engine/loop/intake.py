@@ -143,10 +143,11 @@ class Intake:
         unforked = self._samples(submit, max_tokens)
         sample = next(iter(unforked))
         namespace = self.namespace(submit.cache_salt, submit.adapter)
+        progress = unforked.pop(sample)
         return Request(
             key=RequestKey(submit.gateway, submit.request_id, submit.attempt),
             sample=sample,
-            tokens=[*submit.prompt, *unforked.pop(sample)],
+            tokens=[*submit.prompt, *progress],
             num_prompt_tokens=num_prompt,
             params=submit.sampling,
             stop=submit.stop,
@@ -173,6 +174,7 @@ class Intake:
             traceparent=submit.traceparent,
             drafts=DraftState(submit.sampling.speculates),
             unforked_samples=unforked,
+            old_versions=_elsewhere(progress),
         )
 
     def _keys(self, namespace: bytes, prompt: TokenIds, spans: Sequence[MediaSpan]) -> PageKeys:
@@ -275,6 +277,7 @@ class Intake:
             traceparent=first.traceparent,
             num_cached_tokens=first.num_cached_tokens,
             is_sibling=True,
+            old_versions=_elsewhere(generated),
             drafts=DraftState(first.drafts.wanted),
         )
 
@@ -308,3 +311,8 @@ class Intake:
             traceparent=traceparent,
             fill=FillTask(handle.lease_id, handle.companion_pages),
         )
+
+
+def _elsewhere(generated: Sequence[int]) -> list[tuple[str, int]]:
+    """`Request.old_versions` of a request that another worker has begun."""
+    return [("", len(generated))] if generated else []

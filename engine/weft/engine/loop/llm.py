@@ -19,7 +19,7 @@ from weft.contract.errors import WeftError, error_class
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.contract.spans import Media, MediaSpan
-from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit
+from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit, VersionSpan
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import token_ids
@@ -50,6 +50,8 @@ class GeneratedSample:
     """[n, width] each: vectors of the prompt, if they were wanted."""
     finish_reason: str = ""
     timeline: Timeline | None = None
+    weight_versions: list[VersionSpan] = field(default_factory=list)
+    """Which weights have drawn its tokens; empty: those of the start."""
 
 
 def to_error(failure: Failure) -> WeftError:
@@ -347,4 +349,5 @@ def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list
         sample = groups[finished.request_id][finished.sample]
         sample.finish_reason = finished.reason
         sample.timeline = finished.timeline
+        sample.weight_versions = finished.weight_versions
     return [finished.request_id for finished in batch.finished]

@@ -18,6 +18,7 @@ from weft.contract.submits import (
     Preempted,
     TokenColumns,
     Tokens,
+    VersionSpan,
 )
 from weft.contract.tasks import PooledVectors
 from weft.contract.timeline import Timeline
@@ -38,6 +39,8 @@ class Outgoing:
     def __init__(self) -> None:
         self._outbox = Outbox()
         self._gateways: dict[int, GatewayBatch] = {}
+        self.weight_version = ""
+        """Name of the weights that draw; empty: those of the start."""
         self._gathered: list[GatewayBatch] = []
         """Batches of earlier turns, oldest first."""
 
@@ -125,8 +128,17 @@ class Outgoing:
             completion_tokens=request.num_generated,
             cached_prompt_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             timeline=request.timeline,
+            weight_versions=self._versions(request) if self.weight_version else [],
         )
         self.gateway(key.gateway).finished.append(event)
+
+    def _versions(self, request: Request) -> list[VersionSpan]:
+        found, start = list[VersionSpan](), 0
+        for version, end in (*request.old_versions, (self.weight_version, request.num_generated)):
+            if end > start:
+                found.append(VersionSpan(version=version, start=start, end=end))
+                start = end
+        return found
 
     def failed(self, key: RequestKey, error: WeftError, timeline: Timeline | None = None) -> None:
         """Reports that a whole request was refused or failed; `timeline` shows how far it came."""

@@ -240,6 +240,7 @@ class WeightControl:
         self._state, self._problem = "ready", ""
         self._num_updates += 1
         old, self._version = self._version, command.version or digest.hex()[:_DIGITS]
+        self._out.weight_version = self._version
         self._intake.change_model(digest)
         retracts = self._pause is not None and self._pause.mode == "retract"
         self._scheduler.change_version(self._intake.rename, old, retracts=retracts)

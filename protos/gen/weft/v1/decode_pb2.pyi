@@ -782,6 +782,7 @@ class SessionEvent(_message.Message):
         COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
         CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
         TIMELINE_FIELD_NUMBER: _builtins.int
+        WEIGHT_VERSIONS_FIELD_NUMBER: _builtins.int
         request_id: _builtins.str
         attempt: _builtins.int
         sample: _builtins.int
@@ -794,6 +795,10 @@ class SessionEvent(_message.Message):
         """Prompt tokens found in a cache, in this attempt."""
         @_builtins.property
         def timeline(self) -> _common_pb2.Timeline: ...
+        @_builtins.property
+        def weight_versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.VersionSpan]:
+            """Which weights have drawn its tokens, in order; empty = those of the worker's start."""
+
         def __init__(
             self,
             *,
@@ -805,14 +810,43 @@ class SessionEvent(_message.Message):
             completion_tokens: _builtins.int = ...,
             cached_prompt_tokens: _builtins.int = ...,
             timeline: _common_pb2.Timeline | None = ...,
+            weight_versions: _abc.Iterable[Global___SessionEvent.VersionSpan] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "timeline", b"timeline"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "attempt", b"attempt", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "reason", b"reason", "request_id", b"request_id", "sample", b"sample", "stop_token_id", b"stop_token_id", "timeline", b"timeline"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "attempt", b"attempt", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "reason", b"reason", "request_id", b"request_id", "sample", b"sample", "stop_token_id", b"stop_token_id", "timeline", b"timeline", "weight_versions", b"weight_versions"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
         _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
         def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
+
+    @_typing.final
+    class VersionSpan(_message.Message):
+        """Tokens that one version of the weights has drawn."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        VERSION_FIELD_NUMBER: _builtins.int
+        START_FIELD_NUMBER: _builtins.int
+        END_FIELD_NUMBER: _builtins.int
+        version: _builtins.str
+        """Empty: another worker's, which is not known here."""
+        start: _builtins.int
+        """Index of its first token among those of the sample."""
+        end: _builtins.int
+        """Index after its last token."""
+        def __init__(
+            self,
+            *,
+            version: _builtins.str = ...,
+            start: _builtins.int = ...,
+            end: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start", "version", b"version"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
     class Failed(_message.Message):

@@ -60,6 +60,8 @@ class SampleOutput:
     first_token_time: float = 0.0
     """Event loop time; 0: no token yet."""
     last_token_time: float = 0.0
+    weight_versions: Sequence[decode_pb2.SessionEvent.VersionSpan] = ()
+    """Which weights have drawn its tokens, once it has ended; empty: those of the start."""
 
     @property
     def pace_s(self) -> float | None:
@@ -462,6 +464,7 @@ class Generation:
             return
         sample = self.samples[event.sample]
         self.cached_prompt_tokens = max(self.cached_prompt_tokens, event.cached_prompt_tokens)
+        sample.weight_versions = list(event.weight_versions)
         if event.HasField("timeline"):
             # Keeps the timeline of the sample that began first; the others share its prompt's
             # history.

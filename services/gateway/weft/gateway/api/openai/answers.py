@@ -125,6 +125,23 @@ alternatives.
 """
 
 
+class WeightSpan(Answer):
+    """Tokens of a choice that one version of the weights has drawn: start <= index < end."""
+
+    version: str = Field(description="empty: of a worker that was lost, whose version is unknown")
+    start: int
+    end: int
+
+
+WeightSpans = Annotated[
+    list[list[WeightSpan]] | None,
+    Field(
+        description="only with `return_token_ids`, once weights were changed: of each choice, in "
+        "order; empty: those of the start"
+    ),
+]
+
+
 class ChatAnswer(Answer):
     """Body of the answer to POST /v1/chat/completions without `stream`."""
 
@@ -139,6 +156,7 @@ class ChatAnswer(Answer):
         None, description="only if asked for: of each prompt token, by token id; null for the first"
     )
     prompt_token_ids: TokenIds = None
+    weight_versions: WeightSpans = None
 
 
 class FunctionDelta(Answer):
@@ -225,6 +243,7 @@ class CompletionAnswer(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: UsageAnswer | None = None
+    weight_versions: WeightSpans = None
     weft: WeftAnswer | None = None
 
 

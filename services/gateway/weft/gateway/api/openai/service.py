@@ -364,6 +364,15 @@ def _closing_fields(answer: Answer, body: GenerationBody, *, with_usage: bool) -
         fields["weft"] = weft_json(
             answer.request.request_id, answer.trace.trace_id, answer.timelines()
         )
+    samples = [sample for one in answer.generations for sample in one.samples]
+    if body.return_token_ids and any(sample.weight_versions for sample in samples):
+        fields["weight_versions"] = [
+            [
+                {"version": span.version, "start": span.start, "end": span.end}
+                for span in sample.weight_versions
+            ]
+            for sample in samples
+        ]
     return fields
 
 
