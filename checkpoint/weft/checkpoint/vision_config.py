@@ -360,9 +360,11 @@ def read_idefics3_vision(whole: Fields, text: Fields) -> VisionConfig:
 
 
 def image_token(whole: Fields, name: str, default: int, vocab_size: int) -> int:
-    """The placeholder token that a field names. Raises ModelError if it is none of the
-    vocabulary.
+    """The placeholder token that a field names, or `image_token_id`, as newer files call it. Raises
+    ModelError if it is none of the vocabulary.
     """
+    newer = "image_token_id"
+    name = newer if newer in whole else name
     token = whole.count(name, default)
     if token >= vocab_size:
         raise whole.error(name, f"{token} is none of {vocab_size} tokens")
