@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from weft.chaos.tiny import write_tokenizer
 from weft.contract.spans import Media, MediaSpan
+from weft.testing.models.tiny_vision import write_marked_tokenizer
 
 VOCAB_SIZE = 517
 IMAGE_TOKEN_ID, BEGIN_ID, END_ID, BREAK_ID = range(VOCAB_SIZE - 4, VOCAB_SIZE)
@@ -43,6 +43,10 @@ class ImageFamily(ABC):
 
     name: ClassVar[str]
     """Of its image processor's class, without the end."""
+    marks: ClassVar[tuple[str, str, str, str]]
+    """What the tokenizer calls IMAGE_TOKEN_ID, BEGIN_ID, END_ID and BREAK_ID."""
+    whole: ClassVar[dict[str, Any]] = {}
+    """Of processor_config.json."""
     sees_both_ways: ClassVar[bool] = False
     """Whether tokens of one picture attend to one another both ways."""
     has_states: ClassVar[bool] = False
@@ -70,7 +74,8 @@ class ImageFamily(ABC):
 
     def processor(self, config: Any) -> dict[str, Any]:
         """Fields of preprocessor_config.json."""
-        return {"size": {"height": config.vision_config.image_size}}
+        side = config.vision_config.image_size
+        return {"size": {"height": side, "width": side}}
 
     def hidden(
         self, model: Any, embedded: torch.Tensor, is_row: torch.Tensor, prompt: Prompt
@@ -95,7 +100,7 @@ class ImageFamily(ABC):
                 else:
                     value.copy_(noise / value[0].numel() ** 0.5)
         model.save_pretrained(path)
-        write_tokenizer(path, VOCAB_SIZE, 8192)
+        write_marked_tokenizer(path, VOCAB_SIZE, self.marks, "", self.marks[2])
         processor = {
             "image_mean": MEAN,
             "image_std": STD,
@@ -104,6 +109,7 @@ class ImageFamily(ABC):
             **self.processor(config),
         }
         (path / "preprocessor_config.json").write_text(json.dumps(processor))
+        (path / "processor_config.json").write_text(json.dumps(self.whole))
         return path
 
     def is_around_zero(self, name: str) -> bool:
@@ -147,6 +153,8 @@ class Gemma3(ImageFamily):
     """A window in two of three layers, shorter than an image's tokens."""
 
     name = "Gemma3"
+    marks = ("<image_soft_token>", "<start_of_image>", "<end_of_image>", "<unused>")
+    whole: ClassVar[dict[str, Any]] = {"image_seq_length": 16}
     sees_both_ways = True
     embedding_scale = 0.05
 
@@ -214,6 +222,11 @@ class InternVL(ImageFamily):
     """A class token, scaled layers and norms of q and k."""
 
     name = "GotOcr2"
+    marks = ("<IMG_CONTEXT>", "<img>", "</img>", "<unused>")
+    whole: ClassVar[dict[str, Any]] = {
+        "image_seq_length": 16,
+        "processor_class": "InternVLProcessor",
+    }
 
     def config(self, **fields: Any) -> Any:
         import transformers
@@ -258,6 +271,8 @@ class Mistral3(ImageFamily):
     """Pictures of any shape; their rows of tokens have other tokens between them."""
 
     name = "Pixtral"
+    marks = ("[IMG]", "[IMG_BEGIN]", "[IMG_END]", "[IMG_BREAK]")
+    whole: ClassVar[dict[str, Any]] = {"patch_size": 6, "spatial_merge_size": 2}
     square = 12
 
     def config(self, **fields: Any) -> Any:
@@ -320,6 +335,7 @@ class Mistral3(ImageFamily):
 class Pixtral(Mistral3):
     """Each patch is a token."""
 
+    whole: ClassVar[dict[str, Any]] = {"patch_size": 6, "spatial_merge_size": 1}
     square = 6
 
     def config(self, **fields: Any) -> Any:
@@ -349,6 +365,7 @@ class PaddleOCR(ImageFamily):
     """Pictures of any shape, whose tokens have positions by row and column."""
 
     name = "PaddleOCRVL"
+    marks = ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<unused>")
     embedding_scale = 0.05
     square = 12
 
@@ -374,7 +391,8 @@ class PaddleOCR(ImageFamily):
         )
 
     def processor(self, config: Any) -> dict[str, Any]:
-        return {"patch_size": 6, "merge_size": 2, "temporal_patch_size": 1}
+        size = {"shortest_edge": 576, "longest_edge": 57_600}
+        return {"patch_size": 6, "merge_size": 2, "temporal_patch_size": 1, "size": size}
 
     def picture(self) -> Media:
         rows, columns = random.randint(1, 5), random.randint(1, 5)
