@@ -177,7 +177,11 @@ def test_an_image_seen_before_is_not_encoded_again(folder: Path) -> None:
         run(llm, prompt_of([one]), prompt_of([one, one]))
         run(llm, prompt_of([one]))
         assert llm.engine.media is not None
-        assert llm.engine.media.num_encoded == 1
+        counters = llm.engine.counters()
+        assert counters["encoded_media"] == 1
+        patches = (SIZE // 8) ** 2
+        assert counters["encoded_patches"] == patches
+        assert counters["reused_media"] >= 1
 
 
 def test_samples_share_their_images(folder: Path, reference: Reference) -> None:

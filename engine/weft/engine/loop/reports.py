@@ -76,7 +76,7 @@ def load_report(engine: Engine) -> LoadReport:
 
 
 def engine_counters(engine: Engine) -> dict[str, int]:
-    scheduler = engine.scheduler
+    scheduler, media = engine.scheduler, engine.media
     return {
         **asdict(engine.fills.counters),
         **asdict(engine.filler.counters),
@@ -91,7 +91,9 @@ def engine_counters(engine: Engine) -> dict[str, int]:
         "prefix_hit_tokens": scheduler.num_prefix_hit_tokens,
         "partial_page_hits": scheduler.pages.num_partial_hits,
         "evicted_pages": engine.memory.num_evictions,
-        "encoded_media": 0 if engine.media is None else engine.media.num_encoded,
+        "encoded_media": 0 if media is None else media.num_encoded,
+        "encoded_patches": 0 if media is None else media.num_patches,
+        "reused_media": 0 if media is None else media.num_reused,
         "open_fills": engine.fills.num_open,
     }
 

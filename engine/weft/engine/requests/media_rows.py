@@ -140,6 +140,10 @@ class MediaRows:
         self._shifts: dict[int, int] = {}
         self.num_encoded = 0
         """Media encoded since the start."""
+        self.num_patches = 0
+        """Their patches."""
+        self.num_reused = 0
+        """Times that a step took rows of a medium which an earlier step had encoded."""
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -224,6 +228,7 @@ class MediaRows:
                 del self._held[media.digest]
             raise
         self.num_encoded += len(due)
+        self.num_patches += sum(self._facts.cost_of(media.shape) for media, _ in due)
 
     def shift(self, requests: Iterable[Request], tell: Callable[[int, int], None]) -> None:
         """Calls `tell` with the slot and the shift of each request whose rotations are elsewhere
@@ -276,6 +281,8 @@ class MediaRows:
             encoded = self._reserve(digest)
             if encoded is None:
                 return False
+        else:
+            self.num_reused += 1
         self._held.move_to_end(digest)
         encoded.num_uses += 1
         self._planned[digest] = encoded

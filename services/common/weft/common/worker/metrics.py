@@ -59,6 +59,8 @@ COUNTERS = {
     "partial_page_hits": "Matches that ended inside a page, which was copied",
     "evicted_pages": "Cached pages given up for others",
     "encoded_media": "Images, or their tiles, that the image tower has encoded",
+    "encoded_patches": "Their patches",
+    "reused_media": "Times that a step took rows which an earlier step had encoded",
 }
 """Help texts of the engine's counters; counters without one are exported under their bare names."""
 TIER_COUNTERS = {

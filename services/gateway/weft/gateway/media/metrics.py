@@ -35,9 +35,9 @@ class MediaCollector(Collector):
             "Fetches of images by URL, by outcome: ok, forbidden, failed.",
             labels=["outcome"],
         )
-        if reader.fetcher is not None:
-            for outcome, count in list(reader.fetcher.num_fetches.items()):
-                fetches.add_metric([outcome], count)
+        ended = {} if reader.fetcher is None else reader.fetcher.num_fetches
+        for outcome in ("ok", "forbidden", "failed"):
+            fetches.add_metric([outcome], ended.get(outcome, 0))
         jobs = GaugeMetricFamily(
             "weft_media_jobs", "Images in media processes and before them.", labels=["state"]
         )
