@@ -112,7 +112,7 @@ valkey: $(SETUP)
 
 test-clients: setup ## Public clients (SDKs, agents, load generators) against a mesh.
 	$(BIN)/python scripts/get_clients.py --load --agents
-	$(BIN)/pytest tests/clients $(ARGS)
+	$(BIN)/pytest --full tests/clients $(ARGS)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some meshes on it.
 	WEFT_REQUIRE=cuda,nixl $(BIN)/pytest -n 6 --dist worksteal -m "not whole_device" tests/gpu $(ARGS)

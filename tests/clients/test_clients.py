@@ -21,6 +21,7 @@ from weft.testing.models.tiny_embedders import make_classifier, make_embedder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+SEEING = ROOT / "models" / "smollm2-135m-images"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 POOLING = ("cohere_sdk", "langchain_embeddings", "llama_index_embeddings")
 """Scripts that ask small models for vectors and ranks."""
@@ -56,9 +57,21 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
     assert mesh.stop() == 0, mesh.text
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[LocalMesh]:
+    """A mesh with the demo model that takes images."""
+    flags = ["--model", str(SEEING), "--dtype", "float32", "--prefill", "0"]
+    mesh = LocalMesh(tmp_path_factory.mktemp("seeing"), *flags, "--kv-memory-bytes", str(256 << 20))
+    mesh.wait_ready()
+    yield mesh
+    assert mesh.stop() == 0, mesh.text
+
+
 def scripts(folder: str, suffix: str, without: Collection[str] = ()) -> list[Any]:
     found = sorted(path.stem for path in (HERE / folder).glob(f"*{suffix}"))
-    return marked([name for name in found if name not in ("settings", *without)], suffix)
+    return marked(
+        [name for name in found if name not in ("settings", "pictures", *without)], suffix
+    )
 
 
 def marked(names: Iterable[str], suffix: str) -> list[Any]:
@@ -68,12 +81,13 @@ def marked(names: Iterable[str], suffix: str) -> list[Any]:
     ]
 
 
-def run(mesh: LocalMesh, *command: str) -> None:
+def run(mesh: LocalMesh, *command: str, model: str = MODEL) -> None:
     """Runs a client's script, which asserts what its user expects."""
     environment = {
         **os.environ,
         "WEFT_TEST_URL": mesh.url,
-        "WEFT_TEST_MODEL": MODEL,
+        "WEFT_TEST_MODEL": model,
+        "WEFT_TEST_SCENES": str(SEEING / "scenes"),
         "WEFT_TEST_MODEL_DIR": str(resolve_model(DEMO_NAME)),
         "OPENAI_BASE_URL": f"{mesh.url}/v1",
         "OPENAI_API_KEY": "none",
@@ -117,3 +131,16 @@ def test_a_load_generator_works(mesh: LocalMesh, name: str) -> None:
 @pytest.mark.parametrize("name", scripts("js", ".mjs"))
 def test_a_javascript_client_works(mesh: LocalMesh, name: str) -> None:
     run(mesh, "node", f"js/{name}.mjs")
+
+
+@pytest.mark.full
+@pytest.mark.needs("python-clients")
+@pytest.mark.parametrize("name", scripts("images", ".py"))
+def test_a_python_client_shows_a_picture(seeing: LocalMesh, name: str) -> None:
+    run(seeing, str(PYTHON), f"images/{name}.py", model=SEEING.name)
+
+
+@pytest.mark.full
+@pytest.mark.needs("node-clients")
+def test_a_javascript_client_shows_a_picture(seeing: LocalMesh) -> None:
+    run(seeing, "node", "images/ai_sdk.mjs", model=SEEING.name)
