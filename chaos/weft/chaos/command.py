@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.images and arguments.model == TINY_NAME:
+        parser.error("--images needs a model that takes some: add --model")
     if arguments.only == "ranks" and arguments.tp == 1:
         parser.error("--only ranks needs workers of several ranks: add --tp 2")
     if arguments.only == "ranks" and arguments.sabotage is not None:
@@ -190,6 +192,7 @@ def _plan(arguments: argparse.Namespace) -> ChaosPlan:
         only=arguments.only,
         num_ranks=arguments.tp,
         checks_hit_rate=arguments.hit_rate,
+        has_images=arguments.images,
     )
 
 
@@ -257,6 +260,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("transfer", "ranks"),
         help="disturb the hand-over of pages alone: workers, stores and the links between them; or "
         "kill and stop single ranks of workers (with --tp)",
+    )
+    parser.add_argument(
+        "--images", action="store_true", help="half of the requests have an image (with --model)"
     )
     parser.add_argument(
         "--hit-rate",

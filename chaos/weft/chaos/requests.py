@@ -6,7 +6,10 @@ import asyncio
 import random
 import secrets
 import string
+import struct
+import zlib
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import grpc
 from weft.cli.channel import open_channel
@@ -24,12 +27,21 @@ be late.
 """
 
 
+_NUM_IMAGES = 4
+_Message: TypeAlias = gateway_pb2.CompleteResponse | gateway_pb2.ChatResponse
+_Call: TypeAlias = (
+    "grpc.aio.UnaryStreamCall[gateway_pb2.CompleteRequest, gateway_pb2.CompleteResponse]"
+    " | grpc.aio.UnaryStreamCall[gateway_pb2.ChatRequest, gateway_pb2.ChatResponse]"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosRequest:
     """One request, whose answer depends on nothing else."""
 
     number: int
     prompt: tuple[int, ...]
+    """Token ids; with an image, characters of the text that follows it."""
     max_tokens: int
     temperature: float
     seed: int
@@ -40,6 +52,8 @@ class ChaosRequest:
     """Token ids that the answer may consist of; empty: all. A text of few different tokens repeats
     itself, so drafts from the text so far are often right.
     """
+    image: bytes = b""
+    """A PNG that a chat begins with; empty: a prompt of token ids."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,11 +99,15 @@ class Pace:
     """Cache salt. Requests of the same salt share prefixes."""
 
 
-def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[ChaosRequest]:
+def make_asks(
+    seed: int, max_prompt_tokens: int, max_new_tokens: int, *, has_images: bool = False
+) -> list[ChaosRequest]:
     """Greedy requests, seeded requests and requests of n = 2, over prompts of all lengths. Some
     have a stop string, some have answers that repeat themselves, and some share their beginning.
+    With `has_images` half of them begin with one of a few images.
     """
     draw = random.Random(seed)
+    images = [_png(draw) for _ in range(_NUM_IMAGES)] if has_images else [b""]
     # These ids are printable bytes, which every byte-level tokenizer has.
     shared = [draw.randrange(40, 100) for _ in range(max_prompt_tokens)]
     asks = []
@@ -97,6 +115,7 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ch
         length = draw.randrange(2, max_prompt_tokens)
         common = draw.choice((0, 0, length // 2))
         prompt = shared[:common] + [draw.randrange(40, 100) for _ in range(length - common)]
+        image = images[number // 2 % len(images)] if number % 2 == 0 else b""
         asks.append(
             ChaosRequest(
                 number=number,
@@ -107,9 +126,22 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ch
                 n=2 if number % 6 == 5 else 1,
                 stop=draw.choice(string.ascii_letters) if number % 4 == 1 else "",
                 choices=tuple(draw.sample(range(40, 100), _NUM_CHOICES)) if number % 4 == 3 else (),
+                image=image,
             )
         )
     return asks
+
+
+def _png(draw: random.Random) -> bytes:
+    """An image of noise."""
+    width, height = draw.randrange(20, 160), draw.randrange(20, 160)
+    rows = b"".join(b"\0" + draw.randbytes(3 * width) for _ in range(height))
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = (b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
 
 
 async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply:
@@ -121,26 +153,8 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
         reasons=[[] for _ in range(ask.n)],
         started_s=loop.time(),
     )
-    request = gateway_pb2.CompleteRequest(
-        model=model,
-        token_ids=common_pb2.TokenIds(ids=ask.prompt),
-        sampling=common_pb2.SamplingParams(
-            temperature=ask.temperature,
-            seed=ask.seed,
-            n=ask.n,
-            logit_bias=dict.fromkeys(ask.choices, BIAS),
-        ),
-        stop=common_pb2.StopCriteria(
-            max_tokens=ask.max_tokens, ignore_eos=True, stop=[ask.stop] if ask.stop else []
-        ),
-        stream=True,
-        timeout=duration(pace.timeout_s),
-        cache_salt=pace.salt,
-    )
     async with open_channel(address) as channel:
-        call = gateway_pb2_grpc.GatewayServiceStub(channel).Complete(
-            request, timeout=pace.timeout_s + GRACE_S
-        )
+        call = _call(gateway_pb2_grpc.GatewayServiceStub(channel), model, ask, pace)
         num_messages = 0
         try:
             async for message in call:
@@ -159,7 +173,47 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
     return reply
 
 
-def _take(reply: Reply, message: gateway_pb2.CompleteResponse) -> None:
+def _call(
+    stub: gateway_pb2_grpc.GatewayServiceAsyncStub, model: str, ask: ChaosRequest, pace: Pace
+) -> _Call:
+    sampling = common_pb2.SamplingParams(
+        temperature=ask.temperature,
+        seed=ask.seed,
+        n=ask.n,
+        logit_bias=dict.fromkeys(ask.choices, BIAS),
+    )
+    stop = common_pb2.StopCriteria(
+        max_tokens=ask.max_tokens, ignore_eos=True, stop=[ask.stop] if ask.stop else []
+    )
+    limit_s = pace.timeout_s + GRACE_S
+    if ask.image:
+        parts = (
+            gateway_pb2.ContentPart(image=gateway_pb2.ImageFile(data=ask.image)),
+            gateway_pb2.ContentPart(text="".join(map(chr, ask.prompt))),
+        )
+        chat = gateway_pb2.ChatRequest(
+            model=model,
+            messages=[gateway_pb2.ChatMessage(role="user", parts=parts)],
+            sampling=sampling,
+            stop=stop,
+            stream=True,
+            timeout=duration(pace.timeout_s),
+            cache_salt=pace.salt,
+        )
+        return stub.Chat(chat, timeout=limit_s)
+    request = gateway_pb2.CompleteRequest(
+        model=model,
+        token_ids=common_pb2.TokenIds(ids=ask.prompt),
+        sampling=sampling,
+        stop=stop,
+        stream=True,
+        timeout=duration(pace.timeout_s),
+        cache_salt=pace.salt,
+    )
+    return stub.Complete(request, timeout=limit_s)
+
+
+def _take(reply: Reply, message: _Message) -> None:
     for choice in message.choices:
         reply.tokens[choice.index] += choice.token_ids
         reply.texts[choice.index] += choice.text

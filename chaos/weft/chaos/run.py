@@ -67,6 +67,8 @@ class ChaosPlan:
     """The parts that are disturbed; None: all parts."""
     num_ranks: int = 1
     checks_hit_rate: bool = True
+    has_images: bool = False
+    """Whether half of the requests have an image, which the model must take."""
 
 
 @dataclass(slots=True)
@@ -110,7 +112,8 @@ async def run_chaos(
     started_at = time.monotonic()
     async with ChaosMesh.running(settings, model_dir, model_name) as mesh:
         tell(f"the mesh is ready: {', '.join(mesh.names)}")
-        asks = make_asks(plan.seed, plan.max_prompt_tokens, plan.max_new_tokens)
+        most = plan.max_prompt_tokens, plan.max_new_tokens
+        asks = make_asks(plan.seed, *most, has_images=plan.has_images)
         known = Known(model_name, asks, await answers_in_peace(mesh, model_name, asks))
         tell(f"{len(asks)} requests answered in peace")
         result = await run_on(mesh, plan, known, tell)
