@@ -15,7 +15,13 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 from PIL import Image
 from weft.common.rpc.errors import from_rpc_error
-from weft.contract.errors import ContextTooLong, InvalidRequest, Overloaded, WeftError
+from weft.contract.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    Overloaded,
+    PeerUnavailable,
+    WeftError,
+)
 from weft.testing.models.tiny_images import (
     add_images,
     data_url,
@@ -23,7 +29,7 @@ from weft.testing.models.tiny_images import (
     image_tokenizer,
     random_image,
 )
-from weft.testing.services.fake_decode import Script
+from weft.testing.services.fake_decode import FakeWorker, Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
 from weft.v1 import decode_pb2, dialects_pb2_grpc, gateway_pb2
 
@@ -109,6 +115,17 @@ async def dialect(mesh: Harness, service: str, method: str, body: Any) -> Any:
     if isinstance(call, grpc.aio.UnaryUnaryCall):
         return json.loads((await call).data)
     return [json.loads(message.data) async for message in call][-1]
+
+
+async def test_images_are_refused_where_no_worker_can_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeWorker, "lacks_encoder", True)
+    async with serving(tmp_path) as mesh:
+        error = await refusal(chat(mesh, user(PART)))
+        assert isinstance(error, PeerUnavailable)
+        assert "no worker can take images" in error.message
+        await chat(mesh, user(text_part("one")))
 
 
 async def test_parts_keep_their_order(mesh: Harness) -> None:

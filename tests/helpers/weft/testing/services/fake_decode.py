@@ -111,6 +111,9 @@ _KEPT_PORTS: dict[int, socket.socket] = {}
 class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
     """Serves DecodeService and WorkerService on one port."""
 
+    lacks_encoder = False
+    """Whether it has left out its model's image tower."""
+
     def __init__(
         self,
         model: str,
@@ -247,6 +250,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             page_size=PAGE_SIZE,
             num_pages=1000,
             model_digest=self.model_digest,
+            lacks_encoder=self.lacks_encoder,
             planes=[
                 kv_pb2.Plane(
                     name="target",
