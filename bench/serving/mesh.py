@@ -42,7 +42,7 @@ class MeshProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="weft-bench-")
         self.state = Path(self._folder.name) / "mesh"
         """State folder of the mesh."""
-        rest_port, grpc_port = _free_ports(2)
+        rest_port, grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{rest_port}"
         self.grpc_address = f"127.0.0.1:{grpc_port}"
         self._log_path = Path(self._folder.name) / "up.log"
@@ -102,7 +102,8 @@ class MeshProcess:
         return self._log_path.read_text(errors="replace")[-1500:]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that were free just now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -16,6 +16,12 @@ from weft.gateway.settings import GatewaySettings
 
 _log = logging.getLogger(__name__)
 
+_YOUNG_OBJECTS = 20_000
+"""Objects made and not freed that start a collection. A step's message wakes a task of each stream
+at once, and all that they hold for a moment would be visited again and again."""
+_OLDER_ROUNDS = 20
+"""Collections of younger objects before one of older ones."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs a gateway until SIGTERM or SIGINT. `argv` has its flags, without the program's name.
@@ -37,6 +43,7 @@ async def _serve(settings: GatewaySettings) -> int:
         # This comes before `start`, after which others may end the gateway at once.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_YOUNG_OBJECTS, _OLDER_ROUNDS, _OLDER_ROUNDS)
         await app.start()
     except (ConfigError, ModelError) as error:
         _log.error("cannot start: %s", error.message)
