@@ -150,7 +150,7 @@ class StreamsWorker(FakeWorker):
         rest = index + b"\x2a" + varint(len(ids)) + ids
         events = []
         for start in range(0, len(streams), MAX_STREAMS_A_MESSAGE):
-            parts = []
+            parts: list[bytes] = []
             for _, prefix in streams[start : start + MAX_STREAMS_A_MESSAGE]:
                 parts += (b"\x22", varint(len(prefix) + len(rest)), prefix, rest)
             events.append(decode_pb2.SessionEvent.FromString(b"".join(parts)))

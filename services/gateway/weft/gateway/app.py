@@ -32,6 +32,7 @@ from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.api.relay import EdgeFace
 from weft.gateway.api.server.profiles import ProfileCalls
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ServedModel
@@ -60,7 +61,7 @@ from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.trace_fan_out import TraceFanOut
 from weft.gateway.text.model_card import ModelCard, load_model_card
 from weft.gateway.text.prepare import Preparer
-from weft.v1 import gateway_pb2_grpc, mesh_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
+from weft.v1 import edge_pb2_grpc, gateway_pb2_grpc, mesh_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ SERVICES = (
     "weft.v1.ServerService",
     "weft.v1.TrainerService",
     "weft.v1.MeshService",
+    "weft.v1.EdgeService",
 )
 
 
@@ -313,7 +315,11 @@ class GatewayApp:
         access = MeshAccess(self._settings.console, token, keys)
         self._add_mesh_faces(adapters, workers, access)
         bodies = BodyParser(most, ignores_unknown=self._settings.ignore_unknown_fields)
-        self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, bodies)
+        relays = EdgeFace(self._ending)
+        edge_pb2_grpc.add_EdgeServiceServicer_to_server(relays, self.server.grpc)
+        self._openai = OpenAIFace(
+            self.pipeline, self.catalogue, self.fleet, adapters, bodies, relays
+        )
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
         add_dialects(
             self.server.grpc,

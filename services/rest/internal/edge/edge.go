@@ -23,6 +23,7 @@ import (
 	"weft.dev/weft/services/rest/internal/console"
 	"weft.dev/weft/services/rest/internal/forward"
 	"weft.dev/weft/services/rest/internal/halfclose"
+	"weft.dev/weft/services/rest/internal/relay"
 	"weft.dev/weft/services/rest/internal/reqinfo"
 )
 
@@ -69,6 +70,7 @@ type edge struct {
 	origins origins
 	shapes  shapes
 	room    bodyRoom
+	relays  *relay.Relays
 	ending  context.Context // done as soon as the edge begins to drain
 }
 
@@ -86,6 +88,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 		origins: newOrigins(config.AllowedOrigins),
 		shapes:  readShapes(weftv1.File_weft_v1_dialects_proto),
 		room:    bodyRoom{limit: config.heldBytes()},
+		relays:  relay.New(config.Backend),
 	}
 	middlewares := []runtime.Middleware{answerProbes, recordRoute}
 	if config.Tracing != nil {
@@ -175,7 +178,9 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		body := newLimitedBody(w, r, e.config, &e.room)
 		defer body.ended()
 		defer body.release()
-		r = r.WithContext(context.WithValue(r.Context(), bodyKey{}, body))
+		placed, endPlace := e.relays.With(r.Context())
+		defer endPlace()
+		r = r.WithContext(context.WithValue(placed, bodyKey{}, body))
 		r.Body = body
 	} else if takesInterim(r) {
 		defer halfclose.Answering(ctx)()

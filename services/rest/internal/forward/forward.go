@@ -48,8 +48,12 @@ func Stream(
 	limits := limitsOf(r.Context())
 	CopyHeader(ctx, w)
 	events := newEventStream(w, limits)
-	if kind := announced(ctx); isStream(kind) {
+	kind := announced(ctx)
+	if isStream(kind) {
 		events.begin(kind)
+	}
+	if place := PlaceOf(ctx); place != nil && place.IsRelayed() {
+		receive = relayed(ctx, place, kind, receive)
 	}
 	err := answer(w, events, receive)
 	isOpen := events.end()
@@ -61,6 +65,43 @@ func Stream(
 		send(w, apierror.From(err).For(r.Context()).Named(w.Header()).Event())
 	default:
 		runtime.HTTPError(ctx, mux, marshaler, w, r, err)
+	}
+}
+
+// Place is where events of an answer come beside its own stream.
+type Place interface {
+	// IsRelayed says whether they do; known once the answer has begun.
+	IsRelayed() bool
+	// Next waits for events; nil: what follows is on the answer's own stream.
+	Next(ctx context.Context) []byte
+}
+
+type placeKey struct{}
+
+// WithPlace puts a place into the context of a request.
+func WithPlace(ctx context.Context, place Place) context.Context {
+	return context.WithValue(ctx, placeKey{}, place)
+}
+
+// PlaceOf is the place of a request; nil: it has none.
+func PlaceOf(ctx context.Context) Place {
+	place, _ := ctx.Value(placeKey{}).(Place)
+	return place
+}
+
+// relayed receives an answer's events from a relay, and what follows them from its own stream.
+func relayed(
+	ctx context.Context, place Place, kind string, receive func() (proto.Message, error),
+) func() (proto.Message, error) {
+	isBehind := false
+	return func() (proto.Message, error) {
+		if !isBehind {
+			if data := place.Next(ctx); data != nil {
+				return &httpbody.HttpBody{ContentType: kind, Data: data}, nil
+			}
+			isBehind = true
+		}
+		return receive()
 	}
 }
 

@@ -48,6 +48,7 @@ from weft.gateway.api.openai.translate import (
     is_echo_alone,
     tokenize_prompt,
 )
+from weft.gateway.api.relay import EdgeFace, PlainStream, RelayedStream
 from weft.gateway.catalogue import Catalogue, ResolvedModel
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.generation.answer import Answer, Delta
@@ -76,11 +77,13 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         fleet: Fleet,
         adapters: AdapterCalls,
         bodies: BodyParser,
+        relays: EdgeFace,
     ) -> None:
         self._pipeline = pipeline
         self._models = models
         self._fleet = fleet
         self._adapters = adapters
+        self._relays = relays
         self.bodies = self._bodies = bodies
         """Parses the bodies of all dialects."""
 
@@ -143,20 +146,26 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 writer.usage_so_far = answer.usage
             if body.return_token_ids:
                 writer.prompt_ids = [generation.prompt.ids for generation in answer.generations]
-            kind = _EVENTS if body.stream else _JSON
-            await begin_answer(context, raw.request_id, kind, answer.headers)
             if body.stream:
-                last = await self._stream(answer, body, writer, context)
+                with self._relays.stream_of(context, _EVENTS) as out:
+                    headers = (*answer.headers, *out.headers)
+                    await begin_answer(context, raw.request_id, _EVENTS, headers)
+                    last = await self._stream(answer, body, writer, out)
             else:
+                await begin_answer(context, raw.request_id, _JSON, answer.headers)
                 last = await self._collect(answer, body, writer)
         await context.write(last)
 
     async def _stream(
-        self, answer: Answer, body: GenerationBody, writer: AnswerWriter, context: Context
+        self,
+        answer: Answer,
+        body: GenerationBody,
+        writer: AnswerWriter,
+        out: RelayedStream | PlainStream,
     ) -> HttpBody:
         while deltas := await answer.next_deltas():
             if data := writer.events(deltas):
-                await context.write(HttpBody(content_type=_EVENTS, data=data))
+                await out.send(data)
         fields = {}
         if _includes_usage(body) or body.weft_timeline:
             await answer.settle()
