@@ -56,13 +56,6 @@ def check_combination(config: EngineConfig) -> ModelConfig:
         adapted_projections(config, model)
     if config.deterministic:
         _check_determinism(config, model, pooling, dtype)
-        if config.has_tower(model) and config.is_on_gpu and dtype == "float32":
-            raise ConfigError(
-                "deterministic: images are not taken in float32 on a GPU, whose products in a "
-                "fixed order need more shared memory than it has; set dtype = bfloat16, or "
-                "language_model_only",
-                param="deterministic",
-            )
     return model
 
 
