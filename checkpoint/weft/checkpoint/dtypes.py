@@ -11,7 +11,8 @@ from weft.contract.errors import ConfigError
 DTYPES = ("float32", "bfloat16", "float16")
 
 _CPU_INFO = Path("/proc/cpuinfo")
-_FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "avx2"})
+"""With AVX2 alone bfloat16 becomes floats in registers; it saves half of the memory reads."""
 
 
 def resolve_dtype(dtype: str, device: str = "cpu", quantization: Quantization | None = None) -> str:
@@ -34,7 +35,7 @@ def resolve_dtype(dtype: str, device: str = "cpu", quantization: Quantization | 
 
 
 def cpu_has_fast_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
-    """Counts AVX512-BF16, AMX, and Arm's BF16."""
+    """Counts AVX512-BF16, AMX, Arm's BF16, and AVX2 since decoding is faster than in float32."""
     try:
         text = cpu_info.read_text()
     except OSError:

@@ -221,7 +221,7 @@ def test_the_check_sees_a_dropped_step(
     if native is None:
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
     on_amx = native.has_amx and dtype == torch.bfloat16
-    header, step = ("amx.h", 16) if on_amx else ("tile.h", 1)
+    header, step = ("amx.h", 16) if on_amx else ("tile_body.h", 1)
     native = mutated_native_cpu(
         tmp_path, header, "for (long s = 0; s < steps;", f"for (long s = 0; s + {step} < steps;"
     )

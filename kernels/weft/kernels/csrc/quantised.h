@@ -252,13 +252,6 @@ INLINE void integer_columns(const int rows, const int vectors, const int is_grou
   }
 }
 
-#if VL == 4
-#define FEW_ROW_VECTORS 4
-#else
-#define FEW_ROW_VECTORS (PANEL / VL)
-#endif
-
-/* One row or two go through all columns of a panel at once, in the order in which they lie. */
 #define INTEGER_CASE(N)                                                                        \
   case N: {                                                                                    \
     const int vectors = N <= 2 ? FEW_ROW_VECTORS : TILE_VECTORS;                               \

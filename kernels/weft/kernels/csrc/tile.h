@@ -26,6 +26,14 @@
 #define TILE_VECTORS 2
 #endif
 
+/* One row or two go through more columns of a panel at once, in the order in which they lie: with
+ * fewer sums each would wait for the one before it. */
+#if VL == 4
+#define FEW_ROW_VECTORS 4
+#else
+#define FEW_ROW_VECTORS (PANEL / VL)
+#endif
+
 /* Rows are cut into tiles that are as equal as they can be. */
 static long tiles_of(long rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 static long tile_begin(long rows, long tile) { return rows * tile / tiles_of(rows); }
@@ -87,87 +95,40 @@ INLINE long take_span(Prefetch *ahead, long steps, const char **from) {
   return some;
 }
 
-/* sum[rows] += a[rows] * some columns of a panel. */
-INLINE void tile_steps(const int is_bf16, const int rows, const int ask, long steps, const char *a,
-                       long a_stride, const uint32_t *b, const char *prefetch,
-                       vf sum[TILE_ROWS][TILE_VECTORS]) {
-  for (long s = 0; s < steps; s++, b += PANEL) {
-    if (ask) {
-      __builtin_prefetch(prefetch + 128 * s, 0, 2);
-      __builtin_prefetch(prefetch + 128 * s + 64, 0, 2);
-    }
-    vu column[TILE_VECTORS];
-#pragma GCC unroll 2
-    for (int v = 0; v < TILE_VECTORS; v++) column[v] = *(const vu *)(b + v * VL);
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-      vu word = (vu){0} + load_word(a + r * a_stride + 4 * s);
-#pragma GCC unroll 2
-      for (int v = 0; v < TILE_VECTORS; v++)
-        sum[r][v] = multiply_add(is_bf16, sum[r][v], word, column[v]);
-    }
-  }
-}
+#define SUMS TILE_VECTORS
+#define TILE_STEPS tile_steps
+#define TILE_BODY tile_body
+#include "tile_body.h"
+#undef SUMS
+#undef TILE_STEPS
+#undef TILE_BODY
 
-/* c[rows][32] (+)= a[rows] * panel. `odd`: one more step made of a single bfloat16. */
-INLINE void tile_body(const int is_bf16, const int rows, const int accumulate, long steps, int odd,
-                      const char *a, long a_stride, const uint32_t *panel, float *c,
-                      long c_stride, Prefetch *ahead) {
-  const long chunk = is_bf16 ? LONG_MAX : CHUNK;
-  for (int first = 0; first < PANEL / VL; first += TILE_VECTORS) {
-    const uint32_t *b = panel + first * VL;
-    long done = 0;
-    do {
-      long count = steps - done < chunk ? steps - done : chunk;
-      vf sum[TILE_ROWS][TILE_VECTORS];
-#pragma GCC unroll 12
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < TILE_VECTORS; v++) sum[r][v] = (vf){0};
-      for (long step = done; step < done + count;) {
-        const char *asked;
-        const long some = take_span(ahead, done + count - step, &asked);
-        const char *from = a + 4 * step;
-        const uint32_t *by = b + step * PANEL;
-        if (asked != NULL)
-          tile_steps(is_bf16, rows, 1, some, from, a_stride, by, asked, sum);
-        else
-          tile_steps(is_bf16, rows, 0, some, from, a_stride, by, NULL, sum);
-        step += some;
-      }
-      if (odd) {
-        for (int r = 0; r < rows; r++) {
-          bf16 last;
-          memcpy(&last, a + r * a_stride + 4 * steps, sizeof last);
-          for (int v = 0; v < TILE_VECTORS; v++)
-            sum[r][v] = multiply_add(is_bf16, sum[r][v], (vu){0} + (uint32_t)last,
-                                     *(const vu *)(b + steps * PANEL + v * VL));
-        }
-      }
-      const int add = accumulate || done > 0;
-#pragma GCC unroll 12
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < TILE_VECTORS; v++) {
-          vf *target = (vf *)(c + r * c_stride + (first + v) * VL);
-          if (add) sum[r][v] += *target;
-          *target = sum[r][v];
-        }
-      done += count;
-    } while (done < steps);
-  }
-}
+#if FEW_ROW_VECTORS == TILE_VECTORS
+#define few_rows_body tile_body
+#else
+#define SUMS FEW_ROW_VECTORS
+#define TILE_STEPS few_rows_steps
+#define TILE_BODY few_rows_body
+#include "tile_body.h"
+#undef SUMS
+#undef TILE_STEPS
+#undef TILE_BODY
+#endif
 
 #define TILE_CASE(N)                                                                            \
   case N:                                                                                       \
     tile_body(is_bf16, N, accumulate, steps, odd, a, a_stride, panel, c, c_stride, ahead);      \
+    break;
+#define FEW_ROWS_CASE(N)                                                                        \
+  case N:                                                                                       \
+    few_rows_body(is_bf16, N, accumulate, steps, odd, a, a_stride, panel, c, c_stride, ahead);  \
     break;
 
 INLINE void tile_of(const int is_bf16, const int accumulate, int rows, long steps, int odd,
                     const char *a, long a_stride, const uint32_t *panel, float *c, long c_stride,
                     Prefetch *ahead) {
   switch (rows) {
-    TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4)
+    FEW_ROWS_CASE(1) FEW_ROWS_CASE(2) TILE_CASE(3) TILE_CASE(4)
 #if TILE_ROWS == 12
     TILE_CASE(5) TILE_CASE(6) TILE_CASE(7) TILE_CASE(8)
     TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
@@ -175,6 +136,7 @@ INLINE void tile_of(const int is_bf16, const int accumulate, int rows, long step
   }
 }
 #undef TILE_CASE
+#undef FEW_ROWS_CASE
 
 #if VL == 16
 /* out[w * stride + 0..15] = word w of 16 rows, for `words` <= 16 words. */
