@@ -102,7 +102,7 @@ def page_key(
 WIDE_TOKEN_BYTES = 8
 """Bytes of one position in the prefix cache of a model that takes media."""
 _SPAN_SHIFT = 32
-_MAX_NAMED_MEDIA = 1 << 16
+_MAX_NAMED_MEDIA = 1 << 14
 
 
 class MediaNames:
