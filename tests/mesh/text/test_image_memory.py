@@ -1,0 +1,85 @@
+"""Memory of a mesh under many images: what a service keeps of them has a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import random
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from weft.testing.meshes.local_mesh import LocalMesh
+from weft.testing.models.tiny_vision import make_vision
+
+FEW, MANY, MOST_GROWTH = 100, 10_000, 16 << 20
+CLIENTS = 6
+BOUNDS = "--trace-buffer-spans 100"
+"""Spans are kept for operators, up to a number that this test would not reach soon."""
+
+
+def body() -> dict[str, object]:
+    """A question about an image that nobody has seen before."""
+    pixels = np.random.default_rng().integers(0, 256, (48, 64, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+    messages = [{"role": "user", "content": parts}]
+    return {"model": "seeing", "messages": messages, "max_tokens": 2, "temperature": 0}
+
+
+async def ask(mesh: LocalMesh, count: int) -> None:
+    left = iter(range(count))
+    async with httpx.AsyncClient(timeout=120) as client:
+
+        async def go_on() -> None:
+            for _ in left:
+                answer = await client.post(f"{mesh.url}/v1/chat/completions", json=body())
+                assert answer.status_code == 200, answer.text
+
+        await asyncio.gather(*(go_on() for _ in range(CLIENTS)))
+
+
+def memory_of(mesh: LocalMesh) -> dict[str, int]:
+    """Resident bytes of each Python process of the mesh, by number and command."""
+    found = {}
+    for process in psutil.Process(mesh.process.pid).children(recursive=True):
+        command = process.cmdline()
+        if command and "python" in Path(command[0]).name:
+            found[f"{process.pid} {' '.join(command[1:4])}"] = process.memory_info().rss
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.needs("go")
+@pytest.mark.timeout(3600)
+async def test_ten_thousand_images_take_as_much_memory_as_a_hundred(
+    tmp_path: Path, rest_binary: Path
+) -> None:
+    folder = make_vision("idefics3", tmp_path / "seeing", random.randrange(2**31))
+    flags = ("--model", str(folder), "--dtype", "float32", "--local-prefill-max-tokens", "0")
+    small = f"--media-bytes {1 << 20} --num-pages 200 {BOUNDS}"
+    flags += ("--decode-args", small, "--prefill-args", small)
+    flags += ("--gateway-args", f"--media-memo-bytes {1 << 20} {BOUNDS}")
+    (tmp_path / "mesh").mkdir()
+    mesh = LocalMesh(tmp_path / "mesh", *flags)
+    try:
+        mesh.wait_ready()
+        mesh.wait_healthy()
+        await ask(mesh, FEW)
+        before = memory_of(mesh)
+        await ask(mesh, MANY - FEW)
+        after = memory_of(mesh)
+        print({name: (before[name] >> 20, after[name] >> 20) for name in before})
+        assert set(after) == set(before), "a process has ended"
+        for name, num_bytes in before.items():
+            assert after[name] - num_bytes <= MOST_GROWTH, (name, num_bytes, after[name])
+        assert mesh.stop() == 0, mesh.text
+    finally:
+        mesh.process.kill()
+        mesh.process.wait()
