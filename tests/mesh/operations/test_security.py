@@ -259,6 +259,7 @@ OF_SERVICE = {
     "ServerService": "gateway",
     "TrainerService": "gateway",
     "MeshService": "gateway",
+    "EdgeService": "gateway",
     "TraceService": "gateway",
     "DecodeService": "decode-0",
     "PrefillService": "prefill-0",
