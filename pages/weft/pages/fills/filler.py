@@ -18,7 +18,7 @@ and declines late or repeated starts.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -179,9 +179,37 @@ class Filler:
                     chunk = replace(lease.held.popleft(), target=None)
                     lease.shipping[chunk.index] = chunk
                     lease.held.append(chunk)
+            elif not lease.is_copied:
+                self._join_held(lease)
             if lease.state is LeaseState.ACTIVE:
                 self._say_accepted(lease)
                 self._ship_held(lease)
+
+    def _join_held(self, lease: Lease) -> None:
+        """Makes chunks as large as may be of those that were small in case they become `data`. The
+        owner takes a chunk in each turn, so many small ones would take it many turns.
+        """
+        joined: list[ShipChunk] = []
+        for chunk in lease.held:
+            last = joined[-1] if joined else None
+            num_pages = len(chunk.local_pages) + len(last.local_pages if last else ())
+            if last is None or num_pages > self._max_chunk_pages:
+                joined.append(replace(chunk, index=len(joined)))
+                continue
+            digests = None
+            if last.digests is not None and chunk.digests is not None:
+                digests = last.digests + chunk.digests
+            joined[-1] = replace(
+                last,
+                end_token=chunk.end_token,
+                local_pages=last.local_pages + chunk.local_pages,
+                remote_pages=last.remote_pages + chunk.remote_pages,
+                digests=digests,
+                computed_tokens=chunk.computed_tokens,
+            )
+        lease.held = deque(joined)
+        lease.shipping = {chunk.index: chunk for chunk in joined}
+        lease.next_chunk = len(joined)
 
     def on_renew(self, lease_id: bytes) -> None:
         """Extends an active lease, or ends it if it has expired meanwhile."""
