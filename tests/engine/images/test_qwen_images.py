@@ -91,13 +91,16 @@ def test_preempted_requests_go_on(case: Case) -> None:
 
 
 def test_drafts_are_verified_where_they_stand(case: Case) -> None:
-    """Drafts are found in the prompt's text."""
-    again = text(12) * 3
-    prompts = [case.prompt(1, again) for _ in range(3)]
-    prompts = [Prompt([*ids, *again], spans, media) for ids, spans, media in prompts]
+    """Drafts are found in the prompt's text, where the answer repeats some of it."""
     with engine(case.folder, drafter="ngram", draft_gate="fixed") as llm:
-        for prompt, tokens in zip(prompts, run(llm, prompts), strict=True):
-            case.check(prompt, tokens)
+        for _ in range(10):
+            again = text(12) * 3
+            prompts = [case.prompt(1, again) for _ in range(3)]
+            prompts = [Prompt([*ids, *again], spans, media) for ids, spans, media in prompts]
+            for prompt, tokens in zip(prompts, run(llm, prompts), strict=True):
+                case.check(prompt, tokens)
+            if llm.engine.counters()["drafted_tokens"]:
+                break
         assert llm.engine.counters()["drafted_tokens"]
 
 

@@ -55,6 +55,7 @@ class RecordedSteps(StepGraphs):
             has_states=states is not None,
         )
         self._model, self._pool, self._inputs = executor._model, executor.pool, inputs
+        self._rotations = executor.rotations
         self._types = self.new_types(buckets, executor.pool.device)
         self.buckets = GraphBuckets(executor._model.config, buckets)
         self._engine = engine
