@@ -43,8 +43,9 @@ def problem(schema: Any, text: str) -> str:
 
     def check_multiple(validator: Any, step: Any, instance: Any, schema: Any) -> Any:
         if validator.is_type(instance, "number"):
-            quotient = Fraction(repr(instance)) / Fraction(repr(step))
-            if quotient.denominator != 1:
+            # `repr` has 17 digits at most and rounds what needs more, such as quarters of 2**50.
+            spelled = (Fraction(repr(instance)), Fraction(instance))
+            if all((one / Fraction(repr(step))).denominator != 1 for one in spelled):
                 yield ValidationError(f"{instance!r} is not a multiple of {step}")
 
     def check_names(validator: Any, parts: Any, instance: Any, schema: Any) -> Any:
