@@ -97,4 +97,4 @@ def assert_same_logits(model_dir: Path, adapter: Adapter, expected: Any, seed: i
     assert changed > 0.01 * scale, "the adapter changes nothing"
     for text, one, other in zip(texts_of(seed + 1).tolist(), ours, theirs, strict=True):
         with where_experts_are_sure(lambda: expected, text):
-            assert (one - other).abs().max() < 1e-4 * scale
+            assert (one - other).abs().max() < 1e-3 * scale
