@@ -268,7 +268,7 @@ def test_dtypes_are_resolved_by_device_and_checked(tmp_path: Path) -> None:
     for flags in ("avx512_bf16", "avx2"):
         fast.write_text(f"processor\t: 0\nflags\t\t: fpu {flags} ssse3\n")
         assert cpu_has_fast_bfloat16(fast)
-    slow.write_text("processor\t: 0\nflags\t\t: fpu avx ssse3 notavx512_bf16\n")
+    slow.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f ssse3 notavx512_bf16\n")
     assert not cpu_has_fast_bfloat16(slow)
     assert not cpu_has_fast_bfloat16(tmp_path / "absent")
     assert resolve_dtype("auto", "cuda:0") == "bfloat16"
