@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from weft.engine.requests.acceptance import Acceptance
 from weft.engine.scheduler.plan import VerifyItem
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of
 from weft.testing.engine.engine_pair import ManualClock, make_engine
-from weft.testing.models.choices import check_choices
+from weft.testing.models.choices import check_choices, check_same_groups
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny, tiny_config
@@ -133,8 +135,8 @@ def test_the_text_is_the_same(target_dir: Path, draft_dir: Path, kind: str) -> N
                 groups += drafting.generate_all([prompt], params, STOP)
             counters = drafting.engine.counters()
             check_memory(drafting)
-        for group, wanted in zip(groups, [*expected, *expected], strict=True):
-            assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        load = partial(load_reference, target_dir)
+        check_same_groups(load, [*prompts, *prompts], groups, [*expected, *expected], params)
         assert is_gated or counters["drafted_tokens"] > 0
         if kind == "greedy" and folder == target_dir:
             assert counters["accepted_tokens"] == counters["drafted_tokens"]
@@ -233,14 +235,16 @@ def test_what_is_still_being_read_does_not_count_against_drafts(
 def test_without_room_there_are_no_drafts(target_dir: Path, draft_dir: Path) -> None:
     prompts = random_prompts(6, 4 * PAGE)
     with llm(target_dir) as plain:
-        expected = [s.token_ids for s in plain.generate(prompts, GREEDY, STOP)]
+        expected = plain.generate_all(prompts, GREEDY, STOP)
     with llm(target_dir, drafter="model", draft_dir=draft_dir) as drafting:
         memory = drafter_of(drafting, (3,)).memory
         for num_free in (0, 5, 9):
             taken = memory.allocate(memory.counts().free - num_free)
             before = drafting.engine.counters()["drafted_tokens"]
-            samples = drafting.generate(prompts, GREEDY, STOP)
-            assert [sample.token_ids for sample in samples] == expected
+            groups = drafting.generate_all(prompts, GREEDY, STOP)
+            check_same_groups(
+                partial(load_reference, target_dir), prompts, groups, expected, GREEDY
+            )
             drafted = drafting.engine.counters()["drafted_tokens"] - before
             assert (drafted > 0) == (num_free > 0)
             assert memory.counts().used == len(taken)
@@ -266,11 +270,12 @@ def test_a_request_beyond_the_draft_models_context(target_dir: Path, tmp_path: P
     prompts = [random_prompts(1)[0][:5], [random.randrange(3, VOCAB) for _ in range(limit)]]
     stop = StopCriteria(max_tokens=2 * limit, ignore_eos=True)
     with llm(target_dir) as plain:
-        expected = [s.token_ids for s in plain.generate(prompts, GREEDY, stop)]
+        expected = plain.generate_all(prompts, GREEDY, stop)
     with llm(target_dir, drafter="model", draft_dir=short) as drafting:
         drafter_of(drafting, (3,))
-        samples = drafting.generate(prompts, GREEDY, stop)
-        assert [sample.token_ids for sample in samples] == expected
+        groups = drafting.generate_all(prompts, GREEDY, stop)
+        check_same_groups(partial(load_reference, target_dir), prompts, groups, expected, GREEDY)
+        samples = [group[0] for group in groups]
         counts = [s.timeline.num_drafted_tokens for s in samples if s.timeline is not None]
         check_memory(drafting)
     assert 0 < counts[0] <= limit

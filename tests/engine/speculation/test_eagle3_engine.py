@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import KnownDrafter, speculate, texts_of
 from weft.testing.engine.eagle3_cases import WatchedHead, check_chains
+from weft.testing.models.choices import check_same_groups
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft, make_tiny_eagle
 from weft.testing.models.tiny_models import make_tiny, tiny_config
@@ -83,8 +86,9 @@ def check_drafts(target_dir: Path, draft_dir: Path, num_pages: int | None, **set
         watched = WatchedHead(drafting.engine, known)
         for _ in range(2):  # The second time on a warm cache.
             groups = drafting.generate_all(prompts, params, stop)
-            for group, wanted in zip(groups, expected, strict=True):
-                assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+            check_same_groups(
+                partial(load_reference, target_dir), prompts, groups, expected, params
+            )
         counters = drafting.engine.counters()
     assert counters["accepted_tokens"] > 0
     if num_pages:
@@ -102,12 +106,12 @@ def test_the_text_is_the_same_when_the_head_drafts_itself(
     drafts = {"draft_dir": draft_dir, "drafter": "eagle3", "draft_gate": "fixed"}
     with llm(target_dir, **drafts) as drafting:
         groups = drafting.generate_all(prompts, PARAMS, STOP)
-        assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+        check_same_groups(partial(load_reference, target_dir), prompts, groups, expected, PARAMS)
         counters = drafting.engine.counters()
         assert counters["drafted_tokens"] > 0
     with llm(target_dir, draft_dir=draft_dir) as filler:  # Loaded, for others' sake.
         groups = filler.generate_all(prompts, PARAMS, STOP)
-        assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+        check_same_groups(partial(load_reference, target_dir), prompts, groups, expected, PARAMS)
 
 
 def test_pages_with_and_without_a_head_are_not_exchanged(

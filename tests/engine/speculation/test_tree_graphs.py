@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from weft.testing.engine.captured_drafts import Recorded, capture, capture_trees
 from weft.testing.engine.drafters import KnownGraphs, RandomGate, texts_of
 from weft.testing.engine.eagle3_cases import HeadReference
 from weft.testing.engine.tree_drafters import KnownTreeGraphs, TreeDrafter, WatchedTrees
+from weft.testing.models.choices import check_same_groups
+from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -70,7 +73,9 @@ def test_padded_trees_are_the_heads(
         before = Recorded.num_replays
         for _ in range(2):  # The second time on a warm cache.
             groups = drafting.generate_all(prompts, params, stop)
-            assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+            check_same_groups(
+                partial(load_reference, target_dir), prompts, groups, expected, params
+            )
         assert Recorded.num_replays > before
     watched.check(HeadReference(target_dir, draft_dir), 6)
 
@@ -88,7 +93,7 @@ def test_what_graphs_grow_is_drawn_from_on_the_host(target_dir: Path, draft_dir:
         choose(drafting.engine, SHAPES)
         before = Recorded.num_replays
         groups = drafting.generate_all(prompts, params, stop)
-        assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+        check_same_groups(partial(load_reference, target_dir), prompts, groups, expected, params)
         assert Recorded.num_replays - before > 50
 
 
@@ -120,7 +125,9 @@ def test_steps_behind_trees_whose_outcome_the_host_does_not_know(
         while num_rounds < 2 or (not has_seen_all() and num_rounds < 12):
             num_rounds += 1
             groups = drafting.generate_all(prompts, greedy, stop)
-            assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+            check_same_groups(
+                partial(load_reference, target_dir), prompts, groups, expected, greedy
+            )
             num_accepted += sum(
                 s.timeline.num_accepted_tokens for group in groups for s in group if s.timeline
             )
@@ -152,7 +159,7 @@ def test_trees_up_to_the_last_position_of_the_model(
             capture_trees(drafting.engine, SHAPES, MAX_REQUESTS)
         WatchedTrees(drafting.engine, TreeDrafter(texts, VOCAB, 0.6), SHAPES)
         groups = drafting.generate_all(prompts, greedy, stop)
-        assert [g[0].token_ids for g in groups] == [g[0].token_ids for g in expected]
+        check_same_groups(partial(load_reference, target_dir), prompts, groups, expected, greedy)
         ends = [len(p) + len(g[0].token_ids) for p, g in zip(prompts, groups, strict=True)]
         assert ends == [limit] * 3
         assert drafting.engine.counters()["tree_runs"] > 10

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from weft.contract.request import SamplingParams
+from weft.engine.loop.llm import GeneratedSample
 from weft.engine.sampling.sampler import derive_seed
 from weft.kernels.ops.sampling.noise import gumbel_noise
 from weft.testing.kernels.naive_sampling import Float64Array, NaiveParams, edited_logits
@@ -181,6 +182,19 @@ def check_same(
         lack = abs(scores[found[at]] - scores[expected[at]])
         size = float(logits.abs().max())
         assert lack <= near_tie * size, f"token {at} of {found} is none of {expected}: {lack}"
+
+
+def check_same_groups(
+    load: Callable[[], Any],
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[GeneratedSample]],
+    expected: Sequence[Sequence[GeneratedSample]],
+    params: SamplingParams | None = None,
+) -> None:
+    """`check_same` for all samples of all prompts: a group of samples for each prompt."""
+    for prompt, found, wanted in zip(prompts, groups, expected, strict=True):
+        for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            check_same(load, prompt, one.token_ids, other.token_ids, params, number)
 
 
 @torch.inference_mode()
