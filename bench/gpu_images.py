@@ -336,7 +336,7 @@ def encode(run: Run) -> None:
         model = model_folder(Path(folder), options)
         settings = {"device": options.device, "dtype": options.dtype, "dummy_weights": True}
         with LLM(model, num_pages=64, max_context_tokens=2048, **settings) as llm:
-            encoder = llm.engine.parts.local._media._encoder
+            encoder = llm.engine.parts.local.media.encoder
             for count in (1, 4):
                 shape = (count, SIDE, SIDE, 3)
                 pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=options.device)

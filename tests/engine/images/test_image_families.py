@@ -15,8 +15,10 @@ from transformers import AutoModelForImageTextToText
 from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
 from weft.contract.spans import MediaSpan
+from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.engine.model.step import Step
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import check_choices
 from weft.testing.models.fp8_models import fp8_copy
@@ -95,6 +97,73 @@ def test_rows_are_those_of_transformers(case: Case) -> None:
         found, together = together[: len(rows)], together[len(rows) :]
         assert float((found - rows).abs().max() / rows.abs().max()) < 1e-5
         assert torch.equal(encoder.encode([pixels_of(one)]), found)
+
+
+class Seen:
+    """What the executor of an engine computes for prompts with media: kinds of steps with rows of
+    media, and of calls of the tower.
+    """
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.executor = llm.engine.parts.local
+        media = self.executor.media
+        assert media is not None
+        self.media, self.kinds = media, set[tuple[object, ...]]()
+        encode, forward = media.encoder.encode, self.executor._model.forward
+
+        def seen_encode(pictures: list[torch.Tensor]) -> torch.Tensor:
+            num_patches = sum(media.encoder.cost_of(one.shape) for one in pictures)
+            self.kinds.add(("tower", len(pictures) > 1))
+            self.kinds.add(("patches", num_patches % 16 == 0))
+            return encode(pictures)
+
+        def seen_forward(step: Step, pool: torch.Tensor) -> torch.Tensor:
+            if step.inserted is not None or step.axes is not None:
+                group = step.groups[0]
+                before = group.kv_lens[-1] - group.cu_q_lens[-1] + group.cu_q_lens[-2]
+                has = (step.inserted, step.axes, group.key_ends)
+                width = group.page_table.shape[1]
+                self.kinds.add(
+                    ("rows", *(one is not None for one in has), len(step.token_ids) % 16 == 0)
+                )
+                has_others = len(group.kv_lens) > 1
+                self.kinds.add(("before", bool(before), has_others))
+                self.kinds.add(("table", has_others, width == 1, width % 16 == 0))
+            return forward(step, pool)
+
+        monkeypatch.setattr(media.encoder, "encode", seen_encode)
+        monkeypatch.setattr(self.executor._model, "forward", seen_forward)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            name, marks=[] if name in ("gemma3", "qwen3_vl", "qwen3_5") else [pytest.mark.full]
+        )
+        for name in (*FAMILIES, *QWEN_FAMILIES)
+    ],
+    indirect=True,
+)
+def test_a_warm_up_computes_what_first_images_need(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine on a GPU does this at its start. Every kind of step that a prompt with images then
+    takes has been computed, and answers are as ever.
+    """
+    settings = {"max_step_tokens": 512, "prefill_chunk_tokens": 96, "max_context_tokens": 2048}
+    with engine(case.folder, **settings) as llm:
+        seen = Seen(llm, monkeypatch)
+        warm_up_media(seen.executor, seen.media, 512, 2048)
+        warmed, seen.kinds = seen.kinds, set()
+        prompts = case.prompts(1, 4)
+        for prompt, found in zip(prompts, run(llm, *prompts), strict=True):
+            case.check(prompt, found.token_ids)
+    assert {kind[0] for kind in seen.kinds} == {"tower", "patches", "rows", "before", "table"}
+    if case.family.has_states:
+        # After cached positions recurrent layers begin at a kept state, which a warm-up has not.
+        seen.kinds = {kind for kind in seen.kinds if kind[:2] != ("before", True)}
+    assert seen.kinds <= warmed
 
 
 @pytest.mark.parametrize("chunk", [256, 16])

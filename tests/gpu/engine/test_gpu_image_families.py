@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
+from triton import knobs
 from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import check_choices
-from weft.testing.models.image_families import FAMILIES
+from weft.testing.models.image_families import FAMILIES, text
 from weft.testing.models.tiny_qwen_vl import QWEN_FAMILIES
 
 pytestmark = pytest.mark.needs("cuda")
@@ -40,3 +42,34 @@ def test_tokens_are_those_of_transformers(name: str, chunk: int, tmp_path: Path)
     for prompt, sample in zip(prompts, samples, strict=True):
         logits = family.logits(model, prompt, sample.token_ids)
         check_choices(logits, sample.token_ids, NEAR_TIE)
+
+
+class Compiled:
+    """Names of the Triton kernels that are compiled, or loaded from the cache on disk."""
+
+    def __init__(self) -> None:
+        self.names = list[str]()
+
+    def __call__(self, *, fn: Any, **_: Any) -> None:
+        self.names.append(str(fn.name))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_first_images_compile_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start has done it."""
+    family = ALL[name]()
+    folder = family.make(tmp_path / "model", random.randrange(1 << 30))
+    compiled = Compiled()
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
+    stop = StopCriteria(max_tokens=10, ignore_eos=True)
+    with LLM(folder, device="cuda", dtype="bfloat16", num_pages=400) as llm:
+        # What only drawing and steps of text need is not this test's.
+        llm.generate([text(40), text(300)], stop=stop)
+        compiled.names.clear()
+        for count in (1, 2, 4):
+            prompt = family.prompt([family.picture() for _ in range(count)])
+            llm.put(prompt.media)
+            llm.generate([prompt.ids], stop=stop, spans=[prompt.spans])
+        assert not compiled.names

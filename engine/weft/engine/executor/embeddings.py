@@ -42,9 +42,11 @@ class MediaEmbeddings:
         max_cost: int,
         peers: Peers | None = None,
     ) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
+        self.num_rows = num_rows
+        self.max_cost = max_cost
+        self.num_ranks = 1 if peers is None else peers.size
         self._rows = torch.zeros((num_rows, encoder.row_width), dtype=dtype, device=device)
-        self._max_cost = max_cost
         self._peers = peers
 
     def encode(self, order: EncodeMedia) -> None:
@@ -55,7 +57,7 @@ class MediaEmbeddings:
                 (len(order.rows), self._rows.shape[1]), dtype=self._rows.dtype, device=device
             )
             for batch in self._batches(self._own(media)):
-                rows, begin = self._encoder.encode([self._pixels(one) for one in batch]), 0
+                rows, begin = self.encoder.encode([self._pixels(one) for one in batch]), 0
                 for one in batch:
                     end = begin + one.rows.stop - one.rows.start
                     made[one.rows], begin = rows[begin:end], end
@@ -80,7 +82,7 @@ class MediaEmbeddings:
         data = memoryview(order.data)
         for begin in range(0, len(order.shapes), _NUM_SIDES):
             shape = tuple(order.shapes[begin : begin + _NUM_SIDES])
-            end_row = first_row + self._encoder.rows_of(shape)
+            end_row = first_row + self.encoder.rows_of(shape)
             end_byte = first_byte + math.prod(shape)
             yield _Medium(shape, data[first_byte:end_byte], slice(first_row, end_row))
             first_row, first_byte = end_row, end_byte
@@ -92,9 +94,9 @@ class MediaEmbeddings:
         if self._peers is None:
             return list(media)
         costs, own = [0] * self._peers.size, list[_Medium]()
-        for one in sorted(media, key=lambda one: self._encoder.cost_of(one.shape), reverse=True):
+        for one in sorted(media, key=lambda one: self.encoder.cost_of(one.shape), reverse=True):
             rank = costs.index(min(costs))
-            costs[rank] += self._encoder.cost_of(one.shape)
+            costs[rank] += self.encoder.cost_of(one.shape)
             if rank == self._peers.rank:
                 own.append(one)
         return own
@@ -103,8 +105,8 @@ class MediaEmbeddings:
         """Media that are encoded together."""
         batch, cost = list[_Medium](), 0
         for one in media:
-            own = self._encoder.cost_of(one.shape)
-            if batch and cost + own > self._max_cost:
+            own = self.encoder.cost_of(one.shape)
+            if batch and cost + own > self.max_cost:
                 yield batch
                 batch, cost = [], 0
             batch.append(one)

@@ -156,7 +156,7 @@ class LocalExecutor:
         """None if the last step verified no drafts."""
         self._model = model
         self._peers = peers
-        self._media = media
+        self.media = media
         self.rotations: SlotRotations | None = None
         """None: rotations are by tokens' positions alone."""
         vision = model.config.vision
@@ -443,8 +443,8 @@ class LocalExecutor:
     def _batch(self, arrays: StepArrays, step: StepInput | None) -> Step:
         batch = self._batches.batch(arrays)
         if step is not None and step.inserted is not None:
-            assert self._media is not None, "a step has media, and there is no memory for them"
-            batch.inserted = self._media.of(step.inserted)
+            assert self.media is not None, "a step has media, and there is no memory for them"
+            batch.inserted = self.media.of(step.inserted)
             if step.inserted.ends is not None:
                 self._set_key_ends(batch, batch.inserted.rows, step.inserted.ends)
         if self.rotations is not None:
@@ -561,8 +561,8 @@ class LocalExecutor:
             case UnpackBlock(block, pages):
                 self._blocks().from_pages(block, pages, self._whole_pages)
             case EncodeMedia():
-                assert self._media is not None, "the model has no encoder"
-                self._media.encode(order)
+                assert self.media is not None, "the model has no encoder"
+                self.media.encode(order)
             case ShiftRotations(slot, shift):
                 assert self.rotations is not None, "the model has one axis"
                 self.rotations.shift(slot, shift)

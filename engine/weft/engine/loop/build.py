@@ -40,6 +40,7 @@ from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.graphs import Progress
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.executor.memory_plan import (
     time_token,
 )
@@ -210,6 +211,9 @@ def _load_parts(
     token_s = time_token(
         executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
     )
+    if media is not None and config.is_on_gpu:
+        progress(0, 0, "warming up images")
+        warm_up_media(executor, media, config.max_step_tokens, max_tokens)
     progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(vocab_size, device)
     # Graphs are captured here, so no other thread may use the device yet.

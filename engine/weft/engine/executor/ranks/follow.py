@@ -29,6 +29,7 @@ from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor, activations_dtype
+from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.executor.memory_plan import (
     divide_states,
     measure_needs,
@@ -166,6 +167,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     num_pages = others.agree("pages", num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
     own, pool = pool_of(config, shared, layout, num_pages)
+    media = media_of(config, loaded, device, peers)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
         loaded.model,
@@ -185,12 +187,14 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_ranks=config.tp,
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
-        media=media_of(config, loaded, device, peers),
+        media=media,
         refit=loaded.refit,
     )
     executor.refits.tell = others.tell
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
+    if media is not None and config.is_on_gpu:
+        warm_up_media(executor, media, config.max_step_tokens, max_tokens)
     drafting = None
     if drafted is not None and config.drafter in HEAD_DRAFTERS:
         graphs, _ = head_graphs(config, drafted, executor, None)

@@ -1,0 +1,128 @@
+"""Runs image towers and steps with rows of images once, before a worker is ready.
+
+No such step is captured, so their kernels would be compiled, and libraries would choose theirs,
+when the first images come, while all other requests wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from weft.checkpoint.vision_config import NUM_AXES
+from weft.contract.arrays import Int64Array
+from weft.engine.executor.embeddings import MediaEmbeddings
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.orders import EncodeMedia
+from weft.engine.executor.step_input import InsertedRows, StepInput, TurnedRows
+from weft.engine.model.interface import MediaEncoder
+
+_FEWEST_ROWS = 16
+_MOST_ROWS = 2048
+"""No kernel is chosen by a number of rows above this, but the largest step is tried too."""
+_MOST_EQUAL = 16
+"""Most equal media that are encoded together to see how that goes."""
+_CACHED_PAGES = 9
+"""Pages before a chunk. Kernels are compiled apart for page tables whose width is one, a multiple
+of 16 or another number; without pages before it, chunks of powers of two have the first two.
+"""
+
+
+def warm_up_media(
+    executor: LocalExecutor,
+    media: MediaEmbeddings,
+    max_step_tokens: int,
+    max_context_tokens: int,
+) -> None:
+    """Encodes media of several sizes, and computes steps of several sizes with rows of media, all
+    in the null page. With several ranks all of them do this at the same time. Call it while no step
+    is under way.
+    """
+    for order in _orders(media):
+        executor.order(order)
+    sees_both_ways = media.encoder.sees_both_ways
+    for step in _steps(executor, max_step_tokens, max_context_tokens, sees_both_ways):
+        logits = executor.launch(step).logits
+        assert logits is not None, "the last row of each step draws"
+        logits.compute()
+    if executor.device.type == "cuda":
+        torch.cuda.synchronize(executor.device)
+
+
+def _powers(most: int, first: int = 1) -> Iterator[int]:
+    return itertools.takewhile(lambda size: size <= most, (first << n for n in itertools.count()))
+
+
+def _orders(media: MediaEmbeddings) -> Iterator[EncodeMedia]:
+    """Each rank gets as many media of an order as the others."""
+    encoder, each = media.encoder, media.num_ranks
+    shapes = list(_shapes(encoder, media))
+    smallest = encoder.cost_of(shapes[0])
+    most_equal = min(_MOST_EQUAL, media.max_cost // smallest)
+    for shape, count in [*((s, 1) for s in shapes), *((shapes[0], n) for n in _powers(most_equal))]:
+        num_rows = count * each * encoder.rows_of(shape)
+        yield EncodeMedia(
+            rows=(np.arange(num_rows) % media.num_rows).tolist(),
+            shapes=list(shape) * (count * each),
+            data=bytes(count * each * math.prod(shape)),
+        )
+
+
+def _shapes(encoder: MediaEncoder, media: MediaEmbeddings) -> Sequence[tuple[int, ...]]:
+    """From the smallest to one that is as large as a step's budget; patches are a multiple of 16 in
+    some.
+    """
+    found = dict[tuple[int, ...], None]()
+    for num_rows in _powers(media.num_rows):
+        for shape in map(encoder.max_shape, (num_rows, num_rows + 1)):
+            if not found or encoder.cost_of(shape) <= media.max_cost:
+                found[shape] = None
+    return list(found)
+
+
+def _steps(
+    executor: LocalExecutor, max_step_tokens: int, max_context_tokens: int, sees_both_ways: bool
+) -> Iterator[StepInput]:
+    """Chunks alone and beside a request of one row, with and without positions before them."""
+    cached = _CACHED_PAGES * executor.facts.page_size
+    begins, ahead = [0], [None, 0]
+    # Recurrent layers begin at position 0 where a step names no blocks.
+    if executor.states is None and cached < max_context_tokens:
+        begins, ahead = [0, cached], [None, 0, max_context_tokens - 1]
+    most = min(max_step_tokens, max_context_tokens - begins[-1])
+    for num_rows in (*_powers(min(most, _MOST_ROWS), _FEWEST_ROWS), most):
+        # Kernels are also compiled apart for numbers of rows that are a multiple of 16 and others.
+        fewer = itertools.cycle((0, 1, 1, 0))
+        for others, begin in itertools.product(ahead, begins):
+            before = () if others is None else (max(others, begin),)
+            size = max(1, num_rows - next(fewer) - len(before))
+            yield _step(executor, size, begin, before, sees_both_ways)
+
+
+def _step(
+    executor: LocalExecutor, size: int, begin: int, others: Sequence[int], sees_both_ways: bool
+) -> StepInput:
+    """A chunk from position `begin` on, all of whose rows come from media, after requests that
+    bring one row at positions `others`.
+    """
+    starts = np.array([*others, begin], np.int64)
+    rows = len(others) + np.arange(size)
+    ends: Int64Array | None = np.full(size, begin + size) if sees_both_ways else None
+    turned = None
+    if executor.rotations is not None:
+        turned = TurnedRows(rows, np.repeat(begin + np.arange(size)[:, None], NUM_AXES, axis=1))
+    return StepInput(
+        slots=np.full(len(starts), executor.page_table.null_row, np.int64),
+        starts=starts,
+        max_starts=starts,
+        counts=np.array([*(1 for _ in others), size], np.int64),
+        num_decodes=len(others),
+        draws=np.ones(1, np.int64),
+        recomputed_rows=np.zeros(1, np.int64),
+        tokens=np.zeros(size, np.int64),
+        inserted=InsertedRows(rows, np.zeros(size, np.int64), ends),
+        turned=turned,
+    )
