@@ -16,7 +16,7 @@ PARTS = ("engine", "services", "cli")
     [
         ("draft", r"/(speculative|drafts|heads)/|eagle|chains", 60),
         ("adapter|lora", r"adapter|lora", 100),
-        ("constraint|grammar", r"constrain", 42),
+        ("constraint|grammar", r"constrain", 43),
     ],
 )
 def test_few_files_name_a_guest_that_is_not_theirs(words: str, own: str, most: int) -> None:

@@ -201,6 +201,9 @@ _NOT_ANTHROPIC = _not_in("anthropic", "pooling")
 _TEXT = _not_in("pooling")
 _CHATS = _not_in("anthropic", "ollama", "pooling")
 _BY_CALL = {**_OPENAI_ALONE, "grpc": ""}
+_TRAINERS = ("sglang", "vllm")
+"""Bodies of tokens in and tokens out, which have parameters of sampling in a field of their own."""
+_BY_TRAINER = {**_BY_CALL, **_not_in(*_TRAINERS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +274,7 @@ class SamplingParams:
         -(2**63),
         2**64 - 1,
         says_more=False,
-        names=_TEXT,
+        names={**_TEXT, "sglang": "sampling_seed"},
         aliases={-1: None},
     )
     """Unsigned 64 bits here; noise is a function of (seed, absolute position, token id)."""
@@ -280,7 +283,7 @@ class SamplingParams:
     speculates: bool = _parameter(
         True,
         "tokens may be drafted where that pays; the text is the same",
-        names={**_OPENAI_ALONE, "openai": "speculate", "grpc": "speculate"},
+        names={**_OPENAI_ALONE, **dict.fromkeys(("openai", "grpc", *_TRAINERS), "speculate")},
     )
 
     @property
@@ -302,9 +305,20 @@ class StopCriteria:
         "most tokens generated of each sample; absent: up to the context",
         1,
         MAX_TOKENS,
-        names={"responses": "max_output_tokens", "ollama": "num_predict", "pooling": ""},
+        names={
+            "responses": "max_output_tokens",
+            "ollama": "num_predict",
+            "pooling": "",
+            "sglang": "max_new_tokens",
+        },
     )
-    min_tokens: int = _parameter(0, "no stop before so many tokens", 0, MAX_TOKENS, names=_CHATS)
+    min_tokens: int = _parameter(
+        0,
+        "no stop before so many tokens",
+        0,
+        MAX_TOKENS,
+        names={**_CHATS, "sglang": "min_new_tokens"},
+    )
     stop: tuple[str, ...] = _parameter(
         (),
         "strings that end the text",
@@ -328,7 +342,12 @@ class StopCriteria:
     include_stop_in_output: bool = _parameter(
         False,
         "keep the stop's text",
-        names={**_OPENAI_ALONE, "openai": "include_stop_str_in_output"},
+        names={
+            **_OPENAI_ALONE,
+            "openai": "include_stop_str_in_output",
+            "vllm": "include_stop_str_in_output",
+            "sglang": "no_stop_trim",
+        },
     )
 
 
@@ -341,7 +360,10 @@ class CallParams:
         "alternatives per position",
         0,
         MAX_TOP_LOGPROBS,
-        names={"openai": "", "anthropic": "", "pooling": "", "grpc": ""},
+        names={
+            **_not_in("openai", "anthropic", "pooling", "grpc", "vllm"),
+            "sglang": "top_logprobs_num",
+        },
     )
     """None: no log-probabilities. OpenAI's two bodies have separate fields for it."""
     prompt_logprobs: int | None = _parameter(
@@ -350,10 +372,10 @@ class CallParams:
         "streamed",
         0,
         MAX_TOP_LOGPROBS,
-        names=_BY_CALL,
+        names=_BY_TRAINER,
     )
     skip_special_tokens: bool = _parameter(
-        True, "leave special tokens out of the text", names=_BY_CALL
+        True, "leave special tokens out of the text", names=_BY_TRAINER
     )
     cache_salt: str = _parameter("", "separates cache entries", 1, MAX_SALT_BYTES)
     priority: int = _parameter(

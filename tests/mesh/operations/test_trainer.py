@@ -107,6 +107,34 @@ def test_a_mesh_takes_new_weights_as_one_server(mesh: TrainedMesh, tmp_path: Pat
     assert mesh.texts() == right
 
 
+def test_tokens_in_and_tokens_out(mesh: TrainedMesh) -> None:
+    """Both forms answer with the tokens and the log-probabilities of a completion."""
+    right = mesh.texts()[0]
+    limits = {"temperature": 0, "ignore_eos": True}
+    told = mesh.post(
+        "generate",
+        {
+            "input_ids": PROMPTS[0],
+            "sampling_params": {**limits, "max_new_tokens": NUM_TOKENS},
+            "return_logprob": True,
+        },
+    )
+    assert told["output_ids"] == right
+    continued = mesh.post(
+        "inference/v1/generate",
+        {
+            "token_ids": PROMPTS[0],
+            "sampling_params": {**limits, "max_tokens": NUM_TOKENS, "logprobs": 0},
+        },
+    )
+    (choice,) = continued["choices"]
+    assert choice["token_ids"] == right
+    own = [entry[0] for entry in told["meta_info"]["output_token_logprobs"]]
+    other = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert own == pytest.approx(other, abs=1e-4)
+    assert all(-1e3 < one <= 0 for one in own)
+
+
 def test_a_pause_is_for_all_workers(mesh: TrainedMesh) -> None:
     before = mesh.texts()
     assert mesh.post("pause?mode=keep")["success"]

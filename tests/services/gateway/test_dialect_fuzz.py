@@ -24,6 +24,7 @@ from weft.gateway.api.openai.bodies import (
     TokenizeBody,
 )
 from weft.gateway.api.responses.bodies import ResponsesBody
+from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
 from weft.testing.services.dialect_edge import TEMPLATE
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
@@ -43,6 +44,8 @@ CALLS: list[tuple[str, str, type[BaseModel]]] = [
     ("Ollama", "Chat", ChatBody),
     ("Ollama", "Generate", GenerateBody),
     ("Ollama", "ShowModel", ShowBody),
+    ("Trainer", "GenerateTokens", GenerateTokensBody),
+    ("Trainer", "ContinueTokens", ContinueTokensBody),
 ]
 TEXTS = (
     "Weft answers.",
@@ -76,7 +79,7 @@ async def test_random_bodies(
     (tmp_path / MODEL / "chat_template.jinja").write_text(TEMPLATE)
     number = 20000 if request.config.getoption("--full") else 400
     num_good = 0
-    async with gateway(tmp_path, script, step_s=0, max_stored_responses=20) as mesh:
+    async with gateway(tmp_path, script, step_s=0, max_stored_responses=20, rl=True) as mesh:
         module = openai_pb2_grpc if service == "OpenAI" else dialects_pb2_grpc
         stub = getattr(module, f"{service}ServiceStub")(mesh.channel)
         for turn in range(number):
@@ -88,6 +91,8 @@ async def test_random_bodies(
                 body["input"] = "hi"
             if "messages" in cls.model_fields and rng.random() < 0.5:
                 body["messages"] = [{"role": "user", "content": "hi"}]
+            if "input_ids" in cls.model_fields and rng.random() < 0.5:
+                body["text"], body["input_ids"] = "hi", None
             data = json.dumps(body).encode()
             call = getattr(stub, method)(HttpBody(data=data), timeout=60)
             try:

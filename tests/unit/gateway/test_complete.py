@@ -21,6 +21,8 @@ from weft.gateway.api.openai.parse import parse_body
 from weft.gateway.api.openai.translate import chat_request, completion_request
 from weft.gateway.api.responses.bodies import ResponsesBody
 from weft.gateway.api.responses.translate import response_request
+from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
+from weft.gateway.api.trainer.token_requests import continue_request, generate_request
 from weft.gateway.generation.complete import complete
 from weft.gateway.request import CallFacts, GenerateRequest, RawRequest, Targets, TextPrompt
 from weft.gateway.text.model_card import ModelCard, load_model_card
@@ -51,6 +53,10 @@ CHAT = "logit_bias min_tokens stop_regex ignore_eos routing_key"
 ALONE = (
     "n speculate stop_token_ids include_stop_str_in_output skip_special_tokens prompt_logprobs "
     "timeout ttft_timeout ttft_target_ms itl_target_ms"
+)
+OF_PARAMS = (
+    f"{DRAWING} {PENALTIES} logit_bias min_tokens max_tokens stop_regex ignore_eos n speculate "
+    "stop_token_ids include_stop_str_in_output skip_special_tokens"
 )
 DIALECTS = {
     "chat": Dialect(
@@ -98,6 +104,36 @@ DIALECTS = {
         },
         beside={"logprobs": True},
     ),
+    "sglang": Dialect(
+        GenerateTokensBody,
+        {"text": "hi"},
+        lambda body: generate_request(body, FACTS),
+        f"{COMMON} {PENALTIES} {CHAT} {ALONE} max_tokens top_logprobs".replace(
+            "prompt_logprobs ", ""
+        ),
+        names={
+            **{name: f"sampling_params.{name}" for name in OF_PARAMS.split()},
+            "max_tokens": "sampling_params.max_new_tokens",
+            "min_tokens": "sampling_params.min_new_tokens",
+            "seed": "sampling_params.sampling_seed",
+            "include_stop_str_in_output": "sampling_params.no_stop_trim",
+            "top_logprobs": "top_logprobs_num",
+        },
+        beside={"return_logprob": True},
+    ),
+    "vllm": Dialect(
+        ContinueTokensBody,
+        {"token_ids": [1, 2], "sampling_params": {}},
+        lambda body: continue_request(body, FACTS),
+        f"{COMMON} {PENALTIES} {CHAT} {ALONE} max_tokens top_logprobs".replace(
+            "skip_special_tokens ", ""
+        ),
+        names={
+            **{name: f"sampling_params.{name}" for name in OF_PARAMS.split()},
+            "top_logprobs": "sampling_params.logprobs",
+            "prompt_logprobs": "sampling_params.prompt_logprobs",
+        },
+    ),
 }
 
 
@@ -115,8 +151,9 @@ def request_of(dialect: Dialect, given: dict[str, Any], card: ModelCard) -> Gene
         body |= dialect.beside
     for name, value in given.items():
         own = dialect.names.get(name, name)
-        if own.startswith("options."):
-            body.setdefault("options", {})[own.removeprefix("options.")] = value
+        if "." in own:
+            outer, inner = own.split(".")
+            body[outer] = {**body.get(outer, {}), inner: value}
         else:
             body[own] = value
     parsed = parse_body(dialect.body, json.dumps(body).encode(), 1 << 20)
@@ -214,7 +251,7 @@ def test_a_parameter_out_of_its_range_is_refused_under_the_clients_name(
             with pytest.raises(InvalidRequest) as caught:
                 request_of(dialect, {name: value}, card)
             shown = dialect.names.get(name, name)
-            assert caught.value.param in (shown, shown.removeprefix("options.")), (name, value)
+            assert caught.value.param in (shown, shown.split(".")[-1]), (name, value)
 
 
 def test_a_parameter_that_nobody_gives_has_the_models_value_or_the_default(
@@ -226,7 +263,8 @@ def test_a_parameter_that_nobody_gives_has_the_models_value_or_the_default(
         assert request.sampling.min_p == OWN["min_p"], kind
         assert request.sampling.top_p == 1.0, kind
         assert (request.sampling.n, request.priority, request.cache_salt) == (1, 0, ""), kind
-        assert request.stop.max_tokens == {"completion": 16, "anthropic": 9}.get(kind), kind
+        expected = {"completion": 16, "anthropic": 9, "sglang": 128, "vllm": 16}
+        assert request.stop.max_tokens == expected.get(kind), kind
 
 
 def test_equal_prompts_get_different_seeds_unless_the_client_gives_one(card: ModelCard) -> None:

@@ -1175,7 +1175,7 @@ class ServerService:
 
 class TrainerServiceStub:
     """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
     """
 
     def __init__(self, channel):
@@ -1224,6 +1224,16 @@ class TrainerServiceStub:
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.GenerateTokens = channel.unary_stream(
+                '/weft.v1.TrainerService/GenerateTokens',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
+        self.ContinueTokens = channel.unary_stream(
+                '/weft.v1.TrainerService/ContinueTokens',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.ShowServer = channel.unary_unary(
                 '/weft.v1.TrainerService/ShowServer',
                 request_serializer=weft_dot_v1_dot_dialects__pb2.ShowServerRequest.SerializeToString,
@@ -1233,7 +1243,7 @@ class TrainerServiceStub:
 
 class TrainerServiceServicer:
     """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
     """
 
     def PauseWorkers(self, request, context):
@@ -1293,6 +1303,21 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateTokens(self, request, context):
+        """Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
+        an API key, where the gateway asks for them, and not the operators' token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ContinueTokens(self, request, context):
+        """Continues tokens and answers with tokens, as vLLM has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ShowServer(self, request, context):
         """Tells which weights each worker serves.
         """
@@ -1343,6 +1368,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
+            'GenerateTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateTokens,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'ContinueTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.ContinueTokens,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
             'ShowServer': grpc.unary_unary_rpc_method_handler(
                     servicer.ShowServer,
                     request_deserializer=weft_dot_v1_dot_dialects__pb2.ShowServerRequest.FromString,
@@ -1358,7 +1393,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
     """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
     """
 
     @staticmethod
@@ -1565,6 +1600,60 @@ class TrainerService:
             request,
             target,
             '/weft.v1.TrainerService/CheckWeights',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.TrainerService/GenerateTokens',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ContinueTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.TrainerService/ContinueTokens',
             google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,

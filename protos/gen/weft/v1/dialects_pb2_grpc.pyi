@@ -403,7 +403,7 @@ def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server:
 
 class TrainerServiceStub:
     """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
     """
 
     @_typing.overload
@@ -428,13 +428,19 @@ class TrainerServiceStub:
     """
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Compares what the workers have in memory, by digests."""
+    GenerateTokens: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
+    an API key, where the gateway asks for them, and not the operators' token.
+    """
+    ContinueTokens: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Continues tokens and answers with tokens, as vLLM has it."""
     ShowServer: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.ShowServerRequest, _httpbody_pb2.HttpBody]
     """Tells which weights each worker serves."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
     """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -456,12 +462,18 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     CheckWeights: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Compares what the workers have in memory, by digests."""
+    GenerateTokens: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
+    an API key, where the gateway asks for them, and not the operators' token.
+    """
+    ContinueTokens: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Continues tokens and answers with tokens, as vLLM has it."""
     ShowServer: _aio.UnaryUnaryMultiCallable[_dialects_pb2.ShowServerRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Tells which weights each worker serves."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-    Off unless the gateway's setting `rl` is on; needs the operators' token.
+    Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
     """
 
     @_abc_1.abstractmethod
@@ -529,6 +541,24 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Compares what the workers have in memory, by digests."""
+
+    @_abc_1.abstractmethod
+    def GenerateTokens(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
+        an API key, where the gateway asks for them, and not the operators' token.
+        """
+
+    @_abc_1.abstractmethod
+    def ContinueTokens(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Continues tokens and answers with tokens, as vLLM has it."""
 
     @_abc_1.abstractmethod
     def ShowServer(

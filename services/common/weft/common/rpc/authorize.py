@@ -98,6 +98,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.TrainerService/FlushCache": _CONSOLE,
     "/weft.v1.TrainerService/CheckWeights": _CONSOLE,
     "/weft.v1.TrainerService/ShowServer": _CONSOLE,
+    "/weft.v1.TrainerService/GenerateTokens": _FRONT,
+    "/weft.v1.TrainerService/ContinueTokens": _FRONT,
     # The gateway itself checks who may watch, and who may change something.
     "/weft.v1.MeshService/WatchMesh": _CONSOLE,
     "/weft.v1.MeshService/ListRequestSpans": _CONSOLE,

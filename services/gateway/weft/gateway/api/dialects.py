@@ -82,5 +82,5 @@ def add_dialects(
         asks_for_keys=settings.has_api_keys,
     )
     dialects_pb2_grpc.add_ServerServiceServicer_to_server(other, server)
-    trainer = TrainerFace(weights, access, models, bodies, is_on=settings.rl)
+    trainer = TrainerFace(pipeline, weights, access, models, bodies, is_on=settings.rl)
     dialects_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)

@@ -43,6 +43,8 @@ from weft.gateway.api.trainer.bodies import (
     TrainerAnswer,
     UpdateFromDiskBody,
 )
+from weft.gateway.api.trainer.token_answers import ContinuedAnswer, TokensAnswer
+from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
 
 _EVENTS, _LINES, _JSON = "text/event-stream", "application/x-ndjson", "application/json"
 _REF = "#/components/schemas/{name}"
@@ -320,6 +322,22 @@ _DIALECTS = (
                 "Gives digests of what the workers have in memory.",
                 TrainerAnswer,
                 CheckWeightsBody,
+            ),
+            Route(
+                "post",
+                "/generate",
+                "Continues texts or tokens, as SGLang has it.",
+                TokensAnswer,
+                GenerateTokensBody,
+                TokensAnswer,
+            ),
+            Route(
+                "post",
+                "/inference/v1/generate",
+                "Continues tokens, as vLLM has it.",
+                ContinuedAnswer,
+                ContinueTokensBody,
+                ContinuedAnswer,
             ),
             Route(
                 "get",

@@ -616,7 +616,7 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\fStartProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/start_profile\x12S\n" +
 	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
-	"\x12\b/metrics2\xd5\x06\n" +
+	"\x12\b/metrics2\x8e\b\n" +
 	"\x0eTrainerService\x12R\n" +
 	"\fPauseWorkers\x12\x1c.weft.v1.PauseWorkersRequest\x1a\x14.google.api.HttpBody\"\x0e\x82\xd3\xe4\x93\x02\b\"\x06/pause\x12N\n" +
 	"\rResumeWorkers\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\"\a/resume\x12L\n" +
@@ -628,6 +628,8 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\n" +
 	"FlushCache\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\";\x82\xd3\xe4\x93\x025Z\x0e\x12\f/flush_cacheZ\x15\"\x13/reset_prefix_cache\"\f/flush_cache\x12W\n" +
 	"\fCheckWeights\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1b\x82\xd3\xe4\x93\x02\x15:\x01*\"\x10/weights_checker\x12T\n" +
+	"\x0eGenerateTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/generate0\x01\x12a\n" +
+	"\x0eContinueTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"!\x82\xd3\xe4\x93\x02\x1b:\x01*\"\x16/inference/v1/generate0\x01\x12T\n" +
 	"\n" +
 	"ShowServer\x12\x1a.weft.v1.ShowServerRequest\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\x12\f/server_info2\xcd\x04\n" +
 	"\x0ePoolingService\x12[\n" +
@@ -706,53 +708,57 @@ var file_weft_v1_dialects_proto_depIdxs = []int32{
 	10, // 31: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
 	11, // 32: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
 	10, // 33: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
-	7,  // 34: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
-	10, // 35: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	10, // 36: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	10, // 37: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	10, // 38: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	10, // 39: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	10, // 40: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	10, // 41: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	10, // 42: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	10, // 43: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	10, // 44: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	10, // 45: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	10, // 46: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	10, // 47: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	10, // 48: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	10, // 49: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	10, // 50: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	10, // 51: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	10, // 52: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	10, // 53: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	10, // 54: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	10, // 55: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	10, // 56: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	10, // 57: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	10, // 58: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	10, // 59: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	10, // 60: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	10, // 61: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
-	10, // 62: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
-	10, // 63: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	10, // 64: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
-	10, // 65: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
-	10, // 66: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
-	10, // 67: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
-	10, // 68: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
-	10, // 69: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
-	10, // 70: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
-	10, // 71: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
-	10, // 72: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
-	10, // 73: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	10, // 74: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	10, // 75: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	10, // 76: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	10, // 77: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	10, // 78: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	41, // [41:79] is the sub-list for method output_type
-	3,  // [3:41] is the sub-list for method input_type
+	10, // 34: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
+	10, // 35: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
+	7,  // 36: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
+	10, // 37: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	10, // 38: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	10, // 39: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	10, // 40: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	10, // 41: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	10, // 42: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	10, // 43: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	10, // 44: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	10, // 45: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	10, // 46: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	10, // 47: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	10, // 48: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	10, // 49: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	10, // 50: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	10, // 51: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	10, // 52: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	10, // 53: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	10, // 54: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	10, // 55: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	10, // 56: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	10, // 57: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	10, // 58: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	10, // 59: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	10, // 60: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	10, // 61: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	10, // 62: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	10, // 63: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	10, // 64: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	10, // 65: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	10, // 66: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
+	10, // 67: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
+	10, // 68: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
+	10, // 69: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
+	10, // 70: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
+	10, // 71: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
+	10, // 72: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
+	10, // 73: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
+	10, // 74: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
+	10, // 75: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
+	10, // 76: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
+	10, // 77: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	10, // 78: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	10, // 79: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	10, // 80: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	10, // 81: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	10, // 82: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	43, // [43:83] is the sub-list for method output_type
+	3,  // [3:43] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name

@@ -945,6 +945,52 @@ func local_request_TrainerService_CheckWeights_0(ctx context.Context, marshaler 
 	return msg, metadata, err
 }
 
+func request_TrainerService_GenerateTokens_0(ctx context.Context, marshaler runtime.Marshaler, client TrainerServiceClient, req *http.Request, pathParams map[string]string) (TrainerService_GenerateTokensClient, runtime.ServerMetadata, error) {
+	var (
+		protoReq httpbody.HttpBody
+		metadata runtime.ServerMetadata
+	)
+	if err := marshaler.NewDecoder(req.Body).Decode(&protoReq); err != nil && !errors.Is(err, io.EOF) {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	if req.Body != nil {
+		_, _ = io.Copy(io.Discard, req.Body)
+	}
+	stream, err := client.GenerateTokens(ctx, &protoReq)
+	if err != nil {
+		return nil, metadata, err
+	}
+	header, err := stream.Header()
+	if err != nil {
+		return nil, metadata, err
+	}
+	metadata.HeaderMD = header
+	return stream, metadata, nil
+}
+
+func request_TrainerService_ContinueTokens_0(ctx context.Context, marshaler runtime.Marshaler, client TrainerServiceClient, req *http.Request, pathParams map[string]string) (TrainerService_ContinueTokensClient, runtime.ServerMetadata, error) {
+	var (
+		protoReq httpbody.HttpBody
+		metadata runtime.ServerMetadata
+	)
+	if err := marshaler.NewDecoder(req.Body).Decode(&protoReq); err != nil && !errors.Is(err, io.EOF) {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	if req.Body != nil {
+		_, _ = io.Copy(io.Discard, req.Body)
+	}
+	stream, err := client.ContinueTokens(ctx, &protoReq)
+	if err != nil {
+		return nil, metadata, err
+	}
+	header, err := stream.Header()
+	if err != nil {
+		return nil, metadata, err
+	}
+	metadata.HeaderMD = header
+	return stream, metadata, nil
+}
+
 var filter_TrainerService_ShowServer_0 = &utilities.DoubleArray{Encoding: map[string]int{}, Base: []int(nil), Check: []int(nil)}
 
 func request_TrainerService_ShowServer_0(ctx context.Context, marshaler runtime.Marshaler, client TrainerServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
@@ -1854,6 +1900,20 @@ func RegisterTrainerServiceHandlerServer(ctx context.Context, mux *runtime.Serve
 			return
 		}
 		forward_TrainerService_CheckWeights_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
+	})
+
+	mux.Handle(http.MethodPost, pattern_TrainerService_GenerateTokens_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		err := status.Error(codes.Unimplemented, "streaming calls are not yet supported in the in-process transport")
+		_, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+		return
+	})
+
+	mux.Handle(http.MethodPost, pattern_TrainerService_ContinueTokens_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		err := status.Error(codes.Unimplemented, "streaming calls are not yet supported in the in-process transport")
+		_, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+		return
 	})
 	mux.Handle(http.MethodGet, pattern_TrainerService_ShowServer_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
@@ -2800,6 +2860,40 @@ func RegisterTrainerServiceHandlerClient(ctx context.Context, mux *runtime.Serve
 		}
 		forward_TrainerService_CheckWeights_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
 	})
+	mux.Handle(http.MethodPost, pattern_TrainerService_GenerateTokens_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateContext(ctx, mux, req, "/weft.v1.TrainerService/GenerateTokens", runtime.WithHTTPPathPattern("/generate"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := request_TrainerService_GenerateTokens_0(annotatedContext, inboundMarshaler, client, req, pathParams)
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_TrainerService_GenerateTokens_0(annotatedContext, mux, outboundMarshaler, w, req, func() (proto.Message, error) { return resp.Recv() }, mux.GetForwardResponseOptions()...)
+	})
+	mux.Handle(http.MethodPost, pattern_TrainerService_ContinueTokens_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateContext(ctx, mux, req, "/weft.v1.TrainerService/ContinueTokens", runtime.WithHTTPPathPattern("/inference/v1/generate"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := request_TrainerService_ContinueTokens_0(annotatedContext, inboundMarshaler, client, req, pathParams)
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_TrainerService_ContinueTokens_0(annotatedContext, mux, outboundMarshaler, w, req, func() (proto.Message, error) { return resp.Recv() }, mux.GetForwardResponseOptions()...)
+	})
 	mux.Handle(http.MethodGet, pattern_TrainerService_ShowServer_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
 		defer cancel()
@@ -2831,6 +2925,8 @@ var (
 	pattern_TrainerService_FlushCache_1            = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"flush_cache"}, ""))
 	pattern_TrainerService_FlushCache_2            = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"reset_prefix_cache"}, ""))
 	pattern_TrainerService_CheckWeights_0          = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"weights_checker"}, ""))
+	pattern_TrainerService_GenerateTokens_0        = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"generate"}, ""))
+	pattern_TrainerService_ContinueTokens_0        = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 2, 2}, []string{"inference", "v1", "generate"}, ""))
 	pattern_TrainerService_ShowServer_0            = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"server_info"}, ""))
 )
 
@@ -2845,6 +2941,8 @@ var (
 	forward_TrainerService_FlushCache_1            = runtime.ForwardResponseMessage
 	forward_TrainerService_FlushCache_2            = runtime.ForwardResponseMessage
 	forward_TrainerService_CheckWeights_0          = runtime.ForwardResponseMessage
+	forward_TrainerService_GenerateTokens_0        = runtime.ForwardResponseStream
+	forward_TrainerService_ContinueTokens_0        = runtime.ForwardResponseStream
 	forward_TrainerService_ShowServer_0            = runtime.ForwardResponseMessage
 )
 

@@ -1250,6 +1250,8 @@ const (
 	TrainerService_UpdateWeightsFromDisk_FullMethodName = "/weft.v1.TrainerService/UpdateWeightsFromDisk"
 	TrainerService_FlushCache_FullMethodName            = "/weft.v1.TrainerService/FlushCache"
 	TrainerService_CheckWeights_FullMethodName          = "/weft.v1.TrainerService/CheckWeights"
+	TrainerService_GenerateTokens_FullMethodName        = "/weft.v1.TrainerService/GenerateTokens"
+	TrainerService_ContinueTokens_FullMethodName        = "/weft.v1.TrainerService/ContinueTokens"
 	TrainerService_ShowServer_FullMethodName            = "/weft.v1.TrainerService/ShowServer"
 )
 
@@ -1258,7 +1260,7 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
 // What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-// Off unless the gateway's setting `rl` is on; needs the operators' token.
+// Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
 type TrainerServiceClient interface {
 	// Pauses all workers; answers once no step runs.
 	PauseWorkers(ctx context.Context, in *PauseWorkersRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
@@ -1277,6 +1279,11 @@ type TrainerServiceClient interface {
 	FlushCache(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Compares what the workers have in memory, by digests.
 	CheckWeights(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
+	// an API key, where the gateway asks for them, and not the operators' token.
+	GenerateTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Continues tokens and answers with tokens, as vLLM has it.
+	ContinueTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Tells which weights each worker serves.
 	ShowServer(ctx context.Context, in *ShowServerRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 }
@@ -1369,6 +1376,44 @@ func (c *trainerServiceClient) CheckWeights(ctx context.Context, in *httpbody.Ht
 	return out, nil
 }
 
+func (c *trainerServiceClient) GenerateTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TrainerService_ServiceDesc.Streams[0], TrainerService_GenerateTokens_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TrainerService_GenerateTokensClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *trainerServiceClient) ContinueTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &TrainerService_ServiceDesc.Streams[1], TrainerService_ContinueTokens_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TrainerService_ContinueTokensClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
 func (c *trainerServiceClient) ShowServer(ctx context.Context, in *ShowServerRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -1384,7 +1429,7 @@ func (c *trainerServiceClient) ShowServer(ctx context.Context, in *ShowServerReq
 // for forward compatibility.
 //
 // What trainers ask for, in the forms of vLLM and of SGLang; each call is for all workers of the mesh.
-// Off unless the gateway's setting `rl` is on; needs the operators' token.
+// Off unless the gateway's setting `rl` is on; calls that change something need the operators' token.
 type TrainerServiceServer interface {
 	// Pauses all workers; answers once no step runs.
 	PauseWorkers(context.Context, *PauseWorkersRequest) (*httpbody.HttpBody, error)
@@ -1403,6 +1448,11 @@ type TrainerServiceServer interface {
 	FlushCache(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// Compares what the workers have in memory, by digests.
 	CheckWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
+	// an API key, where the gateway asks for them, and not the operators' token.
+	GenerateTokens(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Continues tokens and answers with tokens, as vLLM has it.
+	ContinueTokens(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Tells which weights each worker serves.
 	ShowServer(context.Context, *ShowServerRequest) (*httpbody.HttpBody, error)
 	mustEmbedUnimplementedTrainerServiceServer()
@@ -1438,6 +1488,12 @@ func (UnimplementedTrainerServiceServer) FlushCache(context.Context, *emptypb.Em
 }
 func (UnimplementedTrainerServiceServer) CheckWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method CheckWeights not implemented")
+}
+func (UnimplementedTrainerServiceServer) GenerateTokens(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method GenerateTokens not implemented")
+}
+func (UnimplementedTrainerServiceServer) ContinueTokens(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method ContinueTokens not implemented")
 }
 func (UnimplementedTrainerServiceServer) ShowServer(context.Context, *ShowServerRequest) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method ShowServer not implemented")
@@ -1607,6 +1663,28 @@ func _TrainerService_CheckWeights_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _TrainerService_GenerateTokens_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(TrainerServiceServer).GenerateTokens(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TrainerService_GenerateTokensServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _TrainerService_ContinueTokens_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(TrainerServiceServer).ContinueTokens(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type TrainerService_ContinueTokensServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
 func _TrainerService_ShowServer_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ShowServerRequest)
 	if err := dec(in); err != nil {
@@ -1669,7 +1747,18 @@ var TrainerService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _TrainerService_ShowServer_Handler,
 		},
 	},
-	Streams:  []grpc.StreamDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "GenerateTokens",
+			Handler:       _TrainerService_GenerateTokens_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ContinueTokens",
+			Handler:       _TrainerService_ContinueTokens_Handler,
+			ServerStreams: true,
+		},
+	},
 	Metadata: "weft/v1/dialects.proto",
 }
 

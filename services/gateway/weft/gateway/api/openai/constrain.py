@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from weft.contract.request import Constraint, check_whitespace
@@ -58,11 +59,31 @@ def whitespace_of(body: GenerationBody) -> str | None:
     given: dict[str, str] = {}
     if body.guided_whitespace_pattern is not None:
         given[WHITESPACE] = body.guided_whitespace_pattern
-    if (structured := body.structured_outputs) is not None:
-        if structured.whitespace_pattern is not None:
-            given["structured_outputs.whitespace_pattern"] = structured.whitespace_pattern
-        if structured.disable_any_whitespace:
-            given["structured_outputs.disable_any_whitespace"] = ""
+    if body.structured_outputs is not None:
+        given |= _patterns(body.structured_outputs)
+    return _one_pattern(given)
+
+
+def structured_constraint(given: StructuredOutputs) -> GivenConstraint | None:
+    """The constraint of vLLM's field alone, with its blanks; errors as in `constraint_of`."""
+    found, pattern = _structured(given), _one_pattern(_patterns(given))
+    if len(found) > 1:
+        raise invalid(found[1].param, f"contradicts {found[0].param}: give one constraint")
+    if found and pattern is not None:
+        return GivenConstraint(found[0].param, replace(found[0].value, whitespace=pattern))
+    return found[0] if found else None
+
+
+def _patterns(structured: StructuredOutputs) -> dict[str, str]:
+    given: dict[str, str] = {}
+    if structured.whitespace_pattern is not None:
+        given["structured_outputs.whitespace_pattern"] = structured.whitespace_pattern
+    if structured.disable_any_whitespace:
+        given["structured_outputs.disable_any_whitespace"] = ""
+    return given
+
+
+def _one_pattern(given: Mapping[str, str]) -> str | None:
     for param, pattern in given.items():
         try:
             check_whitespace(pattern)

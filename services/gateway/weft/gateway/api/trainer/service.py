@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
@@ -10,8 +12,9 @@ from weft.common.version import version
 from weft.contract.errors import WeftError
 from weft.contract.weights import PauseMode, WeightStatus
 from weft.gateway.admission.authenticate import bearer
-from weft.gateway.api.answer import JSON, json_body
+from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body
 from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.openai.chunks import DONE, large_to_json, to_json, usage_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.trainer.bodies import (
     CheckWeightsBody,
@@ -19,12 +22,19 @@ from weft.gateway.api.trainer.bodies import (
     PauseGenerationBody,
     UpdateFromDiskBody,
 )
+from weft.gateway.api.trainer.token_answers import SglangWriter, VllmWriter
+from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
+from weft.gateway.api.trainer.token_requests import continue_request, generate_request, is_list
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.console.access import MeshAccess
 from weft.gateway.console.weights import MeshWeights
+from weft.gateway.generation.answer import Answer
+from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.validate import invalid
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
+W = TypeVar("W", SglangWriter, VllmWriter)
+_LARGE_TOKENS = 1024
 _MODES: Mapping[str, PauseMode] = {
     "abort": "abort",
     "wait": "wait",
@@ -54,6 +64,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
 
     def __init__(
         self,
+        pipeline: RequestPipeline,
         weights: MeshWeights,
         access: MeshAccess,
         models: Catalogue,
@@ -61,6 +72,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         *,
         is_on: bool,
     ) -> None:
+        self._pipeline = pipeline
         self._weights = weights
         self._access = access
         self._models = models
@@ -126,6 +138,62 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         await begin_answer(context, facts.request_id)
         return _answer("checksums", found)
 
+    async def GenerateTokens(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        self._check_on()
+        with field_names({"prompt": "input_ids"}, {}):
+            facts = call_facts(context, "gen")
+            body, raw = await self._bodies.parse(
+                GenerateTokensBody, request, lambda body: generate_request(body, facts)
+            )
+            has_scores = "prompt_logprobs" in raw.given
+
+            def write(answer: Answer) -> SglangWriter:
+                return SglangWriter(
+                    answer,
+                    is_list=is_list(body),
+                    names=body.rid if isinstance(body.rid, list) else (),
+                    scores_from=(body.logprob_start_len or 0) if has_scores else None,
+                    shows_texts=bool(body.return_text_in_logprobs),
+                )
+
+            async with self._pipeline.open(raw) as answer:
+                writer = await self._collect(answer, write(answer), context, bool(body.stream))
+                last: bytes = DONE
+                if not body.stream:
+                    last = await _encoded(writer, writer.whole)
+            await context.write(HttpBody(content_type=_kind(bool(body.stream)), data=last))
+
+    async def ContinueTokens(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        self._check_on()
+        with field_names({"prompt": "token_ids"}, {}):
+            facts = call_facts(context, "gen")
+            body, raw = await self._bodies.parse(
+                ContinueTokensBody, request, lambda body: continue_request(body, facts)
+            )
+            async with self._pipeline.open(raw) as answer:
+                writer = await self._collect(answer, VllmWriter(answer), context, bool(body.stream))
+                usage, options = usage_json(answer.usage()), body.stream_options
+                if not body.stream:
+                    last = await _encoded(writer, lambda: writer.whole(usage))
+                elif options is not None and options.include_usage:
+                    last = writer.last_event({"usage": usage}) + DONE
+                else:
+                    last = DONE
+            await context.write(HttpBody(content_type=_kind(bool(body.stream)), data=last))
+
+    async def _collect(self, answer: Answer, writer: W, context: Context, is_streamed: bool) -> W:
+        """Gives all deltas to the writer, and sends its events if the answer is streamed."""
+        kind = _kind(is_streamed)
+        await begin_answer(context, answer.request.request_id, kind, answer.headers)
+        while deltas := await answer.next_deltas():
+            for delta in deltas:
+                writer.push(delta)
+            if is_streamed:
+                data = b"".join([writer.event(delta) for delta in deltas])
+                await context.write(HttpBody(content_type=kind, data=data))
+        await answer.settle()
+        return writer
+
     async def ShowServer(
         self, request: dialects_pb2.ShowServerRequest, context: Context
     ) -> HttpBody:
@@ -143,13 +211,27 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
 
     def _token(self, context: Context) -> str:
         """The operators' token of the call. Raises TrainersOff or as `check_operate`."""
+        self._check_on()
+        self._access.check_operate(context)
+        return bearer(context.invocation_metadata())
+
+    def _check_on(self) -> None:
         if not self._is_on:
             raise TrainersOff(
                 "trainers' calls are off: start the gateway with --rl and --console operate",
                 stage="authorize",
             )
-        self._access.check_operate(context)
-        return bearer(context.invocation_metadata())
+
+
+def _kind(is_streamed: bool) -> str:
+    return EVENTS if is_streamed else JSON
+
+
+async def _encoded(writer: SglangWriter | VllmWriter, make: Callable[[], object]) -> bytes:
+    """Encodes large answers in a thread."""
+    if writer.num_tokens < _LARGE_TOKENS:
+        return to_json(make())
+    return await asyncio.to_thread(lambda: large_to_json(make()))
 
 
 def _same(body: object) -> None: ...
