@@ -143,7 +143,7 @@ class VllmParams(_VllmParams):
     skip_special_tokens: bool | None = unused("the answer has no text")
     spaces_between_special_tokens: bool | None = unused("the answer has no text")
     detokenize: bool | None = unused("the answer has no text")
-    structured_outputs: StructuredTokens | None = Field(None, description="what the text must match")
+    structured_outputs: StructuredTokens | None = Field(None, description="what it must match")
     output_kind: Int | None = unused("`stream` says it")
     flat_logprobs: bool | None = unused()
     skip_clone: bool | None = unused()
