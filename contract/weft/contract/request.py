@@ -26,6 +26,7 @@ MAX_SALT_BYTES = 128
 MAX_SESSION_ID_BYTES = 128
 """Longest client-chosen name of a chat session, bytes."""
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
 MAX_MARK_TOKENS = 16
 """Most tokens in the sequence that ends reasoning, and most alternatives to a constraint."""
@@ -126,6 +127,8 @@ class Parameter(NamedTuple):
     excludes_low: bool = False
     max_entries: int = 0
     """Most entries of a list or a mapping."""
+    choices: tuple[str, ...] = ()
+    """The only texts that are allowed; empty: any."""
     of_model: bool = False
     """Whether a model's generation_config.json may give another default."""
     says_more: bool = True
@@ -158,6 +161,8 @@ class Parameter(NamedTuple):
         low, high = _shown(self.low), _shown(self.high)
         if self.type in ("bool", "tuple[int, ...]"):
             return f"at most {self.max_entries}" if self.max_entries else ""
+        if self.choices:
+            return " or ".join(self.choices) + f"; default {self.default}"
         if self.type == "str":
             return f"at most {high} bytes"
         if self.type == "tuple[str, ...]":
@@ -374,6 +379,14 @@ class CallParams:
         MAX_TOP_LOGPROBS,
         names=_BY_TRAINER,
     )
+    logprobs_mode: str = _parameter(
+        "raw_logprobs",
+        "of which distribution log-probabilities of generated tokens are: the model's, or the same "
+        "with its logits divided by the temperature (if that is not 0). Filters, penalties and "
+        "biases never count, nor does this for a prompt's tokens",
+        choices=("raw_logprobs", "processed_logprobs"),
+        names=_BY_CALL,
+    )
     skip_special_tokens: bool = _parameter(
         True, "leave special tokens out of the text", names=_BY_TRAINER
     )
@@ -434,7 +447,9 @@ class CallParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probabilities of one token, before temperature and filters."""
+    """Natural-log probabilities of one token, before filters, and before temperature unless the
+    request's `logprobs_mode` says otherwise.
+    """
 
     token_id: int
     logprob: float

@@ -54,6 +54,8 @@ class Submit:
         default=None, metadata=wire(name="logprobs.top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
     )
     """Number of alternatives per token; None: no log-probabilities."""
+    scales_logprobs: bool = field(default=False, metadata=wire(name="logprobs.scaled"))
+    """Whether they are of logits divided by the temperature."""
     prompt_logprobs: int | None = field(
         default=None,
         metadata=wire(name="prompt_logprobs.top_logprobs", low=0, high=MAX_TOP_LOGPROBS),

@@ -62,3 +62,15 @@ def test_top_logits_equal_log_softmax(num_top: int) -> None:
     assert top.ids.tolist() == ids.tolist()
     assert torch.equal(top.logits, chosen.gather(1, top.ids))
     assert torch.equal(top.drawn, chosen.gather(1, tokens[rows].unsqueeze(1)).squeeze(1))
+
+
+def test_top_logits_of_heated_rows_equal_log_softmax() -> None:
+    logits = 5 * torch.randn(64, 128_256, device=CUDA)
+    rows = torch.randperm(64, device=CUDA)[:40]
+    tokens = torch.randint(0, 128_256, (64,), device=CUDA)
+    heats = torch.rand(40, device=CUDA, dtype=torch.float64) * 2 + 0.05
+    top = top_logits(logits, rows, tokens, 5, heats)
+    right = (logits[rows].double() / heats[:, None]).log_softmax(-1)
+    own = right.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
+    assert torch.allclose(top.drawn - top.log_sums, own, atol=1e-4)
+    assert torch.allclose(top.logits - top.log_sums[:, None], right.gather(1, top.ids), atol=1e-4)

@@ -219,6 +219,19 @@ def test_rows_behind_drafts_count_those_before_them(chance: float, has_trees: bo
     assert torch.equal(tables.counts, counted)
 
 
+def test_top_logits_of_heated_rows_equal_log_softmax() -> None:
+    logits = 5 * torch.randn(4, 2100)
+    tokens, rows = torch.randint(0, 2100, (4,)), torch.tensor([3, 1, 0])
+    heats = torch.tensor([0.6, 1.0, 3.0], dtype=torch.float64)
+    top = top_logits(logits, rows, tokens, 5, heats)
+    right = (logits[rows].double() / heats[:, None]).log_softmax(-1)
+    own = right.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
+    assert torch.allclose(top.drawn - top.log_sums, own, atol=1e-4)
+    assert torch.allclose(top.logits - top.log_sums[:, None], right.gather(1, top.ids), atol=1e-4)
+    with pytest.raises(ValueError, match="2 divisors of 3 rows"):
+        top_logits(logits, rows, tokens, 5, heats[:2])
+
+
 @pytest.mark.parametrize(("vocab", "num_top"), [(1, 1), (19, 19), (1100, 0), (1100, 5), (2100, 20)])
 def test_top_logits_equal_log_softmax(vocab: int, num_top: int) -> None:
     logits = 5 * torch.randn(4, vocab)

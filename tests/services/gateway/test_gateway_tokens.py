@@ -75,6 +75,7 @@ async def test_sglangs_client_gets_the_tokens_that_were_drawn(mesh: Harness) -> 
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), len(TOKENS))
     assert meta["finish_reason"] == {"type": "stop", "matched": END}
     assert "output_top_logprobs" not in meta
+    assert meta["logprobs_mode"] == "raw_logprobs"
     assert mesh.workers[0].prompts == [PROMPT]
     assert mesh.workers[0].submits[0].stop.max_tokens == 100
 
@@ -143,6 +144,7 @@ async def test_vllms_client_gets_the_tokens_that_were_drawn(mesh: Harness) -> No
             **{"detokenize": False, "stop": [], "bad_words": None, "top_k": -1},
         },
         "request_id": "r-1",
+        "logprobs_mode": "processed_logprobs",
         **{"cache_salt": "s", "priority": 0, "features": None, "kv_transfer_params": None},
     }
     (answer,) = await post(mesh, "ContinueTokens", body)
@@ -155,6 +157,8 @@ async def test_vllms_client_gets_the_tokens_that_were_drawn(mesh: Harness) -> No
         assert [len(one["top_logprobs"]) for one in content] == [1] * len(content)
         assert choice["finish_reason"] == "stop"
     assert mesh.workers[0].submits[0].cache_salt == "s"
+    assert answer["logprobs_mode"] == "processed_logprobs"
+    assert mesh.workers[0].submits[0].logprobs.scaled
     events = await post(
         mesh,
         "ContinueTokens",

@@ -52,7 +52,7 @@ PENALTIES = "min_p top_n_sigma repetition_penalty presence_penalty frequency_pen
 CHAT = "logit_bias min_tokens stop_regex ignore_eos routing_key"
 ALONE = (
     "n speculate stop_token_ids include_stop_str_in_output skip_special_tokens prompt_logprobs "
-    "timeout ttft_timeout ttft_target_ms itl_target_ms"
+    "logprobs_mode timeout ttft_timeout ttft_target_ms itl_target_ms"
 )
 OF_PARAMS = (
     f"{DRAWING} {PENALTIES} logit_bias min_tokens max_tokens stop_regex ignore_eos n speculate "
@@ -181,6 +181,7 @@ def drawn(name: str) -> Any:
         **dict.fromkeys(("ignore_eos", "end_session", "include_stop_str_in_output"), True),
         **dict.fromkeys(("speculate", "skip_special_tokens"), False),
         **dict.fromkeys(("cache_salt", "session_id", "routing_key"), "x" * rng.randint(1, 128)),
+        "logprobs_mode": "processed_logprobs",
         "priority": rng.randint(-(10**6), 10**6),
         **{one: rng.randint(0, 20) for one in ("top_logprobs", "prompt_logprobs")},
         **{one: rng.uniform(1, 3.6e6) for one in ("ttft_target_ms", "itl_target_ms")},
@@ -207,6 +208,7 @@ WRONG: dict[str, Any] = {
     "cache_salt": ["", "x" * 129],
     "session_id": ["x" * 129],
     "routing_key": ["x" * 257],
+    "logprobs_mode": ["scaled", ""],
     "priority": [10**6 + 1],
     **{one: [-1, 21] for one in ("top_logprobs", "prompt_logprobs")},
     **{one: [0.5, 3.7e6] for one in ("ttft_target_ms", "itl_target_ms")},

@@ -62,7 +62,7 @@ def a_submit() -> decode_pb2.Submit:
             "speculate": False,
         },
         stop={"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [0, 1], "ignore_eos": True},
-        logprobs={"top_logprobs": 20},
+        logprobs={"top_logprobs": 20, "scaled": True},
         prompt_logprobs={},
         prefill_candidates=[
             {

@@ -486,6 +486,7 @@ class StepSampler:
             seed=request.seed,
             eos_token_ids=tuple(request.eos_token_ids),
             top_logprobs=request.top_logprobs,
+            scales_logprobs=request.scales_logprobs,
         )
         prompt = request.tokens[: request.num_prompt_tokens]
         # Set before `add`, so that the slot is freed if `add` fails.

@@ -181,6 +181,8 @@ class LLM:
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
         spans: Sequence[Sequence[MediaSpan]] = (),
+        *,
+        scales_logprobs: bool = False,
     ) -> list[GeneratedSample]:
         """Runs prompts of token ids to their end and returns the first sample of each.
 
@@ -193,13 +195,23 @@ class LLM:
                 once.
             prompt_logprobs: Alternatives for each token of the prompts; None: none are computed.
             spans: Media of each prompt, whose content `put` has brought; empty: there are none.
+            scales_logprobs: Whether log-probabilities of generated tokens are of logits divided by
+                the temperature.
 
         Raises:
             ValueError: `max_at_once` is less than one.
             WeftError: A prompt was refused. All other prompts are cancelled.
         """
         groups = self.generate_all(
-            prompts, sampling, stop, top_logprobs, adapters, max_at_once, prompt_logprobs, spans
+            prompts,
+            sampling,
+            stop,
+            top_logprobs,
+            adapters,
+            max_at_once,
+            prompt_logprobs,
+            spans,
+            scales_logprobs=scales_logprobs,
         )
         return [group[0] for group in groups]
 
@@ -213,6 +225,8 @@ class LLM:
         max_at_once: int | None = None,
         prompt_logprobs: int | None = None,
         spans: Sequence[Sequence[MediaSpan]] = (),
+        *,
+        scales_logprobs: bool = False,
     ) -> list[list[GeneratedSample]]:
         """`generate` with all `n` samples of each prompt."""
         if max_at_once is not None and max_at_once < 1:
@@ -232,6 +246,7 @@ class LLM:
                 sampling=drawn,
                 stop=ends,
                 top_logprobs=top_logprobs,
+                scales_logprobs=scales_logprobs,
                 prompt_logprobs=prompt_logprobs,
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,

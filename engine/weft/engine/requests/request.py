@@ -190,6 +190,8 @@ class Request:
     eos_token_ids: frozenset[int]
     seed: int
     top_logprobs: int | None
+    scales_logprobs: bool = False
+    """Whether log-probabilities of its tokens are of logits divided by the temperature."""
     prompt_logprobs: int | None = None
     """Number of alternatives wanted for each prompt token; the prompt is then computed again. None:
     no log-probabilities are wanted, or all have been sent.

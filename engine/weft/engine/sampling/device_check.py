@@ -62,6 +62,7 @@ def _draw(
     tokens = draw_rows(logits, slots, slots + 100, tables)
     drafted = DraftedRows(firsts=slots, tokens=slots, words=None)
     behind_drafts = draw_rows(logits, slots, slots + 100, tables, drafted)
-    top_logits(logits, slots, tokens, min(5, vocab_size))
+    for heats in (None, torch.ones(len(slots), dtype=torch.float64, device=logits.device)):
+        top_logits(logits, slots, tokens, min(5, vocab_size), heats)
     drawn: np.ndarray = torch.stack((tokens, behind_drafts)).cpu().numpy()
     return drawn

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.request import TokenLogprob
@@ -59,6 +60,7 @@ def draw_on_device(
     slots: Int64Array,
     positions: Int64Array,
     num_tops: Mapping[int, int],
+    heats: npt.NDArray[np.float64],
     on_device: RowsOnDevice | None = None,
     drafted: RowsBehindDrafts | None = None,
 ) -> PendingTokens:
@@ -73,6 +75,7 @@ def draw_on_device(
             only the device knows them.
         num_tops: By row: number of most likely tokens wanted in addition to the log-probability of
             the drawn one.
+        heats: By what the logits of these rows are divided before; empty: by 1.
         on_device: Positions, and perhaps slots, that are on the device already and replace these.
         drafted: Rows of a step with drafts, if some slot counts its tokens; else None.
     """
@@ -80,8 +83,14 @@ def draw_on_device(
     firsts = nothing if drafted is None else drafted.firsts
     if on_device is not None:
         slots = slots if on_device.slots is None else nothing
-    sent = table.send(slots, positions if on_device is None else nothing, rows, firsts)
-    device_slots, device_positions, device_rows, device_firsts = sent
+    sent = table.send(
+        slots,
+        positions if on_device is None else nothing,
+        rows,
+        firsts,
+        heats.view(np.int64),
+    )
+    device_slots, device_positions, device_rows, device_firsts, device_heats = sent
     if on_device is not None:
         device_positions = on_device.positions
         device_slots = device_slots if on_device.slots is None else on_device.slots
@@ -93,7 +102,7 @@ def draw_on_device(
     if not num_tops:
         return PendingTokens.of_tokens(tokens, positions)
     num_top = max(num_tops.values())
-    top = top_logits(logits, device_rows, tokens, num_top)
+    top = top_logits(logits, device_rows, tokens, num_top, device_heats.view(torch.float64))
     together = Fetched(torch.cat([tokens, *_as_int64(top)]))
     return PendingTokens(tokens, positions, partial(_with_logprobs, together, num_tops, num_top))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
@@ -49,6 +50,8 @@ class SamplerRow:
     """The model's end tokens; masked before `min_tokens` unless the request ignores them."""
     top_logprobs: int | None = None
     """Number of alternatives for each token's log-probability; None: no log-probabilities."""
+    scales_logprobs: bool = False
+    """Whether they are of logits divided by the temperature, unless the sample is greedy."""
 
 
 @dataclass(slots=True)
@@ -282,7 +285,8 @@ class Sampler:
             found = None if on_device is None else on_device()
             columns = (slots if slot_override is None else slot_override, positions)
             num_tops = self._num_tops(slots)
-            pending = draw_on_device(self._table, logits, *columns, num_tops, found, drafted)
+            heats = self._logprob_temperatures(slots, num_tops)
+            pending = draw_on_device(self._table, logits, *columns, num_tops, heats, found, drafted)
         else:
             drawn = self._draw(on_host(logits), slots, positions)
             pending = PendingTokens(torch.from_numpy(drawn.token_ids), positions, lambda: drawn)
@@ -388,6 +392,8 @@ class Sampler:
             return logprobs
         indices = list(wanted)
         chosen = logits if len(wanted) == len(slots) else logits[indices]
+        if len(heats := self._logprob_temperatures(slots, indices)):
+            chosen = chosen / torch.from_numpy(heats).float().unsqueeze(1)
         log_sums, top_ids = top_rows(chosen, max(wanted.values()), self._scratch)
         rows, own_tokens = chosen.numpy(), tokens[indices]
         drawn = np.take_along_axis(rows, own_tokens[:, None], 1)[:, 0] - log_sums
@@ -395,6 +401,21 @@ class Sampler:
         for row, found in token_logprobs(wanted, own_tokens, drawn, top_ids, top).items():
             logprobs[row] = found
         return logprobs
+
+    def _logprob_temperatures(
+        self, slots: Int64Array, rows: Collection[int]
+    ) -> npt.NDArray[np.float64]:
+        """By which the logits of these rows are divided before they make log-probabilities; empty:
+        by 1.
+        """
+        drawn = [self._rows[slots[row]] for row in rows]
+        heats = [
+            row.params.temperature
+            if row.scales_logprobs and row.params.temperature >= GREEDY_TEMPERATURE
+            else 1.0
+            for row in drawn
+        ]
+        return np.array(heats if any(heat != 1.0 for heat in heats) else [], np.float64)
 
     def _num_tops(self, slots: Int64Array) -> dict[int, int]:
         if not self._is_special[slots].any():

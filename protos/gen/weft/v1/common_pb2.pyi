@@ -560,16 +560,20 @@ class LogprobOptions(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SCALED_FIELD_NUMBER: _builtins.int
     top_logprobs: _builtins.int
     """Return the log-probability of each generated token and this many alternatives. Range 0..20."""
+    scaled: _builtins.bool
+    """Of the model's logits divided by the request's temperature, unless that is 0. Not for prompts."""
     def __init__(
         self,
         *,
         top_logprobs: _builtins.int = ...,
+        scaled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scaled", b"scaled", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,7 +582,7 @@ Global___LogprobOptions: _TypeAlias = LogprobOptions  # noqa: Y015
 @_typing.final
 class TokenLogprob(_message.Message):
     """Log-probability (natural logarithm) of one token under the model's distribution before
-    temperature, filters, penalties and constraints.
+    temperature (unless LogprobOptions.scaled), filters, penalties and constraints.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

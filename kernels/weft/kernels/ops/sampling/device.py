@@ -59,7 +59,11 @@ def draw_rows(
 
 
 def top_logits(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, num_top: int
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    num_top: int,
+    heats: torch.Tensor | None = None,
 ) -> TopLogits:
     """Computes the inputs of the log-probabilities of some rows, without copying the rows.
 
@@ -68,11 +72,14 @@ def top_logits(
         rows: [M] int64: rows of `logits` and `tokens` to compute.
         tokens: [L] int64, the tokens drawn.
         num_top: Most likely tokens wanted a row, at most the vocabulary.
+        heats: [M] float64: by what each of these rows is divided first; None or empty: by 1.
     """
     vocab_size = _check_logits(logits)
+    if heats is not None and len(heats) not in (0, len(rows)):
+        raise ValueError(f"{len(heats)} divisors of {len(rows)} rows")
     if not 0 <= num_top <= vocab_size:
         raise ValueError(f"{num_top} most likely of {vocab_size} tokens")
-    return _triton_top.top_logits(logits, rows, tokens, num_top)
+    return _triton_top.top_logits(logits, rows, tokens, num_top, heats)
 
 
 def _check_logits(logits: torch.Tensor) -> int:

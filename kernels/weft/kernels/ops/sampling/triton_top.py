@@ -16,7 +16,11 @@ _MIN_LONG = tl.constexpr(-(2**63))
 
 
 def top_logits(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, num_top: int
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    num_top: int,
+    heats: torch.Tensor | None = None,
 ) -> TopLogits:
     """`weft.kernels.ops.sampling.device.top_logits` for CUDA tensors or Triton's interpreter."""
     vocab, count, device = logits.shape[1], len(rows), logits.device
@@ -34,15 +38,24 @@ def top_logits(
     packed = torch.empty((count, tiles, kept), dtype=torch.int64, device=device)
     masses = torch.empty((count, tiles), dtype=torch.float64, device=device)
     exact = {"enable_fp_fusion": False}
+    divides = heats is not None and len(heats) > 0
+    heats = heats if heats is not None and divides else masses
     _top_of_tile_kernel[(count, tiles)](
-        packed, masses, logits, logits.stride(0), vocab, rows, kept, TILE=TILE, **exact
-    )
+        packed, masses, logits, logits.stride(0), vocab, rows, heats, kept, TILE=TILE,
+        DIVIDES=divides, **exact,
+    )  # fmt: skip
     _top_of_row_kernel[(count,)](
-        *result, packed, masses, logits, logits.stride(0), rows, tokens, tiles, kept, num_top,
+        *result, packed, masses, logits, logits.stride(0), rows, tokens, heats, tiles, kept,
+        num_top, DIVIDES=divides,
         TILES=next_power_of_2(tiles), PACKED=next_power_of_2(tiles * kept),
         num_warps=8, **exact,
     )  # fmt: skip
     return result
+
+
+@triton.jit
+def _cooled(values: tl.tensor, heat: tl.tensor) -> tl.tensor:
+    return tl.div_rn(values, tl.zeros_like(values) + heat.to(tl.float32))
 
 
 @triton.jit
@@ -53,8 +66,10 @@ def _top_of_tile_kernel(
     stride: int,
     vocab: int,
     rows: tl.tensor,
+    heats: tl.tensor,
     kept: int,
     TILE: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ) -> None:
     """Keys and ids of the tile's largest logits in order, and its mass, NaN if a logit is not
     finite.
@@ -63,6 +78,8 @@ def _top_of_tile_kernel(
     column = tile * TILE + tl.arange(0, TILE)
     inside = column < vocab
     values = tl.load(logits + tl.load(rows + index) * stride + column, mask=inside, other=0.0)
+    if DIVIDES:
+        values = _cooled(values, tl.load(heats + index))
     num_bad = tl.sum((values - values != 0.0).to(tl.int32), axis=0)
     both = (key_of(values).to(tl.int64) << 32) | (column ^ _LARGEST_INT).to(tl.int64)
     both = tl.where(inside, both, _MIN_LONG)
@@ -90,11 +107,13 @@ def _top_of_row_kernel(
     stride: int,
     rows: tl.tensor,
     tokens: tl.tensor,
+    heats: tl.tensor,
     tiles: int,
     kept: int,
     num_top: int,
     TILES: tl.constexpr,
     PACKED: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
@@ -112,7 +131,10 @@ def _top_of_row_kernel(
     log_sum = largest + natural_log(tl.where(is_finite, total, 1.0))
     tl.store(log_sums + index, tl.where(is_finite, log_sum, float("nan")))
     token = tl.maximum(tl.load(tokens + row), 0)
-    tl.store(drawn + index, tl.load(logits + row * stride + token))
+    own = tl.load(logits + row * stride + token)
+    if DIVIDES:
+        own = _cooled(own, tl.load(heats + index))
+    tl.store(drawn + index, own)
     for i in range(num_top):
         tl.store(top_ids + index * num_top + i, (best & _LARGEST_INT) ^ _LARGEST_INT)
         tl.store(top_values + index * num_top + i, value_of((best >> 32).to(tl.int32)))

@@ -96,6 +96,8 @@ def bounds_of(one: Parameter) -> dict[str, Any]:
     """Keywords of JSON schema for a parameter; each concerns values of its own kind alone."""
     if one.type == "bool":
         return {}
+    if one.choices:
+        return {"enum": list(one.choices)}
     if one.type == "str":
         return {**({"minLength": int(one.low)} if one.low else {}), "maxLength": int(one.high)}
     if one.type == "tuple[str, ...]":

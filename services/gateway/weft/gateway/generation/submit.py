@@ -79,6 +79,7 @@ def submit_messages(
         submit.adapter.name, submit.adapter.digest = request.adapter.name, request.adapter.digest
     if request.top_logprobs is not None:
         submit.logprobs.top_logprobs = request.top_logprobs
+        submit.logprobs.scaled = request.logprobs_mode == "processed_logprobs"
         # A message field that equals its default must still be there.
         submit.logprobs.SetInParent()
     if prompt_logprobs is not None:

@@ -403,6 +403,8 @@ def _translate(
         )
     if request.HasField("logprobs"):
         given["top_logprobs"] = request.logprobs.top_logprobs
+        if request.logprobs.scaled:
+            given["logprobs_mode"] = "processed_logprobs"
     if request.HasField("prompt_logprobs"):
         check_not_streamed("prompt_logprobs", request.stream)
         given["prompt_logprobs"] = request.prompt_logprobs.top_logprobs

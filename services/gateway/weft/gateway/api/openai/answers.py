@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from weft.contract.request import LogprobsMode
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -142,6 +143,12 @@ WeightSpans = Annotated[
 ]
 
 
+Mode = Annotated[
+    LogprobsMode | None,
+    Field(description="where the request has it: of which distribution `logprobs` are"),
+]
+
+
 class ChatAnswer(Answer):
     """Body of the answer to POST /v1/chat/completions without `stream`."""
 
@@ -157,6 +164,7 @@ class ChatAnswer(Answer):
     )
     prompt_token_ids: TokenIds = None
     weight_versions: WeightSpans = None
+    logprobs_mode: Mode = None
 
 
 class FunctionDelta(Answer):
@@ -244,6 +252,7 @@ class CompletionAnswer(Answer):
     choices: list[CompletionChoice]
     usage: UsageAnswer | None = None
     weight_versions: WeightSpans = None
+    logprobs_mode: Mode = None
     weft: WeftAnswer | None = None
 
 

@@ -373,6 +373,8 @@ def _closing_fields(answer: Answer, body: GenerationBody, *, with_usage: bool) -
         fields["weft"] = weft_json(
             answer.request.request_id, answer.trace.trace_id, answer.timelines()
         )
+    if "logprobs_mode" in answer.request.raw.given and answer.request.top_logprobs is not None:
+        fields["logprobs_mode"] = answer.request.logprobs_mode
     samples = [sample for one in answer.generations for sample in one.samples]
     if body.return_token_ids and any(sample.weight_versions for sample in samples):
         fields["weight_versions"] = [

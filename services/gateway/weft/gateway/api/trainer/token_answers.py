@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
+from weft.contract.request import LogprobsMode
 from weft.gateway.api.openai.answers import PromptLogprobAnswers, WeightSpan
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.logprobs import finite
@@ -47,6 +48,7 @@ class MetaInfo(BaseModel):
     )
     weight_versions: list[WeightSpan] | None = Field(None, description="once weights were changed")
     e2e_latency: float = Field(description="seconds")
+    logprobs_mode: LogprobsMode | None = Field(None, description="of which distribution they are")
     output_token_logprobs: list[SglangLogprob] | None = None
     output_top_logprobs: list[list[SglangLogprob]] | None = None
     input_token_logprobs: list[SglangLogprob] | None = Field(
@@ -104,6 +106,7 @@ class ContinuedAnswer(BaseModel):
 
     request_id: str
     choices: list[TokensChoice]
+    logprobs_mode: LogprobsMode | None = None
     prompt_logprobs: PromptLogprobAnswers | None = None
     usage: dict[str, Any] | None = None
     kv_transfer_params: None = None
@@ -212,6 +215,7 @@ class SglangWriter(_Writer):
         }
         if request.top_logprobs is None:
             return told
+        told["logprobs_mode"] = request.logprobs_mode
         told["output_token_logprobs"] = [self._of_token(one) for one in sample.logprobs]
         if request.top_logprobs:
             told["output_top_logprobs"] = [self._top(one) for one in sample.logprobs]
@@ -285,7 +289,11 @@ class VllmWriter(_Writer):
 
     def _frame(self) -> dict[str, object]:
         request = self._answer.request
-        return {"request_id": request.raw.own_id or request.request_id}
+        mode = {"logprobs_mode": request.logprobs_mode}
+        return {
+            "request_id": request.raw.own_id or request.request_id,
+            **(mode if request.top_logprobs is not None else {}),
+        }
 
     def _event(
         self, choices: Sequence[object], fields: Mapping[str, object] | None = None
