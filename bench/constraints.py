@@ -5,6 +5,7 @@
     python bench/constraints.py --suite DIR          also JSON-Schema-Test-Suite: its folder tests
     python bench/constraints.py --only steps --device cuda --batches 1,16,64
     python bench/constraints.py --only host --batches 1,16,64 --host-threads 1,4,8
+    python bench/constraints.py --only around --batches 1,16,64
     python bench/constraints.py --only first-token [--instances DIR]
 
 The first table is of schemas with instances that are valid under them or not. A valid instance that
@@ -17,7 +18,7 @@ milliseconds of a decode step in which all requests are constrained, each by a s
 beside a step of the same requests without constraints, in alternation.
 
 The table of `host` needs no model and no GPU: milliseconds of a step in which random texts of as
-many schemas go on by a token each.
+many schemas go on by a token each. That of `around` leaves llguidance out.
 
 The table of `first-token` is of a mesh with the demo model on a CPU: milliseconds from a request
 over REST to its first token, with a schema that the mesh has not seen and without one, in turns.
@@ -37,6 +38,7 @@ from functools import partial
 from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import httpx
 import jsonschema
@@ -53,6 +55,7 @@ from weft.checkpoint.resolve import resolve_model
 from weft.contract.cores import num_cores
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
+from weft.engine.features.constraints import masks
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
@@ -71,6 +74,8 @@ CLOSING = '"}],x'
 MAX_TOKENS = 600
 STEP_TOKENS = 80
 """Tokens of each request of the table of steps."""
+MAX_RATIO = 1.15
+"""Most that a constrained step may take beside a free one."""
 DRAFTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
@@ -369,6 +374,8 @@ def steps(run: Run) -> None:
             times = {f"{name}_ms": spread(found[name], 1e3) for name in kinds}
             ratio = ratio_of(found["constrained"], found["free"])
             run.row(table="a decode step", requests=batch, **times, ratio=ratio)
+            if ratio.low > MAX_RATIO:
+                run.fail(f"{batch} constrained requests: {ratio} of a free step, not {MAX_RATIO}")
 
 
 class HostRequest:
@@ -453,6 +460,54 @@ def host(run: Run) -> None:
         times = {name: spread(part[1:]) for name, part in zip(names, spent, strict=True)}
         figures = {"requests": batch, "schemas": len({*chosen}), "threads": threads}
         run.row(figures | times, table=title)
+        constraints.close()
+
+
+class FreeMatcher:
+    """Stands for llguidance's matcher, and takes no time: every token may come."""
+
+    def deep_copy(self) -> FreeMatcher:
+        return self
+
+    def is_error(self) -> bool:
+        return False
+
+    def consume_token(self, sampled_token: int) -> bool:
+        return True
+
+    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None: ...
+
+
+@harness.part_if_named
+def around(run: Run) -> None:
+    """Times what a step spends on masks beside llguidance, which takes no time here."""
+    folder, vocab_size = resolve_model(DEMO_NAME), 49_152
+    for batch in run.options.batches:
+        constraints = Constraints(EngineConfig(model_dir=folder), vocab_size, [0], lambda: None)
+        constraints._maker = MaskMaker(1)
+        sampler = Sampler(vocab_size, batch)
+        step_sampler = StepSampler(sampler, constraints)
+        text = Constraint(kind="regex", text=".*")
+        requests: list[Any] = [HostRequest(slot, text) for slot in range(batch)]
+        grammar: Any = FreeMatcher()
+        for request in requests:
+            stop = StopCriteria(max_tokens=STEP_TOKENS)
+            row = SamplerRow(params=request.params, stop=stop, seed=0, eos_token_ids=())
+            sampler.add(request.slot, row, (), ())
+            constraints.grammars[request.key] = grammar
+        step_sampler._has_masks = True
+        spent: list[float] = []
+        with patch.object(masks, "LLMatcher", FreeMatcher):
+            for _ in range(20 * STEP_TOKENS):
+                began = time.perf_counter()
+                constraints.begin_masks(requests, rows=sampler.mask_memory, is_awaited=True)
+                step_sampler._take_masks(requests)
+                spent.append(time.perf_counter() - began)
+                for request in requests:
+                    request.tokens.append(1)
+        run.row(
+            requests=batch, us=spread(spent[1:], 1e6), table="masks of a step beside llguidance"
+        )
         constraints.close()
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,7 +268,7 @@ def test_what_is_not_begun_is_not_taken() -> None:
     """A step whose masks could not be begun fails; the next one has nothing of it."""
     constraints = Constraints(EngineConfig(model_dir=Path("model")), VOCAB, [END], lambda: None)
 
-    def begin(jobs: Sequence[MaskJob], rows: MaskRows | None, *, is_awaited: bool) -> None:
+    def begin(jobs: Sequence[MaskJob], rows: MaskRows | None, **how: object) -> None:
         raise MemoryError
 
     class Sample:
@@ -288,6 +289,69 @@ def test_what_is_not_begun_is_not_taken() -> None:
         with pytest.raises(MemoryError):
             constraints.begin_masks([request])  # type: ignore[list-item]
         assert constraints.take_masks() == []
+
+
+class Drawing:
+    """A running request with a constraint, whose texts go on at random."""
+
+    num_prompt_tokens = 2
+
+    def __init__(self, number: int, slot: int) -> None:
+        self.key, self.sample, self.slot, self.state = number, 0, slot, State.RUNNING
+        text = random.choice(PATTERNS)
+        self.params = SamplingParams(constraint=Constraint(kind="regex", text=text))
+        self.grammar = grammar(text)
+        self.tokens = [7, 8]
+
+    def draw(self, words: Mask) -> None:
+        """Checks a mask, and takes a token of it."""
+        may_come = next_tokens(self.grammar, self.tokens[2:])
+        assert tokens_of(words) == may_come
+        assert may_come
+        self.tokens.append(random.choice(sorted(may_come)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_requests_come_go_and_change_their_slots(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the same requests share what was prepared; each mask is that of its own text."""
+    fresh_seed()
+    monkeypatch.setattr(masks, "MIN_SHARED", 2)
+    monkeypatch.setattr(masks, "MIN_GRAMMARS", 2)
+    monkeypatch.setattr(masks, "MIN_MEMBERS", 2)
+    constraints = Constraints(EngineConfig(model_dir=Path("model")), VOCAB, [END], lambda: None)
+    constraints._maker = MaskMaker(num_threads)
+    free, running, num_shared = list(range(40)), list[Any](), 0
+    rows = np.zeros((40, -(-VOCAB // 32)), np.uint32)
+    for step in range(120):
+        if step % 8 == 0:
+            random.shuffle(free)
+            for request in running[:2]:  # Preempted, and back at once.
+                free.append(request.slot)
+                request.slot = free.pop(0)
+            for _ in range(random.randint(1, 4)):
+                running.append(Drawing(100 * step + len(running), free.pop(0)))
+                constraints.grammars[running[-1].key] = running[-1].grammar
+        group = constraints._group
+        is_awaited = random.random() < 0.5
+        constraints.begin_masks(running, rows=lambda: rows, is_awaited=is_awaited)
+        num_shared += group is not None and constraints._group is group
+        found: dict[Any, Any] = dict(constraints.take_masks())
+        going_on = [request for request in running if request.state is State.RUNNING]
+        assert set(found) == set(going_on)
+        for request in going_on:
+            words = found[request]
+            request.draw(rows[request.slot] if words is None else words[0])
+            if request.tokens[-1] == END or random.random() < 0.02:
+                # Ended requests may be in the step that follows.
+                request.state = State.FINISHED
+                constraints.end(request, is_last=True)
+        for request in set(running) - set(going_on):
+            running.remove(request)
+            free.append(request.slot)
+    assert num_shared > 10
+    constraints.close()
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -17,7 +17,13 @@ from weft.engine.scheduler.ports import Made, MaskRows
 
 if TYPE_CHECKING:
     from weft.engine.features.constraints.after_reasoning import AfterReasoning
-    from weft.engine.features.constraints.masks import ChargedTime, ConstraintState, MaskMaker
+    from weft.engine.features.constraints.masks import (
+        ChargedTime,
+        ConstraintState,
+        MaskGroup,
+        MaskJob,
+        MaskMaker,
+    )
     from weft.engine.features.constraints.unique import Matcher
 
 MAX_REFUSED = 64
@@ -57,6 +63,8 @@ class Constraints:
         self._charged: dict[RequestKey, ChargedTime] = {}
         """CPU seconds of slow steps that the samples of each unfinished request were charged."""
         self._maker: MaskMaker | None = None
+        self._group: MaskGroup | None = None
+        """Serves while steps have the same requests."""
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
         self.lost_s = 0.0
@@ -117,6 +125,7 @@ class Constraints:
         if constraint is None:
             return
         self._states.pop(request, None)
+        self._group = None
         if not is_last:
             return
         self.grammars.pop(request.key, None)
@@ -137,7 +146,37 @@ class Constraints:
         self._masked = []
         if not self.grammars:
             return
-        from weft.engine.features.constraints.masks import MaskJob, MaskMaker
+        from weft.engine.features.constraints.masks import MIN_MEMBERS, MaskMaker
+
+        is_plain = rows is not None and accepted is None and ahead is None
+        group, tokens = self._group if is_plain else None, None
+        if group is not None:
+            tokens = group.next_tokens(requests)
+        if group is None or tokens is None:
+            masked, jobs = self._jobs(requests, accepted, ahead)
+        else:
+            masked, jobs = self._jobs(group.others)
+            masked += group.requests
+        if not masked:
+            return
+        maker = self._maker = self._maker or MaskMaker()
+        steady = None if group is None or tokens is None else (group, tokens)
+        if is_plain and steady is None and len(jobs) >= MIN_MEMBERS:
+            states = [job.state for job in jobs]
+            self._group = maker.group(requests, zip(masked, states, strict=True))
+        began = time.monotonic()
+        maker.begin(jobs, None if rows is None else rows(), group=steady, is_awaited=is_awaited)
+        self._begin_s = time.monotonic() - began
+        self._masked = masked
+
+    def _jobs(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]] | None = None,
+        ahead: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[list[Request], list[MaskJob]]:
+        """The constrained requests among these, except ended ones, and a job for each."""
+        from weft.engine.features.constraints.masks import MaskJob
 
         masked, jobs = list[Request](), list[MaskJob]()
         for index, request in enumerate(requests):
@@ -151,13 +190,7 @@ class Constraints:
             behind = () if ahead is None else ahead[index]
             jobs.append(MaskJob(state, tokens, behind, request.slot))
             masked.append(request)
-        if not masked:
-            return
-        self._maker = self._maker or MaskMaker()
-        began = time.monotonic()
-        self._maker.begin(jobs, None if rows is None else rows(), is_awaited=is_awaited)
-        self._begin_s = time.monotonic() - began
-        self._masked = masked
+        return masked, jobs
 
     def _begun(self, request: Request) -> ConstraintState | AfterReasoning:
         from weft.engine.features.constraints.after_reasoning import AfterReasoning

@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from weft.contract.errors import Internal, InvalidRequest, WeftError
 from weft.engine.base.token_trees import parents_of
 from weft.engine.features.constraints.constraints import TOO_SLOW
 from weft.engine.features.constraints.unique import UNCLEAR
+from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.ports import Made, MaskRows, Masks
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ SLOW_STEP_S = 5e-2
 MAX_CHARGED_S = 2.0
 """CPU seconds that may be charged to a request; above that, all of its samples are ended."""
 MAX_THREADS = 8
+MIN_MEMBERS = 4
+"""Least number of members of a `MaskGroup`: keeping fewer takes longer than it saves."""
 MIN_SHARED = 8
 """Least number of masks that several threads share, if there are also `MIN_GRAMMARS`."""
 MIN_GRAMMARS = 4
@@ -213,6 +217,72 @@ _Member = tuple[int, ConstraintState, MaskJob]
 """A job whose mask is made in a group: its index among the jobs, its state, the job."""
 
 
+class MaskGroup:
+    """Samples that get one token and one mask in each step. What llguidance is told of them is
+    prepared once, and holds as long as a step has the same requests.
+
+    Args:
+        requests: All requests of the step.
+        members: Those whose masks are made together, and their states.
+        others: The other constrained requests, and their states.
+        executor: Shares the work among threads; None: one thread makes all masks.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        members: Sequence[tuple[Request, ConstraintState]],
+        others: Sequence[tuple[Request, ConstraintState | AfterReasoning]],
+        executor: LLExecutor | None,
+    ) -> None:
+        self._of_step = list(requests)
+        self.requests = [request for request, _ in members]
+        self.others = [request for request, _ in others]
+        self._states = [state for _, state in members]
+        self._states_of_others = [state for _, state in others]
+        self._matchers = [state.matcher for state in self._states]
+        self._slots = [request.slot for request in self.requests]
+        self._targets = list(zip(self._matchers, self._slots, strict=True))
+        self._executor = executor
+
+    def next_tokens(self, requests: Sequence[Request]) -> list[int] | None:
+        """The newest token of each member, which its matcher has not consumed; None: the group does
+        not serve for a step of these requests.
+        """
+        own, states = self.requests, self._states
+        if requests != self._of_step or [request.slot for request in own] != self._slots:
+            return None
+        if any(state.num_alone or state.is_lost for state in states):
+            return None
+        if any(state.in_group for state in self._states_of_others):
+            return None
+        for request, state in zip(own, states, strict=True):
+            num_tokens = request.num_prompt_tokens + state.num_accepted + 1
+            if len(request.tokens) != num_tokens or request.state is State.FINISHED:
+                return None
+        tokens = [request.tokens[-1] for request in own]
+        return tokens if states[0].eos_token_ids.isdisjoint(tokens) else None
+
+    def make(self, tokens: Sequence[int], rows: MaskRows) -> list[Made]:
+        """Follows each member's token, then writes its mask into the row of its slot. Returns None
+        or the error of each.
+        """
+        began = time.monotonic()
+        made: list[Made] = [None] * len(tokens)
+        targets = self._targets
+        are_right = _consume(list(zip(self._matchers, tokens, strict=True)), self._executor)
+        for place, (state, is_right) in enumerate(zip(self._states, are_right, strict=True)):
+            if is_right:
+                state.num_accepted += 1
+            else:
+                made[place] = state.refusal(tokens[place])
+        if not all(are_right):
+            targets = [one for one, is_right in zip(targets, are_right, strict=True) if is_right]
+        _fill(targets, rows, self._executor)
+        _finish(self._states, made, began)
+        return made
+
+
 class MaskMaker:
     """Computes the masks of a step, in a separate thread while the model computes. If the caller
     would only wait, it computes them at once in the caller's thread.
@@ -222,8 +292,7 @@ class MaskMaker:
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._orders: queue.SimpleQueue[tuple[Sequence[MaskJob], MaskRows | None] | None]
-        self._orders = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], list[Made]] | None] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[list[Made]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if num_threads is None:
@@ -235,6 +304,7 @@ class MaskMaker:
         jobs: Sequence[MaskJob],
         rows: MaskRows | None = None,
         *,
+        group: tuple[MaskGroup, Sequence[int]] | None = None,
         is_awaited: bool = False,
     ) -> None:
         """Starts computing the masks of a step; those of the previous step must have been taken.
@@ -242,15 +312,18 @@ class MaskMaker:
         Args:
             rows: The masks of jobs with a slot are written here, until they are taken; None: `take`
                 returns all masks.
+            group: Samples that are no jobs, and their next tokens: what `take` returns of them
+                follows that of the jobs. Needs `rows`.
             is_awaited: Whether the caller calls `take` at once.
         """
+        order = partial(self._masks_of, jobs, rows, group)
         if is_awaited:
-            self._made.put(self._masks_of(jobs, rows))
+            self._made.put(order())
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
             self._thread.start()
-        self._orders.put((jobs, rows))
+        self._orders.put(order)
 
     def take(self) -> list[Made]:
         return self._made.get()
@@ -262,9 +335,34 @@ class MaskMaker:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._made.put(self._masks_of(*order))
+            self._made.put(order())
 
-    def _masks_of(self, jobs: Sequence[MaskJob], rows: MaskRows | None) -> list[Made]:
+    def group(
+        self,
+        requests: Sequence[Request],
+        constrained: Iterable[tuple[Request, ConstraintState | AfterReasoning]],
+    ) -> MaskGroup | None:
+        """A group for further steps of these requests; None: too few can be members."""
+        members, others = list[tuple[Request, ConstraintState]](), []
+        for request, state in constrained:
+            own = state.in_group if request.slot >= 0 else None
+            if own is None:
+                others.append((request, state))
+            else:
+                members.append((request, own))
+        if len(members) < MIN_MEMBERS:
+            return None
+        executor = self._executor_for([state for _, state in members])
+        if executor is not None:
+            members.sort(key=lambda member: id(member[1].grammar))
+        return MaskGroup(requests, members, others, executor)
+
+    def _masks_of(
+        self,
+        jobs: Sequence[MaskJob],
+        rows: MaskRows | None,
+        steady: tuple[MaskGroup, Sequence[int]] | None = None,
+    ) -> list[Made]:
         """Computes the masks of each job, in a group where they need not be timed one by one."""
         made: list[Made] = [None] * len(jobs)
         group: list[_Member] = []
@@ -282,39 +380,62 @@ class MaskMaker:
             self._make_together(group, rows, made)
         if sum(times.values()) > SLOW_STEP_S:
             _charge(jobs, times, made)
+        if steady is not None:
+            assert rows is not None, "a group writes its masks into rows"
+            made += steady[0].make(steady[1], rows)
         return made
 
     def _make_together(self, group: list[_Member], rows: MaskRows, made: list[Made]) -> None:
         """Writes the mask of each member into the row of its slot, and its error into `made`."""
         began = time.monotonic()
-        executor = self._executor_for(group)
+        executor = self._executor_for([state for _, state, _ in group])
+        if executor is not None:
+            group.sort(key=lambda member: id(member[1].grammar))
         _follow(group, made, executor)
         wanted = [(state.matcher, job.slot) for place, state, job in group if made[place] is None]
-        address, row_bytes = rows.ctypes.data, rows.shape[1] * rows.itemsize
-        if executor is not None and wanted:
-            executor.unsafe_compute_mask_ptr(_of_llguidance(wanted), address, row_bytes, len(rows))
-        else:
-            for matcher, slot in wanted:
-                matcher.unsafe_compute_mask_ptr(address + slot * row_bytes, row_bytes)
-        for place, state, _ in group:
-            if state.matcher.is_error():
-                made[place] = made[place] or state.problem()
-        if time.monotonic() - began > min(SLOW_TOGETHER_S, SLOW_MASK_S * len(group)):
-            for _, state, _ in group:
-                state.num_alone = NUM_ALONE
+        _fill(wanted, rows, executor)
+        found = [made[place] for place, _, _ in group]
+        _finish([state for _, state, _ in group], found, began)
+        for (place, _, _), one in zip(group, found, strict=True):
+            made[place] = one
 
-    def _executor_for(self, group: list[_Member]) -> LLExecutor | None:
-        """Sorts the group. None: this thread alone makes its masks."""
+    def _executor_for(self, group: Sequence[ConstraintState]) -> LLExecutor | None:
+        """None: this thread alone makes the group's masks. Each of the executor's threads gets a
+        stretch of a list, so a list is sorted by grammar: copies of one go to the same thread.
+        """
         if self._executor is None or len(group) < MIN_SHARED:
             return None
-        num_grammars = len({id(state.grammar) for _, state, _ in group})
-        if num_grammars < MIN_GRAMMARS:
-            return None
-        if num_grammars < len(group):
-            # Each thread gets a stretch of the list, so copies of one grammar go to the same
-            # thread.
-            group.sort(key=lambda member: id(member[1].grammar))
-        return self._executor
+        num_grammars = len({id(state.grammar) for state in group})
+        return self._executor if num_grammars >= MIN_GRAMMARS else None
+
+
+def _consume(pairs: list[tuple[Matcher, int]], executor: LLExecutor | None) -> list[bool]:
+    """Whether each matcher has consumed its token."""
+    if executor is not None and pairs:
+        return executor.consume_token_par(_of_llguidance(pairs))
+    return [matcher.consume_token(token) for matcher, token in pairs]
+
+
+def _fill(targets: list[tuple[Matcher, int]], rows: MaskRows, executor: LLExecutor | None) -> None:
+    """Writes the mask of each matcher into its row."""
+    address, row_bytes = rows.ctypes.data, rows.shape[1] * rows.itemsize
+    if executor is not None and targets:
+        executor.unsafe_compute_mask_ptr(_of_llguidance(targets), address, row_bytes, len(rows))
+        return
+    for matcher, row in targets:
+        matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+
+
+def _finish(states: Sequence[ConstraintState], made: list[Made], began: float) -> None:
+    """Adds errors that came while masks were filled. If the group took long since `began`, its
+    members are timed one by one for a while.
+    """
+    for place, state in enumerate(states):
+        if state.matcher.is_error():
+            made[place] = made[place] or state.problem()
+    if time.monotonic() - began > min(SLOW_TOGETHER_S, SLOW_MASK_S * len(states)):
+        for state in states:
+            state.num_alone = NUM_ALONE
 
 
 def _of_llguidance(pairs: list[tuple[Matcher, int]]) -> list[tuple[LLMatcher, int]]:
@@ -337,11 +458,7 @@ def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None)
             state.follow(tokens)
         except Exception as error:  # An error of one sample must not affect other samples.
             made[place] = _failure(error)
-    if executor is not None and pairs:
-        are_right = executor.consume_token_par(_of_llguidance(pairs))
-    else:
-        are_right = [matcher.consume_token(token) for matcher, token in pairs]
-    for (place, state, job), is_right in zip(single, are_right, strict=True):
+    for (place, state, job), is_right in zip(single, _consume(pairs, executor), strict=True):
         if is_right:
             state.num_accepted += 1
         else:
