@@ -32,8 +32,12 @@ from weft.contract.errors import ConfigError, WeftError
 
 FRONT = ("gateway", "rest", "valkey")
 """Services that clients reach by the names of their hosts."""
-FURTHER = ("valkey",)
-"""Servers outside the mesh, which get a certificate only if they are named."""
+FURTHER = ("valkey", "worker")
+"""A server outside the mesh, and workers of both roles: they get a certificate only if they are
+named.
+"""
+_STANDS_FOR = {"worker": ("decode", "prefill")}
+"""Services that a certificate names, where they are not its own name."""
 _AUTHORITY_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
 """Certificates are backdated by this time, for hosts whose clocks are slow."""
@@ -102,7 +106,8 @@ def issue(
     """
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)
-    names: list[x509.GeneralName] = [x509.DNSName(service_name(service))]
+    services = _STANDS_FOR.get(service, (service,))
+    names: list[x509.GeneralName] = [x509.DNSName(service_name(one)) for one in services]
     names += [_general_name(host) for host in hosts]
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     certificate = (

@@ -78,6 +78,16 @@ def find_operators(arguments: argparse.Namespace, names: Sequence[str]) -> Opera
     return Operators(addresses, token, identity)
 
 
+def find_gateway_port(operators: Operators, arguments: argparse.Namespace) -> str:
+    """Address of a gateway's operators' port. Raises ConfigError if there is none."""
+    if arguments.admin_address:
+        return next(iter(operators.addresses.values()))
+    for name, address in operators.addresses.items():
+        if name.startswith("gateway"):
+            return address
+    raise ConfigError("the mesh has no gateway; give its operators' port with --admin-address")
+
+
 def find_services(folder: StateFolder, names: Sequence[str]) -> dict[str, str]:
     """Operators' addresses by service name, from the ready files of a mesh. Empty `names` means all
     services that have such a port. Raises ConfigError if no mesh runs there, or a service is not

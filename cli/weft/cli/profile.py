@@ -15,8 +15,8 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from weft.cli.channel import explain_service
 from weft.cli.numbers import number, whole_number
-from weft.cli.operators import Operators, add_flags, find_operators
-from weft.contract.errors import ConfigError, WeftError
+from weft.cli.operators import Operators, add_flags, find_gateway_port, find_operators
+from weft.contract.errors import WeftError
 from weft.contract.profiles import (
     DEFAULT_LIMIT_S,
     DEFAULT_STEPS,
@@ -36,20 +36,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         operators = find_operators(arguments, ())
-        return asyncio.run(_profile(arguments, operators, _gateway(operators, arguments)))
+        return asyncio.run(_profile(arguments, operators, find_gateway_port(operators, arguments)))
     except WeftError as error:
         sys.stderr.write(f"weft profile: {error}\n")
         return 1
-
-
-def _gateway(operators: Operators, arguments: argparse.Namespace) -> str:
-    """Address of a gateway's operators' port."""
-    if arguments.admin_address:
-        return next(iter(operators.addresses.values()))
-    for name, address in operators.addresses.items():
-        if name.startswith("gateway"):
-            return address
-    raise ConfigError("the mesh has no gateway; give its operators' port with --admin-address")
 
 
 async def _profile(arguments: argparse.Namespace, operators: Operators, address: str) -> int:

@@ -506,7 +506,7 @@ def _health(worker: WorkerStatus) -> str:
 
 def _row(worker: WorkerStatus) -> dict[str, str]:
     rate = worker.prefill_tokens_per_second
-    if worker.role == "decode":
+    if worker.role in ("decode", "both"):
         rate = worker.decode_tokens_per_second
     pages = worker.pages
     told = worker.worker_id.startswith(worker.role)

@@ -143,6 +143,16 @@ class ProfilesDisabled(WeftError):
     http_status = 409
 
 
+class RoleFixed(WeftError):
+    """The worker's role cannot change: it serves only one, or the mesh would lose its last decode
+    worker.
+    """
+
+    reason = "ROLE_FIXED"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
 class Paused(WeftError):
     """The worker takes no requests, since a trainer has paused it or changes its weights."""
 

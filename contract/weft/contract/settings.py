@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 TransportName = Literal["auto", "nixl", "shared", "data"]
 """How KV pages travel."""
+RoleName = Literal["decode", "prefill", "both"]
+"""What a worker does for the mesh."""
 
 
 class Setting(NamedTuple):

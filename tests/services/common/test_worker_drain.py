@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from weft.common.worker.role import WorkerRoleState
 from weft.common.worker.service import WorkerServicer
 from weft.contract.messages import Inbox
 from weft.v1 import worker_pb2
@@ -35,7 +36,7 @@ class StubEngine:
 @pytest.mark.parametrize("is_put_back", [True, False])
 async def test_a_drain_tells_what_is_left_and_whether_it_still_holds(is_put_back: bool) -> None:
     engine: Any = StubEngine()
-    role = worker_pb2.WORKER_ROLE_DECODE
+    role = WorkerRoleState("decode")
     servicer = WorkerServicer(
         engine, MagicMock(), MagicMock(), MagicMock(), role, "decode-0", "m", 1
     )

@@ -17,13 +17,13 @@ from google.protobuf.duration_pb2 import Duration
 from weft.cli.up.ports import free_ports
 from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.common.worker import host
+from weft.common.worker.prefill_service import PrefillService
 from weft.common.worker.settings import WorkerSettings
 from weft.contract.errors import PeerUnavailable
 from weft.contract.messages import Inbox
 from weft.contract.reports import EngineInfo
 from weft.gateway.app import GatewayApp
 from weft.gateway.settings import GatewaySettings
-from weft.prefill.service import PrefillService
 from weft.testing.models.tiny_tokenizers import write_model_dir
 from weft.testing.services.processes import listening_ports
 from weft.v1 import mesh_pb2, mesh_pb2_grpc
@@ -103,7 +103,7 @@ class Host:
             "drain_grace_s": 0.1,
             **settings,
         }
-        work = host.run_worker(WorkerSettings(**values), "prefill", make_service)
+        work = host.run_worker(WorkerSettings(**values), "prefill", [make_service])
         return asyncio.create_task(work)
 
     async def ready(self, **settings: Any) -> asyncio.Task[int]:

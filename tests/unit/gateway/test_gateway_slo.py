@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from weft.common.capacity import StepModel
 from weft.contract.errors import Overloaded, TargetUnattainable
 from weft.gateway.admission.slo import (
     NO_TARGETS,
@@ -20,7 +21,6 @@ from weft.gateway.admission.slo.forecast import IndexedPool
 from weft.gateway.admission.slo.gate import SHORT_PROMPT_TOKENS
 from weft.gateway.routing import LoadEstimate, PolicyOptions, PoolView, Throughput, make_policy
 from weft.gateway.routing.page_index import FleetPageIndex
-from weft.gateway.routing.step_model import StepModel
 from weft.testing.services.routing_pool import PAGE, pool
 from weft.testing.services.routing_pool import ask as route
 

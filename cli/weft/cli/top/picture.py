@@ -15,7 +15,8 @@ MAX_ENDED = 200
 _RECENT_POINTS = 15
 """Points in which to look for the newest latencies: half a minute."""
 
-_WORKERS = (mesh_pb2.MEMBER_ROLE_PREFILL, mesh_pb2.MEMBER_ROLE_DECODE)
+_OWNERS = (mesh_pb2.MEMBER_ROLE_DECODE, mesh_pb2.MEMBER_ROLE_BOTH)
+_WORKERS = (mesh_pb2.MEMBER_ROLE_PREFILL, *_OWNERS)
 
 
 async def watch_mesh(
@@ -103,4 +104,5 @@ class MeshPicture:
         return None
 
     def _decode_workers(self) -> list[mesh_pb2.MeshMember]:
-        return [one for one in self.members if one.role == mesh_pb2.MEMBER_ROLE_DECODE]
+        # One that may change its role ends in any role what it owns.
+        return [one for one in self.members if one.role in _OWNERS or one.HasField("role_state")]

@@ -23,6 +23,7 @@ _ROLES = {
     mesh_pb2.MEMBER_ROLE_GATEWAY: "gateway",
     mesh_pb2.MEMBER_ROLE_PREFILL: "prefill",
     mesh_pb2.MEMBER_ROLE_DECODE: "decode",
+    mesh_pb2.MEMBER_ROLE_BOTH: "both",
     mesh_pb2.MEMBER_ROLE_KVSTORE: "kvstore",
 }
 _KINDS = {
@@ -230,7 +231,7 @@ def _tokens_per_second(member: mesh_pb2.MeshMember) -> float | None:
     """The speed of a member's own task: a decode worker generates, a prefill worker reads prompts.
     None: it does not report its speed.
     """
-    if member.role == mesh_pb2.MEMBER_ROLE_DECODE:
+    if member.role in (mesh_pb2.MEMBER_ROLE_DECODE, mesh_pb2.MEMBER_ROLE_BOTH):
         return member.decode_tokens_per_second
     tells = member.HasField("prefill_tokens_per_second")
     return member.prefill_tokens_per_second if tells else None

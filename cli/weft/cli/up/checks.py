@@ -38,7 +38,7 @@ def _check(name: str, role: Role, flags: Sequence[str]) -> None:
     kind = DecodeSettings if role == "decode" else PrefillSettings
     try:
         settings = load_settings(kind, flags)
-        config = settings.engine_config(role, name)
+        config = settings.engine_config(getattr(settings, "role", role), name)
         check_combination(with_adapter_needs(settings, config, is_strict=True))
         place_ranks(config, Host(), ProcessLimits.of_this_process())
     except WeftError as error:

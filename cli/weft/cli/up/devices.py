@@ -46,7 +46,7 @@ def with_devices(settings: UpSettings, num_gpus: int, notice: Callable[[str], No
     if num_idle := num_gpus % tp:
         notice(f"--tp {tp}: a worker takes {tp} GPUs; {num_idle} of {num_gpus} stay idle")
     update: dict[str, object] = {"device": devices}
-    if not settings.model_fields_set & {"prefill", "decode"}:
+    if not settings.model_fields_set & {"prefill", "decode", "both"}:
         each = max(1, len(devices) // len(settings.model))
         num_fillers = max(1, each // GPUS_A_FILLER) if each > 1 else 0
         update["prefill"], update["decode"] = num_fillers, each - num_fillers

@@ -27,6 +27,8 @@ from weft.gateway.settings import GatewaySettings, image_body_bytes
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
+_STEMS = {"both": "worker"}
+"""What the names of workers begin with, where it is not their role."""
 _KEEPERS = frozenset(("draft-width", "tp", "window-pages", "config"))
 """Flags of workers with which they may keep all pages of layers with sliding windows."""
 
@@ -104,7 +106,7 @@ def plan_mesh(
         models: At least one.
         rest_binary: The Go edge; None: no REST.
     """
-    counts = {"kvstore": settings.kvstore, "prefill": settings.prefill, "decode": settings.decode}
+    counts = {"kvstore": settings.kvstore, **_worker_counts(settings)}
     ports = free_ports(WORKER_HOST, len(models) * sum(counts.values()))
     services: list[ServiceSpec] = []
     workers: dict[str, str] = {}
@@ -112,13 +114,15 @@ def plan_mesh(
     places = _places(settings, len(models))
     for number, model in enumerate(models):
         names = {
-            role: [f"{role}-{number * count + index}" for index in range(count)]
+            role: [f"{_STEMS.get(role, role)}-{number * count + index}" for index in range(count)]
             for role, count in counts.items()
         }
         at = {name: f"{WORKER_HOST}:{ports.pop()}" for role in counts for name in names[role]}
         services += _model_services(settings, state, model, names, at, places, dial)
-        for role, found in ways.items():
-            found += [dial("gateway", name, at[name]) for name in names[role]]
+        for role in _worker_counts(settings):
+            reached = [dial("gateway", name, at[name]) for name in names[role]]
+            for found in ways.values() if role == "both" else (ways[role],):
+                found += reached
             workers |= {name: at[name] for name in names[role]}
     suffixes = [f"-{index}" if settings.gateways > 1 else "" for index in range(settings.gateways)]
     gateways = {
@@ -166,13 +170,13 @@ def _model_services(
     services = [
         _spec(state, name, _kvstore(settings, state, name, at[name]), BACK) for name in stores
     ]
-    for role in ("prefill", "decode"):
+    for role in _worker_counts(settings):
         for name in names[role]:
             command = _worker(settings, state, model, role, name, at[name], places[name])
             if stores:
                 ways = [dial("worker", store, at[store]) for store in stores]
                 command += _flags({"kvstore": ",".join(ways)})
-            if role == "prefill" and (way := dial("decode", name, at[name])) != at[name]:
+            if role != "decode" and (way := dial("decode", name, at[name])) != at[name]:
                 command += _flags({"advertise": way})
             command += ["--model-dir", str(model.folder), "--model-name", model.name]
             services.append(_spec(state, name, command, BACK))
@@ -191,8 +195,8 @@ def _spec(state: StateFolder, name: str, command: Sequence[str], phase: int) -> 
 
 def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
     names = [
-        f"{role}-{index}"
-        for role, count in (("prefill", settings.prefill), ("decode", settings.decode))
+        f"{_STEMS.get(role, role)}-{index}"
+        for role, count in _worker_counts(settings).items()
         for index in range(num_models * count)
     ]
     devices = dict(zip(names, itertools.cycle(settings.device), strict=False))
@@ -221,9 +225,10 @@ def _worker(
 ) -> list[str]:
     has_kv_dtype = settings.kv_dtype != "auto" and not model.no_8_bits
     command = [
-        *_serve(role),
+        *_serve("prefill" if role == "prefill" else "decode"),
         *_flags(
             {
+                "role": "both" if role == "both" else None,
                 "worker-id": name,
                 "host": WORKER_HOST,
                 "port": address.rpartition(":")[2],
@@ -245,22 +250,32 @@ def _worker(
                 "crash-dir": state.crashes,
                 "profile-dir": state.worker_profiles / name,
                 **_common(settings, state),
-                **_tls(settings, role),
+                **_tls(settings, _STEMS.get(role, role)),
             }
         ),
         *place,
     ]
-    if role == "decode":
+    if role != "prefill":
         drafter = settings.drafter or (
             head_kind(settings.draft_dir) if settings.draft_dir else None
         )
         local = settings.local_prefill_max_tokens
-        if local is None and not (settings.prefill or settings.kvstore):
+        if local is None and not (_num_fillers(settings) or settings.kvstore):
             local = NEVER_SHIP_TOKENS  # There is no prefill worker to ask.
         command += _flags({"local-prefill-max-tokens": local, "drafter": drafter})
     return command + shlex.split(
-        settings.decode_args if role == "decode" else settings.prefill_args
+        settings.prefill_args if role == "prefill" else settings.decode_args
     )
+
+
+def _worker_counts(settings: UpSettings) -> dict[str, int]:
+    return {"prefill": settings.prefill, "decode": settings.decode, "both": settings.both}
+
+
+def _num_fillers(settings: UpSettings) -> int:
+    """Workers that may fill the pages of some other one."""
+    alone = settings.both == 1 and not settings.decode
+    return settings.prefill + (0 if alone else settings.both)
 
 
 def _frees_windows(settings: UpSettings) -> bool:
@@ -268,7 +283,7 @@ def _frees_windows(settings: UpSettings) -> bool:
     no flag or environment variable of a worker needs all pages. Without prefill workers and KV
     stores each worker decides by itself.
     """
-    if settings.tp > 1 or not (settings.prefill or settings.kvstore):
+    if settings.tp > 1 or not (_num_fillers(settings) or settings.kvstore):
         return False
     words = shlex.split(settings.decode_args) + shlex.split(settings.prefill_args)
     names = [keeper.upper().replace("-", "_") for keeper in _KEEPERS]
@@ -281,7 +296,7 @@ def _draft_dir(settings: UpSettings, role: str) -> Path | None:
     """The flag for a draft head goes to all workers, since their pages have its KV; the flag for a
     draft model goes to decode workers.
     """
-    if settings.draft_dir is None or (settings.drafter == "model" and role != "decode"):
+    if settings.draft_dir is None or (settings.drafter == "model" and role == "prefill"):
         return None
     return settings.draft_dir.resolve()
 

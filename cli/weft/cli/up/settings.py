@@ -43,10 +43,17 @@ class UpSettings(Settings):
     )
     decode: int = Field(
         1,
-        ge=1,
+        ge=0,
         le=64,
         description="number of decode workers of each model; default 1, on GPUs one for each that "
         "is left unless device or prefill is given",
+    )
+    both: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="number of workers of each model that prefill for others and decode, and whose "
+        "role may change while they run (`weft role`); with them prefill and decode may be 0",
     )
     kvstore: int = Field(
         0,
@@ -172,6 +179,12 @@ class UpSettings(Settings):
         return text
 
     @model_validator(mode="after")
+    def _check_owners(self) -> Self:
+        if not self.decode + self.both:
+            raise ValueError("--decode 0 and --both 0: no worker would own requests; give one")
+        return self
+
+    @model_validator(mode="after")
     def _check_ports(self) -> Self:
         if self.rest and abs(self.rest_port - self.grpc_port) < self.gateways:
             raise ValueError(
@@ -213,6 +226,8 @@ class UpSettings(Settings):
         values = dict(values)
         if keys := os.environ.get(KEYS_VARIABLE):
             values.setdefault("api_keys_file", keys)
+        if values.get("both"):
+            values = {"prefill": 0, "decode": 0, **values}
         demo_draft_dir = values.get("demo_draft_dir")
         if demo_draft_dir is not None and values.get("model", ["demo"]) in ("demo", ["demo"]):
             values.setdefault("draft_dir", demo_draft_dir)

@@ -35,6 +35,7 @@ from weft.v1 import (
     decode_pb2,
     kv_pb2,
     kvstore_pb2,
+    mesh_pb2,
     profile_pb2,
     weights_pb2,
     worker_pb2,
@@ -55,6 +56,8 @@ PAUSE_MODES = enum_names(weights_pb2.PauseMode.DESCRIPTOR)
 LEASE_STATES = enum_names(kv_pb2.LeaseState.DESCRIPTOR)
 TRANSPORTS = enum_names(common_pb2.TransportKind.DESCRIPTOR)
 ADAPTER_STATES = enum_names(worker_pb2.AdapterState.DESCRIPTOR)
+WORKER_ROLES = enum_names(worker_pb2.WorkerRole.DESCRIPTOR)
+MEMBER_ROLES = enum_names(mesh_pb2.MemberRole.DESCRIPTOR)
 
 # -- requests --------------------------------------------------------------------------------------
 
@@ -271,7 +274,7 @@ LOAD = Codec(
         # In another form, or known to the server alone.
         *("state_counts", "state_blocks", "decode_step_s", "decode_step", "decode_step_requests"),
         *("adapters", "gone_adapters", "adapter_generation", "adapters_are_changes"),
-        *("worker_id", "epoch", "loop_age", "model_digest"),
+        *("worker_id", "epoch", "loop_age", "model_digest", "role"),
     ),
 )
 INFO = Codec(

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Literal
 from weft.checkpoint.quantization import ASKED_HELP, AskedFormat
 from weft.contract.binding import Binding
 from weft.contract.errors import ConfigError
-from weft.contract.settings import MAX_CONTEXT_TOKENS, TransportName, setting, settings_of
+from weft.contract.settings import (
+    MAX_CONTEXT_TOKENS,
+    RoleName,
+    TransportName,
+    setting,
+    settings_of,
+)
 from weft.pages.config import PageConfig
 from weft.pages.memory.eviction import EvictionName
 
 if TYPE_CHECKING:
     from weft.checkpoint.config import ModelConfig
 
-Role = Literal["decode", "prefill"]
+Role = RoleName
 TaskName = Literal["auto", "generate", "embed", "classify", "score"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtypeName = Literal["auto", "fp8_e4m3", "int8"]
@@ -51,7 +57,7 @@ class EngineConfig(PageConfig):
     model_dir: Path
     model_name: str = "model"
     role: Role = "decode"
-    """decode: it owns requests; prefill: it fills pages for workers that do."""
+    """decode: it owns requests; prefill: it fills pages for workers that do; both."""
     worker_id: str = setting(
         "id that stays the same over restarts, and that no other worker has; empty = role, host "
         "name and port",
@@ -659,13 +665,21 @@ class EngineConfig(PageConfig):
             (self.tp > 1, "ranks divide one page group"),
             (
                 self.window_pages == "auto"
-                and (self.role == "prefill" or self.has_store or not self.never_fills),
+                and (self.fills_others or self.has_store or not self.never_fills),
                 "this worker may exchange pages with others; with window_pages = free on all of "
                 "them it may free its own",
             ),
             (self.draft_width > 1, "drafts form trees"),
         )
         return next((text for is_so, text in reasons if is_so), "")
+
+    @property
+    def fills_others(self) -> bool:
+        return self.role != "decode"
+
+    @property
+    def owns_requests(self) -> bool:
+        return self.role != "prefill"
 
     @property
     def never_fills(self) -> bool:

@@ -47,6 +47,8 @@ LANDING_SHARES = {
     ("decode", True): 7 / 8,
     ("prefill", False): 0.0,
     ("prefill", True): 1 / 4,
+    ("both", False): 1 / 2,
+    ("both", True): 1 / 2,
 }
 """Share of a staging area in which fills are received, by role and whether there is a KV store.
 Both parts have at least one page.
@@ -106,7 +108,7 @@ def host_exchange(config: EngineConfig, pool: NDArray[np.uint8]) -> PageExchange
 
 def shares_memory(config: EngineConfig) -> bool:
     """Whether processes of this host are to map the memory in which fills arrive."""
-    receives = config.role == "decode" or config.has_store
+    receives = config.owns_requests or config.has_store
     return config.ships_pages and receives and best_lane(config.transport) == "shared"
 
 

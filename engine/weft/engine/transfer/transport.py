@@ -59,7 +59,7 @@ class Transport:
         if config.transport in ("auto", "shared"):
             self._open_shared(config, exchange)
         self._outgoing: OutgoingData | None = None
-        if config.role == "prefill":
+        if config.fills_others:
             self._open_outgoing(config)
         self._exchange = exchange
         source = exchange.source(has_digests=config.page_digests)
@@ -178,7 +178,7 @@ class Transport:
             region = exchange.region()
             self.memory_type = region.memory_type
             self._receiver = ReceiveAgent(name, region)
-            if config.role == "prefill":
+            if config.fills_others:
                 self._senders = SendAgents(name, region)
         except (ConfigError, TransferError) as error:
             if config.transport == "nixl":
@@ -202,7 +202,7 @@ class Transport:
         """Shares memory that was allocated for it, and writes into that of others."""
         try:
             region = exchange.region()
-            if config.role == "prefill" and config.ships_pages:
+            if config.fills_others and config.ships_pages:
                 self._shared_senders = SharedSenders(region)
             if exchange.memory is not None:
                 name = f"{config.role}-{config.worker_id}"

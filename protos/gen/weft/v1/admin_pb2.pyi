@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weft.v1 import profile_pb2 as _profile_pb2
+from weft.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -325,6 +326,57 @@ class ReadProfileResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadProfileResponse: _TypeAlias = ReadProfileResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    role: _worker_pb2.WorkerRole.ValueType
+    """Required."""
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """Time after which the role is WORKER_ROLE_BOTH again unless it is set anew, 1 s to 24 h; absent =
+        it stays.
+        """
+
+    def __init__(
+        self,
+        *,
+        role: _worker_pb2.WorkerRole.ValueType = ...,
+        lease: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    previous_role: _worker_pb2.WorkerRole.ValueType
+    @_builtins.property
+    def state(self) -> _worker_pb2.RoleState: ...
+    def __init__(
+        self,
+        *,
+        previous_role: _worker_pb2.WorkerRole.ValueType = ...,
+        state: _worker_pb2.RoleState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous_role", b"previous_role", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
 
 @_typing.final
 class Fault(_message.Message):

@@ -88,6 +88,11 @@ class AdminServiceStub:
                 request_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/weft.v1.AdminService/SetRole',
+                request_serializer=weft_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.InjectFault = channel.unary_unary(
                 '/weft.v1.AdminService/InjectFault',
                 request_serializer=weft_dot_v1_dot_admin__pb2.InjectFaultRequest.SerializeToString,
@@ -186,6 +191,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Sets what gateways use a worker for; what runs there goes on. FAILED_PRECONDITION unless the
+        worker was started with both roles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def InjectFault(self, request, context):
         """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
         started with --enable-faults.
@@ -260,6 +273,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ShowWeights,
                     request_deserializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.SetRoleRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.SetRoleResponse.SerializeToString,
             ),
             'InjectFault': grpc.unary_unary_rpc_method_handler(
                     servicer.InjectFault,
@@ -550,6 +568,33 @@ class AdminService:
             '/weft.v1.AdminService/ShowWeights',
             weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
             weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/SetRole',
+            weft_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,10 @@ class AdminServiceStub:
     """
     ShowWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]
     """Tells which weights are served."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]
+    """Sets what gateways use a worker for; what runs there goes on. FAILED_PRECONDITION unless the
+    worker was started with both roles.
+    """
     InjectFault: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]
     """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
     started with --enable-faults.
@@ -112,6 +116,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ShowWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]  # type: ignore[assignment]
     """Tells which weights are served."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Sets what gateways use a worker for; what runs there goes on. FAILED_PRECONDITION unless the
+    worker was started with both roles.
+    """
     InjectFault: _aio.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]  # type: ignore[assignment]
     """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
     started with --enable-faults.
@@ -215,6 +223,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.ShowWeightsResponse, _abc.Awaitable[_weights_pb2.ShowWeightsResponse]]:
         """Tells which weights are served."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _admin_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetRoleResponse, _abc.Awaitable[_admin_pb2.SetRoleResponse]]:
+        """Sets what gateways use a worker for; what runs there goes on. FAILED_PRECONDITION unless the
+        worker was started with both roles.
+        """
 
     @_abc_1.abstractmethod
     def InjectFault(

@@ -34,6 +34,8 @@ class _MemberRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemberRole
     MEMBER_ROLE_PREFILL: _MemberRole.ValueType  # 2
     MEMBER_ROLE_DECODE: _MemberRole.ValueType  # 3
     MEMBER_ROLE_KVSTORE: _MemberRole.ValueType  # 4
+    MEMBER_ROLE_BOTH: _MemberRole.ValueType  # 5
+    """A worker that prefills for others and decodes."""
 
 class MemberRole(_MemberRole, metaclass=_MemberRoleEnumTypeWrapper):
     """What a member is."""
@@ -43,6 +45,8 @@ MEMBER_ROLE_GATEWAY: MemberRole.ValueType  # 1
 MEMBER_ROLE_PREFILL: MemberRole.ValueType  # 2
 MEMBER_ROLE_DECODE: MemberRole.ValueType  # 3
 MEMBER_ROLE_KVSTORE: MemberRole.ValueType  # 4
+MEMBER_ROLE_BOTH: MemberRole.ValueType  # 5
+"""A worker that prefills for others and decodes."""
 Global___MemberRole: _TypeAlias = MemberRole  # noqa: Y015
 
 class _FlowKind:
@@ -308,6 +312,7 @@ class MeshMember(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    ROLE_STATE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Stable id; its address while the gateway has not met it."""
     role: Global___MemberRole.ValueType
@@ -366,6 +371,10 @@ class MeshMember(_message.Message):
     def notices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Missing parts that make it slower, in words."""
 
+    @_builtins.property
+    def role_state(self) -> Global___MemberRoleState:
+        """Set of workers that were started with both roles, of which `role` is the present one."""
+
     def __init__(
         self,
         *,
@@ -396,10 +405,11 @@ class MeshMember(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         notices: _abc.Iterable[_builtins.str] | None = ...,
         epoch: _builtins.str = ...,
+        role_state: Global___MemberRoleState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "hit_rate", b"hit_rate", "pages", b"pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "hit_rate", b"hit_rate", "pages", b"pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "role_state", b"role_state", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "sessions", b"sessions", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "role_state", b"role_state", "running_requests", b"running_requests", "sessions", b"sessions", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
     _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015
@@ -411,6 +421,38 @@ class MeshMember(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_per_second) -> _WhichOneofReturnType__prefill_tokens_per_second | None: ...
 
 Global___MeshMember: _TypeAlias = MeshMember  # noqa: Y015
+
+@_typing.final
+class MemberRoleState(_message.Message):
+    """How long a worker has its role, and what has shown it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    PROVED_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    proved: _builtins.bool
+    """A token or a fill has shown the role since it was set."""
+    changes: _builtins.int
+    """Counts changes of the role since the worker's start."""
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """Left of the role's lease; absent = no end."""
+
+    def __init__(
+        self,
+        *,
+        lease: _duration_pb2.Duration | None = ...,
+        proved: _builtins.bool = ...,
+        changes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "lease", b"lease", "proved", b"proved"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberRoleState: _TypeAlias = MemberRoleState  # noqa: Y015
 
 @_typing.final
 class MeshFlow(_message.Message):
@@ -987,6 +1029,64 @@ class FlushMemberResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushMemberResponse: _TypeAlias = FlushMemberResponse  # noqa: Y015
+
+@_typing.final
+class SetMemberRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    """A worker's that was started with both roles."""
+    role: _builtins.str
+    """prefill, decode or both."""
+    force: _builtins.bool
+    """Change it although no other worker of its model would be left to decode."""
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """As in SetRoleRequest."""
+
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "lease", b"lease", "member_id", b"member_id", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetMemberRoleRequest: _TypeAlias = SetMemberRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetMemberRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_ROLE_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    previous_role: _builtins.str
+    """prefill, decode or both."""
+    changes: _builtins.int
+    """Counts changes of the role, this one included."""
+    def __init__(
+        self,
+        *,
+        previous_role: _builtins.str = ...,
+        changes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "previous_role", b"previous_role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetMemberRoleResponse: _TypeAlias = SetMemberRoleResponse  # noqa: Y015
 
 @_typing.final
 class SetMemberLogLevelRequest(_message.Message):

@@ -73,6 +73,11 @@ class MeshServiceStub:
                 request_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelResponse.FromString,
                 _registered_method=True)
+        self.SetMemberRole = channel.unary_unary(
+                '/weft.v1.MeshService/SetMemberRole',
+                request_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleResponse.FromString,
+                _registered_method=True)
         self.StartMeshProfile = channel.unary_unary(
                 '/weft.v1.MeshService/StartMeshProfile',
                 request_serializer=weft_dot_v1_dot_mesh__pb2.StartMeshProfileRequest.SerializeToString,
@@ -156,6 +161,14 @@ class MeshServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetMemberRole(self, request, context):
+        """As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
+        be left to decode.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartMeshProfile(self, request, context):
         """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
         them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
@@ -224,6 +237,11 @@ def add_MeshServiceServicer_to_server(servicer, server):
                     servicer.SetMemberLogLevel,
                     request_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelRequest.FromString,
                     response_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelResponse.SerializeToString,
+            ),
+            'SetMemberRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetMemberRole,
+                    request_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleResponse.SerializeToString,
             ),
             'StartMeshProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartMeshProfile,
@@ -422,6 +440,33 @@ class MeshService:
             '/weft.v1.MeshService/SetMemberLogLevel',
             weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelRequest.SerializeToString,
             weft_dot_v1_dot_mesh__pb2.SetMemberLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetMemberRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.MeshService/SetMemberRole',
+            weft_dot_v1_dot_mesh__pb2.SetMemberRoleRequest.SerializeToString,
+            weft_dot_v1_dot_mesh__pb2.SetMemberRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

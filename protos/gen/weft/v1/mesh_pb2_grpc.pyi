@@ -58,6 +58,10 @@ class MeshServiceStub:
     """As AdminService.FlushCache, of one member."""
     SetMemberLogLevel: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.SetMemberLogLevelRequest, _mesh_pb2.SetMemberLogLevelResponse]
     """As AdminService.SetLogLevel, of one member."""
+    SetMemberRole: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.SetMemberRoleRequest, _mesh_pb2.SetMemberRoleResponse]
+    """As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
+    be left to decode.
+    """
     StartMeshProfile: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.StartMeshProfileRequest, _mesh_pb2.StartMeshProfileResponse]
     """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
     them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
@@ -101,6 +105,10 @@ class MeshServiceAsyncStub(MeshServiceStub):
     """As AdminService.FlushCache, of one member."""
     SetMemberLogLevel: _aio.UnaryUnaryMultiCallable[_mesh_pb2.SetMemberLogLevelRequest, _mesh_pb2.SetMemberLogLevelResponse]  # type: ignore[assignment]
     """As AdminService.SetLogLevel, of one member."""
+    SetMemberRole: _aio.UnaryUnaryMultiCallable[_mesh_pb2.SetMemberRoleRequest, _mesh_pb2.SetMemberRoleResponse]  # type: ignore[assignment]
+    """As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
+    be left to decode.
+    """
     StartMeshProfile: _aio.UnaryUnaryMultiCallable[_mesh_pb2.StartMeshProfileRequest, _mesh_pb2.StartMeshProfileResponse]  # type: ignore[assignment]
     """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
     them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
@@ -177,6 +185,16 @@ class MeshServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.SetMemberLogLevelResponse, _abc.Awaitable[_mesh_pb2.SetMemberLogLevelResponse]]:
         """As AdminService.SetLogLevel, of one member."""
+
+    @_abc_1.abstractmethod
+    def SetMemberRole(
+        self,
+        request: _mesh_pb2.SetMemberRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.SetMemberRoleResponse, _abc.Awaitable[_mesh_pb2.SetMemberRoleResponse]]:
+        """As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
+        be left to decode.
+        """
 
     @_abc_1.abstractmethod
     def StartMeshProfile(

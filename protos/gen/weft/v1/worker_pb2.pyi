@@ -31,6 +31,8 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
     WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 1
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
+    WORKER_ROLE_BOTH: _WorkerRole.ValueType  # 3
+    """It serves DecodeService and PrefillService; WatchLoad tells what it is to be used for."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """What a worker does for the mesh."""
@@ -38,6 +40,8 @@ class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
+WORKER_ROLE_BOTH: WorkerRole.ValueType  # 3
+"""It serves DecodeService and PrefillService; WatchLoad tells what it is to be used for."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 class _AdapterState:
@@ -502,6 +506,7 @@ class WatchLoadResponse(_message.Message):
     STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     RECENT_PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     draining: _builtins.bool
@@ -581,6 +586,10 @@ class WatchLoadResponse(_message.Message):
     def state_blocks(self) -> Global___StateBlocks:
         """Absent: the model has no recurrent layers."""
 
+    @_builtins.property
+    def role(self) -> Global___RoleState:
+        """What gateways are to use the worker for now; set by those of WORKER_ROLE_BOTH alone."""
+
     def __init__(
         self,
         *,
@@ -614,16 +623,54 @@ class WatchLoadResponse(_message.Message):
         state_blocks: Global___StateBlocks | None = ...,
         recent_prefill_tokens_per_second: _builtins.float | None = ...,
         model_digest: _builtins.bytes = ...,
+        role: Global___RoleState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "decode_step", b"decode_step", "loop_age", b"loop_age", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "stale_after", b"stale_after", "state_blocks", b"state_blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "decode_step", b"decode_step", "loop_age", b"loop_age", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "role", b"role", "stale_after", b"stale_after", "state_blocks", b"state_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "model_digest", b"model_digest", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "model_digest", b"model_digest", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "request_tokens", b"request_tokens", "role", b"role", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recent_prefill_tokens_per_second: _TypeAlias = _typing.Literal["recent_prefill_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__recent_prefill_tokens_per_second: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__recent_prefill_tokens_per_second) -> _WhichOneofReturnType__recent_prefill_tokens_per_second | None: ...
 
 Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class RoleState(_message.Message):
+    """The role in which a worker of both roles gets new work. What runs there goes on in any role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    PROVED_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    role: Global___WorkerRole.ValueType
+    proved: _builtins.bool
+    """Since the role was set, a request that came then has got a token, or a fill was accepted; with
+    WORKER_ROLE_BOTH either.
+    """
+    changes: _builtins.int
+    """Counts the times that the role was set or its lease ran out, since the worker's start."""
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """What is left of its lease, after which the role is WORKER_ROLE_BOTH again; absent = no end."""
+
+    def __init__(
+        self,
+        *,
+        role: Global___WorkerRole.ValueType = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        proved: _builtins.bool = ...,
+        changes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "lease", b"lease", "proved", b"proved", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleState: _TypeAlias = RoleState  # noqa: Y015
 
 @_typing.final
 class StateBlocks(_message.Message):

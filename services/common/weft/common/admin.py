@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -21,18 +21,26 @@ from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
-from weft.contract.codec.pairs import FAULT, PAUSE_MODES, PROFILE_OPTIONS, WEIGHT_STATUS
+from weft.contract.codec.pairs import (
+    FAULT,
+    PAUSE_MODES,
+    PROFILE_OPTIONS,
+    WEIGHT_STATUS,
+    WORKER_ROLES,
+)
 from weft.contract.errors import (
     ConfigError,
     InvalidRequest,
     ProfileNotFound,
     ProfilesDisabled,
+    RoleFixed,
     Unauthenticated,
 )
 from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.contract.profiles import ProfileOptions, check_id
+from weft.contract.settings import RoleName
 from weft.contract.weights import WeightAction, WeightStatus
-from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2, weights_pb2
+from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2, weights_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +100,12 @@ class AdminBackend(Protocol):
         state afterwards.
         """
         raise ConfigError("this service has no model; only workers have", stage="weights")
+
+    def set_role(
+        self, role: RoleName, lease_s: float | None
+    ) -> tuple[RoleName, worker_pb2.RoleState]:
+        """Sets what gateways use a worker for; returns the role before, and the state."""
+        raise RoleFixed("this service is no worker; only workers have roles", stage="role")
 
     def set_log_level(self, level: LogLevel) -> None:
         """Sets the log level of the service's other processes; this process has it already."""
@@ -247,6 +261,20 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         action: WeightAction = "digest" if request.packed_digest else "show"
         status = await self._backend.command_weights(action)
         return weights_pb2.ShowWeightsResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def SetRole(
+        self,
+        request: admin_pb2.SetRoleRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> admin_pb2.SetRoleResponse:
+        role = cast(RoleName, WORKER_ROLES[request.role])
+        if not role:
+            raise InvalidRequest("role: give one of WorkerRole", stage="validate", param="role")
+        lease_s = request.lease.ToNanoseconds() / 1e9 if request.HasField("lease") else None
+        previous, state = self._backend.set_role(role, lease_s)
+        if role != previous:
+            _log.info("role set", extra={"role": role, "previous": previous, "lease_s": lease_s})
+        return admin_pb2.SetRoleResponse(previous_role=WORKER_ROLES.numbers[previous], state=state)
 
     async def InjectFault(
         self,

@@ -9,8 +9,8 @@ from typing import ClassVar
 from weft.common.rpc.server import run
 from weft.common.settings import load_settings, require_paths
 from weft.common.worker.host import run_worker
+from weft.common.worker.prefill_service import PrefillService
 from weft.common.worker.settings import WorkerSettings
-from weft.prefill.service import PrefillService
 
 
 class PrefillSettings(WorkerSettings):
@@ -23,4 +23,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit status."""
     settings = load_settings(PrefillSettings, sys.argv[1:] if argv is None else argv)
     require_paths(settings)
-    return run(run_worker(settings, "prefill", PrefillService))
+    return run(run_worker(settings, "prefill", [PrefillService]))

@@ -107,6 +107,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.MeshService/UndrainMember": _CONSOLE,
     "/weft.v1.MeshService/FlushMember": _CONSOLE,
     "/weft.v1.MeshService/SetMemberLogLevel": _CONSOLE,
+    "/weft.v1.MeshService/SetMemberRole": _CONSOLE,
     "/weft.v1.MeshService/StartMeshProfile": _CONSOLE,
     "/weft.v1.MeshService/StopMeshProfile": _CONSOLE,
     "/weft.v1.MeshService/ReadMeshProfile": _CONSOLE,
@@ -147,6 +148,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.AdminService/Resume": OPERATORS,
     "/weft.v1.AdminService/Refit": OPERATORS,
     "/weft.v1.AdminService/ShowWeights": OPERATORS,
+    "/weft.v1.AdminService/SetRole": OPERATORS,
     "/weft.v1.AdminService/InjectFault": OPERATORS,
     "/weft.v1.AdminService/ListFaults": OPERATORS,
     "/weft.v1.AdminService/ClearFaults": OPERATORS,
@@ -169,6 +171,7 @@ RELAYED = frozenset(
         "/weft.v1.AdminService/Resume",
         "/weft.v1.AdminService/Refit",
         "/weft.v1.AdminService/ShowWeights",
+        "/weft.v1.AdminService/SetRole",
     }
 )
 """Methods that a gateway may call on operators' ports too, with the token that an operator sent it.

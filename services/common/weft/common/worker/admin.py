@@ -11,13 +11,15 @@ from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.profiles import WorkerProfiles
+from weft.common.worker.role import WorkerRoleState
 from weft.common.worker.service import Queries
 from weft.contract.errors import PeerUnavailable
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.messages import Inbox
 from weft.contract.profiles import ProfileOptions
+from weft.contract.settings import RoleName
 from weft.contract.weights import WeightAction, WeightStatus
-from weft.v1 import profile_pb2
+from weft.v1 import profile_pb2, worker_pb2
 
 
 class WorkerAdmin:
@@ -32,12 +34,14 @@ class WorkerAdmin:
         profiles: WorkerProfiles,
         sizes: Callable[[], Mapping[str, int]],
         on_weights: Callable[[WeightStatus], None],
+        role: WorkerRoleState,
     ) -> None:
         self._engine = engine
         self._queries = queries
         self._profiles = profiles
         self._sizes = sizes
         self._on_weights = on_weights
+        self._role = role
 
     async def flush_cache(self) -> int:
         return await self._queries.flush_cache()
@@ -69,6 +73,14 @@ class WorkerAdmin:
         status = await self._queries.command_weights(action, **options)
         self._on_weights(status)
         return status
+
+    def set_role(
+        self, role: RoleName, lease_s: float | None
+    ) -> tuple[RoleName, worker_pb2.RoleState]:
+        previous = self._role.set(role, lease_s)
+        state = self._role.describe()
+        assert state is not None, "the role could be set"
+        return previous, state
 
     def set_log_level(self, level: LogLevel) -> None:
         # The engine is gone, and this process ends with it.

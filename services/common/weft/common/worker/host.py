@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 from weft.common.default_id import default_id
 from weft.common.faults import allow_sabotage
@@ -19,7 +18,6 @@ from weft.common.rpc.tls import load_identity
 from weft.common.tasks import has_returned, start_logged
 from weft.common.telemetry.logging import configure_logging
 from weft.common.telemetry.profile_folder import ProfileFolder
-from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.telemetry.tracing import make_tracer
 from weft.common.worker.adapter_needs import with_adapter_needs
 from weft.common.worker.adapters import AdapterFollower, open_registry
@@ -32,6 +30,7 @@ from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.metrics import EngineCollector
 from weft.common.worker.placements import notes_of, place_worker
 from weft.common.worker.profiles import WorkerProfiles
+from weft.common.worker.role import RoleService, RoleServices, WorkerRoleState
 from weft.common.worker.service import HAND_BACK_S, Queries, WorkerServicer
 from weft.common.worker.settings import WorkerSettings
 from weft.common.worker.start_server import StartServer
@@ -44,51 +43,20 @@ from weft.contract.reports import EngineInfo
 from weft.contract.weights import WeightStatus
 from weft.engine.base.config import EngineConfig, Role
 from weft.engine.base.placement import bindings_of
-from weft.v1 import worker_pb2, worker_pb2_grpc
+from weft.v1 import worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 LIVENESS_INTERVAL_S = 1.0
 LAST_WORDS_S = 0.5
 """Seconds for typed errors to reach the peers after the engine died."""
-ROLES = {
-    "decode": worker_pb2.WORKER_ROLE_DECODE,
-    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
-}
-
-
-class RoleService(Protocol):
-    """The role's own gRPC service over an engine."""
-
-    name: str
-    """Full name of the gRPC service."""
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the servicer."""
-        ...
-
-    def on_outbox(self, outbox: Outbox) -> None:
-        """Handles what the engine produced."""
-        ...
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes of what it keeps for calls, by name."""
-        ...
-
-    def open_requests(self) -> list[LoggedPrompt]:
-        """Open requests, for crash dumps."""
-        ...
-
-    def on_engine_gone(self, reason: str) -> None:
-        """Fails everything that waits for the engine."""
-        ...
 
 
 class WorkerServer(NamedTuple):
     """The part of a worker that exists only while the engine runs: the server and its services."""
 
     server: ServiceServer
-    service: RoleService
+    service: RoleServices
     servicer: WorkerServicer
     info: EngineInfo
 
@@ -103,17 +71,18 @@ class WorkerHost:
         self,
         settings: WorkerSettings,
         role: Role,
-        make_service: Callable[[WorkerContext], RoleService],
+        make_services: Sequence[Callable[[WorkerContext], RoleService]],
     ) -> None:
-        """Creates the parts that need no engine; nothing runs yet. `make_service` makes the role's
-        own service, once the engine runs.
+        """Creates the parts that need no engine; nothing runs yet. `make_services` make the
+        services of the worker's roles, once the engine runs.
 
         Raises:
             ConfigError: The settings are not valid.
         """
         self._settings = settings
         self._role: Role = role
-        self._make_service = make_service
+        self._role_state = WorkerRoleState(role)
+        self._make_services = tuple(make_services)
         self._worker_id = settings.worker_id or default_id(role, settings.port)
         config = with_adapter_needs(settings, settings.engine_config(role, self._worker_id))
         self._placements = place_worker(config, settings.host)
@@ -149,7 +118,7 @@ class WorkerHost:
             self._adapters = AdapterFollower(registry, settings.served_name, send)
         self._store: StoreClient | None = None
         self._kv_feed: KvFeed | None = None
-        self._service: RoleService | None = None
+        self._service: RoleServices | None = None
         self._servicer: WorkerServicer | None = None
         self._closing = contextlib.AsyncExitStack()
 
@@ -183,14 +152,19 @@ class WorkerHost:
             self._settings,
             registry,
             admin=WorkerAdmin(
-                self._engine, self._queries, self._profiles, self._sizes, self._on_weights
+                self._engine,
+                self._queries,
+                self._profiles,
+                self._sizes,
+                self._on_weights,
+                self._role_state,
             ),
             identity=self._identity,
             tracer=self._tracer,
         )
         front = self._front(server, info, self._kv_feed)
         self._service, self._servicer = front.service, front.servicer
-        await server.start((front.service.name, "weft.v1.WorkerService"))
+        await server.start((*front.service.names, "weft.v1.WorkerService"))
         self._closing.push_async_callback(server.close_export)
         self._closing.push_async_callback(server.close_ports)
         return front
@@ -260,6 +234,7 @@ class WorkerHost:
                 self._store.look_up(lookup)
             for put in outbox.store_puts:
                 self._store.put(put)
+        self._role_state.on_outbox(outbox)
         if self._service is not None:
             self._service.on_outbox(outbox)
 
@@ -294,22 +269,21 @@ class WorkerHost:
 
     def _front(self, server: ServiceServer, info: EngineInfo, kv_feed: KvFeed) -> WorkerServer:
         settings = self._settings
-        service = self._make_service(
-            WorkerContext(
-                settings=settings,
-                engine=self._engine,
-                info=info,
-                worker_id=self._worker_id,
-                queries=self._queries,
-                tracer=self._tracer,
-            )
+        context = WorkerContext(
+            settings=settings,
+            engine=self._engine,
+            info=info,
+            worker_id=self._worker_id,
+            queries=self._queries,
+            tracer=self._tracer,
         )
+        service = RoleServices([make(context) for make in self._make_services])
         servicer = WorkerServicer(
             self._engine,
             self._queries,
             info,
             kv_feed,
-            ROLES[self._role],
+            self._role_state,
             self._worker_id,
             settings.served_name,
             os.getpid(),
@@ -361,7 +335,7 @@ class WorkerHost:
 async def run_worker(
     settings: WorkerSettings,
     role: Role,
-    make_service: Callable[[WorkerContext], RoleService],
+    make_services: Sequence[Callable[[WorkerContext], RoleService]],
 ) -> int:
     """Runs a worker until a signal, the death of its engine, or until quarantine has taken its
     pool; returns the exit status.
@@ -373,7 +347,7 @@ async def run_worker(
     if settings.enable_faults:
         allow_sabotage("worker")
     try:
-        worker = WorkerHost(settings, role, make_service)
+        worker = WorkerHost(settings, role, make_services)
     except ConfigError as error:
         logger.error("settings are not valid: %s", error.message)
         return 2

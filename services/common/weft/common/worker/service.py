@@ -17,7 +17,8 @@ from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.placements import told
-from weft.contract.codec.pairs import INFO, LOAD
+from weft.common.worker.role import WorkerRoleState
+from weft.contract.codec.pairs import INFO, LOAD, WORKER_ROLES
 from weft.contract.codec.walk import duration
 from weft.contract.errors import Draining, PeerUnavailable, error_class
 from weft.contract.faults import FaultSpec, FaultState
@@ -178,7 +179,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         queries: Queries,
         info: EngineInfo,
         kv_feed: KvFeed,
-        role: worker_pb2.WorkerRole.ValueType,
+        role: WorkerRoleState,
         worker_id: str,
         model_name: str,
         server_pid: int,
@@ -231,7 +232,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response = INFO.encode(
             info,
             worker_id=self._worker_id,
-            role=self._role,
+            role=WORKER_ROLES.numbers[self._role.started_as],
             model=self._model_name,
             planes=planes,
             transport_detail=self._transport_detail(),
@@ -263,7 +264,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             interval = max(MIN_INTERVAL_S, request.interval.ToNanoseconds() / 1e9)
         told: int | None = None
         while not self._engine.gone.done():
-            load, version = self._engine.load, self._adapters_version
+            load, version = self._engine.load, self._version
             response = self._load()
             if self._adapters is not None:
                 news = self._adapters.news(told)
@@ -274,7 +275,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 told = news.sequence if request.adapter_changes else None
             yield response
             await asyncio.sleep(interval)
-            while load is self._engine.load and version == self._adapters_version:
+            while load is self._engine.load and version == self._version:
                 # The age of its loop shows a watcher that the engine is silent.
                 if self._engine.loop_age_s > QUIET_REPORT_S or self._engine.gone.done():
                     break
@@ -395,8 +396,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(_IDLE_POLL_S)
 
     @property
-    def _adapters_version(self) -> tuple[int, int]:
-        return (0, 0) if self._adapters is None else self._adapters.version
+    def _version(self) -> tuple[int, ...]:
+        adapters = (0, 0) if self._adapters is None else self._adapters.version
+        return (*adapters, self._role.changes)
 
     def _transport_detail(self) -> str:
         load = self._engine.load
@@ -408,6 +410,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response.worker_id, response.epoch = self._worker_id, self._info.epoch
         response.loop_age.CopyFrom(duration(self._engine.loop_age_s))
         response.model_digest = self._model_digest
+        if (role := self._role.describe()) is not None:
+            response.role.CopyFrom(role)
         if load is None:
             return response
         if load.decode_step_s:

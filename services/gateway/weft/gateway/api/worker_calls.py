@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 from weft.common.rpc.authorize import OPERATORS
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import services_of
-from weft.contract.errors import PermissionDenied, WorkerNotFound
+from weft.contract.errors import PermissionDenied, RoleFixed, WorkerNotFound
 from weft.gateway.api.call import Context
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.worker import FleetWorker
@@ -70,6 +72,25 @@ class WorkerCalls:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         return gateway_pb2.UndrainWorkerResponse(was_draining=answer.was_draining)
+
+    def check_decodes_without(self, worker_id: str) -> None:
+        """Raises RoleFixed if a worker is the last one of its model that decodes, WorkerNotFound if
+        there is no such worker.
+        """
+        model = self._find(worker_id).model
+        now = asyncio.get_running_loop().time()
+        others = [
+            worker
+            for worker in self._fleet.workers("decode", model)
+            if worker.info is not None and worker.info.worker_id != worker_id
+        ]
+        if all(worker.problem(now) for worker in others):
+            raise RoleFixed(
+                f"{worker_id} is the last worker that decodes for {model}: no request of it could "
+                "be answered; set another one to decode first, or force it",
+                stage="role",
+                param="role",
+            )
 
     def _find(self, worker_id: str) -> FleetWorker:
         """Raises WorkerNotFound, whose message names the workers that there are."""

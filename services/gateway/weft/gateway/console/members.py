@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from weft.contract.codec.pairs import MEMBER_ROLES
 from weft.gateway.console.stores import StoreState
 from weft.gateway.fleet.worker import FleetWorker
 from weft.v1 import common_pb2, kv_pb2, mesh_pb2
 
-_ROLES = {
-    "prefill": mesh_pb2.MEMBER_ROLE_PREFILL,
-    "decode": mesh_pb2.MEMBER_ROLE_DECODE,
-}
 _TRANSPORTS = {
     common_pb2.TRANSPORT_KIND_DATA: "data",
     common_pb2.TRANSPORT_KIND_NIXL: "nixl",
@@ -19,10 +16,10 @@ _TRANSPORTS = {
 
 def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     """A worker as the gateway sees it, and as it reports itself; `now` is event loop time."""
-    problem = worker.problem(now)
+    problem = worker.fault(now)
     member = mesh_pb2.MeshMember(
         member_id=worker.endpoint.address,
-        role=_ROLES[worker.endpoint.role],
+        role=MEMBER_ROLES.numbers[worker.role],
         address=worker.endpoint.address,
         healthy=not problem,
         problem=problem,
@@ -44,6 +41,11 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     report = worker.report
     if report is None:
         return member
+    if report.HasField("role"):
+        state = member.role_state
+        state.proved, state.changes = report.role.proved, report.role.changes
+        if report.role.HasField("lease"):
+            state.lease.CopyFrom(report.role.lease)
     member.draining = report.draining
     member.running_requests = report.running_requests
     member.waiting_requests = report.waiting_requests

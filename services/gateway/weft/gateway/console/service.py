@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from weft.common.admin import AdminServicer
 from weft.common.mesh import MAX_INTERVAL_S, MIN_INTERVAL_S
 from weft.common.telemetry.tracing import TraceServicer
-from weft.contract.codec.pairs import PROFILE_OPTIONS
+from weft.contract.codec.pairs import PROFILE_OPTIONS, WORKER_ROLES
 from weft.contract.errors import Draining
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
@@ -128,6 +128,22 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
             request.member_id, context, "FlushCache", admin_pb2.FlushCacheRequest()
         )
         return mesh_pb2.FlushMemberResponse(flushed_pages=answer.flushed_pages)
+
+    async def SetMemberRole(
+        self, request: mesh_pb2.SetMemberRoleRequest, context: Context
+    ) -> mesh_pb2.SetMemberRoleResponse:
+        self._access.check_operate(context)
+        if not request.role or request.role not in WORKER_ROLES.numbers:
+            raise invalid("role", f"must be one of {', '.join(filter(None, WORKER_ROLES.numbers))}")
+        if request.role == "prefill" and not request.force:
+            self._workers.check_decodes_without(request.member_id)
+        order = admin_pb2.SetRoleRequest(role=WORKER_ROLES.numbers[request.role])
+        if request.HasField("lease"):
+            order.lease.CopyFrom(request.lease)
+        answer = await self._administer(request.member_id, context, "SetRole", order)
+        return mesh_pb2.SetMemberRoleResponse(
+            previous_role=WORKER_ROLES[answer.previous_role], changes=answer.state.changes
+        )
 
     async def SetMemberLogLevel(
         self, request: mesh_pb2.SetMemberLogLevelRequest, context: Context

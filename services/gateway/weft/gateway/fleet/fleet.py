@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from weft.common.tasks import log_failure
@@ -59,7 +60,7 @@ class ModelFleet:
         roles: tuple[Role, ...] = ("decode", "prefill")
         for role in roles:
             workers = list(self.workers(role))
-            if any(not worker.health_problem(now) for worker in workers):
+            if any(not (worker.health_problem(now) or worker.other_role) for worker in workers):
                 self._was_healthy.add(role)
             elif role == "decode":
                 missing.append(role)
@@ -139,9 +140,16 @@ class Fleet:
                 self._workers[endpoint] = (worker, task)
 
     def workers(self, role: Role | None = None, model: str | None = None) -> Iterator[FleetWorker]:
-        """All workers, healthy or not, or those of one role and of one model."""
+        """All workers, healthy or not, or those of one role and of one model. One that is listed
+        with both roles is one worker of either, and one of all.
+        """
         for endpoint, (worker, _) in tuple(self._workers.items()):
-            if role in (None, endpoint.role) and model in (None, worker.model):
+            is_listed_twice = endpoint.role == "prefill" and (
+                replace(endpoint, role="decode") in self._workers
+            )
+            if role != endpoint.role and (role is not None or is_listed_twice):
+                continue
+            if model in (None, worker.model):
                 yield worker
 
     def of(self, model: str) -> ModelFleet:

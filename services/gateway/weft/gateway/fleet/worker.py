@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -16,9 +16,11 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.start import StartProgress, progress_of
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
+from weft.contract.codec.pairs import WORKER_ROLES
 from weft.contract.errors import Draining, Internal, PeerUnavailable, WeftError
 from weft.contract.layout import CacheLayout, PagedPlane, StatePart, StatePlane
-from weft.gateway.fleet.discovery import Endpoint, Role
+from weft.contract.settings import RoleName
+from weft.gateway.fleet.discovery import Endpoint
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.media_feed import MediaFeed
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
@@ -33,10 +35,6 @@ _log = logging.getLogger(__name__)
 _INFO_TIMEOUT_S = 5.0
 _MAX_SILENCE_S = 5.0
 """Longest time without a load report: a worker's server sends them whatever its engine does."""
-_ROLES: dict[Role, worker_pb2.WorkerRole.ValueType] = {
-    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
-    "decode": worker_pb2.WORKER_ROLE_DECODE,
-}
 _ON_DEVICE = (worker_pb2.ADAPTER_STATE_DEVICE,)
 _HELD = (
     worker_pb2.ADAPTER_STATE_DEVICE,
@@ -233,10 +231,10 @@ class FleetWorker:
         return "" if self.info is None else self.info.model
 
     def _check(self, info: worker_pb2.GetInfoResponse) -> None:
-        role = _ROLES[self.endpoint.role]
-        if info.role != role:
+        role = WORKER_ROLES[info.role]
+        if role not in (self.endpoint.role, "both"):
             raise PeerUnavailable(
-                f"is a {worker_pb2.WorkerRole.Name(info.role)}, not a {self.endpoint.role} worker; "
+                f"is a {role or 'nameless'} worker, not a {self.endpoint.role} worker; "
                 "correct the gateway's --decode or --prefill"
             )
         model = self._models.get(info.model)
@@ -356,8 +354,28 @@ class FleetWorker:
             self.breaker.abandoned()
 
     def problem(self, now: float) -> str:
-        """Why the worker gets no requests; empty if it may. `now` is event loop time."""
+        """Why the worker gets no work of the endpoint's role; empty if it may. `now` is event loop
+        time.
+        """
+        return self.fault(now) or self.other_role
+
+    def fault(self, now: float) -> str:
+        """Why the worker gets no work in any role; empty if it may."""
         return self.health_problem(now) or self.breaker.problem(now)
+
+    @property
+    def role(self) -> RoleName:
+        """What the worker is used for now."""
+        if self._load is not None and self._load.HasField("role"):
+            return cast(RoleName, WORKER_ROLES[self._load.role.role]) or "both"
+        has_both = self.info is not None and self.info.role == worker_pb2.WORKER_ROLE_BOTH
+        return "both" if has_both else self.endpoint.role
+
+    @property
+    def other_role(self) -> str:
+        """Why the worker gets no work of the endpoint's role while it is sound; empty if it may."""
+        role = self.role
+        return "" if role in (self.endpoint.role, "both") else f"its role is {role} now"
 
     def health_problem(self, now: float) -> str:
         """Like `problem`, without the outcomes of earlier requests."""
@@ -378,7 +396,7 @@ class FleetWorker:
     def snapshot(self, now: float) -> dict[str, Any]:
         """The worker's state as this gateway knows it, for operators; `now` is event loop time."""
         known = {
-            "role": self.endpoint.role,
+            "role": self.role,
             "address": self.endpoint.address,
             "model": self.model,
             "problem": self.problem(now),

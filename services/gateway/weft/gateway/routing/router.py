@@ -201,6 +201,8 @@ class Router:
                 retry_after_s=_RETRY_AFTER_S,
             )
         worker, match_tokens = owners[0]
+        # A worker of both roles does not fill its own pages.
+        fillers = [one for one in fillers if one[0].endpoint.address != worker.endpoint.address]
         num_tokens = len(request.prompt_ids)
         if fillers:
             match_tokens = max(match_tokens, fillers[0][1])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.gateway.routing.step_model import StepModel
+from weft.common.capacity import StepModel
 
 Column = NDArray[np.int64]
 """One integer per worker, by its position in the view."""

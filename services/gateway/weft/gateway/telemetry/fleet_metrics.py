@@ -36,7 +36,7 @@ class FleetCollector(Collector):
         now = time.monotonic()
         for worker in self._fleet.workers():
             worker_id = worker.endpoint.address if worker.info is None else worker.info.worker_id
-            names = [worker_id, worker.endpoint.role]
+            names = [worker_id, worker.role]
             healthy.add_metric(names, int(not worker.problem(now)))
             requests.add_metric(names, worker.own_requests)
             state = worker.breaker.state(now)

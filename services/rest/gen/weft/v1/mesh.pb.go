@@ -33,6 +33,8 @@ const (
 	MemberRole_MEMBER_ROLE_PREFILL     MemberRole = 2
 	MemberRole_MEMBER_ROLE_DECODE      MemberRole = 3
 	MemberRole_MEMBER_ROLE_KVSTORE     MemberRole = 4
+	// A worker that prefills for others and decodes.
+	MemberRole_MEMBER_ROLE_BOTH MemberRole = 5
 )
 
 // Enum value maps for MemberRole.
@@ -43,6 +45,7 @@ var (
 		2: "MEMBER_ROLE_PREFILL",
 		3: "MEMBER_ROLE_DECODE",
 		4: "MEMBER_ROLE_KVSTORE",
+		5: "MEMBER_ROLE_BOTH",
 	}
 	MemberRole_value = map[string]int32{
 		"MEMBER_ROLE_UNSPECIFIED": 0,
@@ -50,6 +53,7 @@ var (
 		"MEMBER_ROLE_PREFILL":     2,
 		"MEMBER_ROLE_DECODE":      3,
 		"MEMBER_ROLE_KVSTORE":     4,
+		"MEMBER_ROLE_BOTH":        5,
 	}
 )
 
@@ -576,7 +580,9 @@ type MeshMember struct {
 	// Missing parts that make it slower, in words.
 	Notices []string `protobuf:"bytes,26,rep,name=notices,proto3" json:"notices,omitempty"`
 	// Incarnation, 16 hex digits.
-	Epoch         string `protobuf:"bytes,27,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	Epoch string `protobuf:"bytes,27,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// Set of workers that were started with both roles, of which `role` is the present one.
+	RoleState     *MemberRoleState `protobuf:"bytes,28,opt,name=role_state,json=roleState,proto3" json:"role_state,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -800,6 +806,77 @@ func (x *MeshMember) GetEpoch() string {
 	return ""
 }
 
+func (x *MeshMember) GetRoleState() *MemberRoleState {
+	if x != nil {
+		return x.RoleState
+	}
+	return nil
+}
+
+// How long a worker has its role, and what has shown it.
+type MemberRoleState struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Left of the role's lease; absent = no end.
+	Lease *durationpb.Duration `protobuf:"bytes,1,opt,name=lease,proto3" json:"lease,omitempty"`
+	// A token or a fill has shown the role since it was set.
+	Proved bool `protobuf:"varint,2,opt,name=proved,proto3" json:"proved,omitempty"`
+	// Counts changes of the role since the worker's start.
+	Changes       uint32 `protobuf:"varint,3,opt,name=changes,proto3" json:"changes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemberRoleState) Reset() {
+	*x = MemberRoleState{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemberRoleState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemberRoleState) ProtoMessage() {}
+
+func (x *MemberRoleState) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemberRoleState.ProtoReflect.Descriptor instead.
+func (*MemberRoleState) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *MemberRoleState) GetLease() *durationpb.Duration {
+	if x != nil {
+		return x.Lease
+	}
+	return nil
+}
+
+func (x *MemberRoleState) GetProved() bool {
+	if x != nil {
+		return x.Proved
+	}
+	return false
+}
+
+func (x *MemberRoleState) GetChanges() uint32 {
+	if x != nil {
+		return x.Changes
+	}
+	return 0
+}
+
 // What moved from one member to another, as means over the last ten seconds.
 type MeshFlow struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -823,7 +900,7 @@ type MeshFlow struct {
 
 func (x *MeshFlow) Reset() {
 	*x = MeshFlow{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	mi := &file_weft_v1_mesh_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -835,7 +912,7 @@ func (x *MeshFlow) String() string {
 func (*MeshFlow) ProtoMessage() {}
 
 func (x *MeshFlow) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	mi := &file_weft_v1_mesh_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -848,7 +925,7 @@ func (x *MeshFlow) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshFlow.ProtoReflect.Descriptor instead.
 func (*MeshFlow) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{6}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *MeshFlow) GetSourceId() string {
@@ -931,7 +1008,7 @@ type MeshModel struct {
 
 func (x *MeshModel) Reset() {
 	*x = MeshModel{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[7]
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -943,7 +1020,7 @@ func (x *MeshModel) String() string {
 func (*MeshModel) ProtoMessage() {}
 
 func (x *MeshModel) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[7]
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -956,7 +1033,7 @@ func (x *MeshModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshModel.ProtoReflect.Descriptor instead.
 func (*MeshModel) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{7}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *MeshModel) GetName() string {
@@ -1037,7 +1114,7 @@ type MeshImages struct {
 
 func (x *MeshImages) Reset() {
 	*x = MeshImages{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1049,7 +1126,7 @@ func (x *MeshImages) String() string {
 func (*MeshImages) ProtoMessage() {}
 
 func (x *MeshImages) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1062,7 +1139,7 @@ func (x *MeshImages) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshImages.ProtoReflect.Descriptor instead.
 func (*MeshImages) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *MeshImages) GetMaxImages() uint32 {
@@ -1106,7 +1183,7 @@ type MeshAdapter struct {
 
 func (x *MeshAdapter) Reset() {
 	*x = MeshAdapter{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1118,7 +1195,7 @@ func (x *MeshAdapter) String() string {
 func (*MeshAdapter) ProtoMessage() {}
 
 func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1131,7 +1208,7 @@ func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapter.ProtoReflect.Descriptor instead.
 func (*MeshAdapter) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *MeshAdapter) GetName() string {
@@ -1199,7 +1276,7 @@ type MeshAdapterHolder struct {
 
 func (x *MeshAdapterHolder) Reset() {
 	*x = MeshAdapterHolder{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1211,7 +1288,7 @@ func (x *MeshAdapterHolder) String() string {
 func (*MeshAdapterHolder) ProtoMessage() {}
 
 func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1224,7 +1301,7 @@ func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapterHolder.ProtoReflect.Descriptor instead.
 func (*MeshAdapterHolder) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *MeshAdapterHolder) GetMemberId() string {
@@ -1294,7 +1371,7 @@ type MeshPoint struct {
 
 func (x *MeshPoint) Reset() {
 	*x = MeshPoint{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1306,7 +1383,7 @@ func (x *MeshPoint) String() string {
 func (*MeshPoint) ProtoMessage() {}
 
 func (x *MeshPoint) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1319,7 +1396,7 @@ func (x *MeshPoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshPoint.ProtoReflect.Descriptor instead.
 func (*MeshPoint) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *MeshPoint) GetTime() *timestamppb.Timestamp {
@@ -1449,7 +1526,7 @@ type LatencyQuantiles struct {
 
 func (x *LatencyQuantiles) Reset() {
 	*x = LatencyQuantiles{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1461,7 +1538,7 @@ func (x *LatencyQuantiles) String() string {
 func (*LatencyQuantiles) ProtoMessage() {}
 
 func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1474,7 +1551,7 @@ func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LatencyQuantiles.ProtoReflect.Descriptor instead.
 func (*LatencyQuantiles) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *LatencyQuantiles) GetP50S() float64 {
@@ -1528,7 +1605,7 @@ type MeshRequest struct {
 
 func (x *MeshRequest) Reset() {
 	*x = MeshRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1540,7 +1617,7 @@ func (x *MeshRequest) String() string {
 func (*MeshRequest) ProtoMessage() {}
 
 func (x *MeshRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1553,7 +1630,7 @@ func (x *MeshRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshRequest.ProtoReflect.Descriptor instead.
 func (*MeshRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *MeshRequest) GetRequestId() string {
@@ -1652,7 +1729,7 @@ type ListRequestSpansRequest struct {
 
 func (x *ListRequestSpansRequest) Reset() {
 	*x = ListRequestSpansRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1664,7 +1741,7 @@ func (x *ListRequestSpansRequest) String() string {
 func (*ListRequestSpansRequest) ProtoMessage() {}
 
 func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1677,7 +1754,7 @@ func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListRequestSpansRequest) GetId() string {
@@ -1709,7 +1786,7 @@ type ListRequestSpansResponse struct {
 
 func (x *ListRequestSpansResponse) Reset() {
 	*x = ListRequestSpansResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1721,7 +1798,7 @@ func (x *ListRequestSpansResponse) String() string {
 func (*ListRequestSpansResponse) ProtoMessage() {}
 
 func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1734,7 +1811,7 @@ func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ListRequestSpansResponse) GetSpans() []*Span {
@@ -1768,7 +1845,7 @@ type DrainMemberRequest struct {
 
 func (x *DrainMemberRequest) Reset() {
 	*x = DrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1780,7 +1857,7 @@ func (x *DrainMemberRequest) String() string {
 func (*DrainMemberRequest) ProtoMessage() {}
 
 func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1793,7 +1870,7 @@ func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*DrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *DrainMemberRequest) GetMemberId() string {
@@ -1813,7 +1890,7 @@ type DrainMemberResponse struct {
 
 func (x *DrainMemberResponse) Reset() {
 	*x = DrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1825,7 +1902,7 @@ func (x *DrainMemberResponse) String() string {
 func (*DrainMemberResponse) ProtoMessage() {}
 
 func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1838,7 +1915,7 @@ func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*DrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *DrainMemberResponse) GetRunningRequests() uint32 {
@@ -1858,7 +1935,7 @@ type UndrainMemberRequest struct {
 
 func (x *UndrainMemberRequest) Reset() {
 	*x = UndrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1870,7 +1947,7 @@ func (x *UndrainMemberRequest) String() string {
 func (*UndrainMemberRequest) ProtoMessage() {}
 
 func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1883,7 +1960,7 @@ func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*UndrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *UndrainMemberRequest) GetMemberId() string {
@@ -1901,7 +1978,7 @@ type UndrainMemberResponse struct {
 
 func (x *UndrainMemberResponse) Reset() {
 	*x = UndrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1913,7 +1990,7 @@ func (x *UndrainMemberResponse) String() string {
 func (*UndrainMemberResponse) ProtoMessage() {}
 
 func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1926,7 +2003,7 @@ func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*UndrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
 }
 
 type FlushMemberRequest struct {
@@ -1938,7 +2015,7 @@ type FlushMemberRequest struct {
 
 func (x *FlushMemberRequest) Reset() {
 	*x = FlushMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1950,7 +2027,7 @@ func (x *FlushMemberRequest) String() string {
 func (*FlushMemberRequest) ProtoMessage() {}
 
 func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1963,7 +2040,7 @@ func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberRequest.ProtoReflect.Descriptor instead.
 func (*FlushMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *FlushMemberRequest) GetMemberId() string {
@@ -1983,7 +2060,7 @@ type FlushMemberResponse struct {
 
 func (x *FlushMemberResponse) Reset() {
 	*x = FlushMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1995,7 +2072,7 @@ func (x *FlushMemberResponse) String() string {
 func (*FlushMemberResponse) ProtoMessage() {}
 
 func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2008,12 +2085,138 @@ func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberResponse.ProtoReflect.Descriptor instead.
 func (*FlushMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *FlushMemberResponse) GetFlushedPages() uint32 {
 	if x != nil {
 		return x.FlushedPages
+	}
+	return 0
+}
+
+type SetMemberRoleRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A worker's that was started with both roles.
+	MemberId string `protobuf:"bytes,1,opt,name=member_id,json=memberId,proto3" json:"member_id,omitempty"`
+	// prefill, decode or both.
+	Role string `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`
+	// As in SetRoleRequest.
+	Lease *durationpb.Duration `protobuf:"bytes,3,opt,name=lease,proto3" json:"lease,omitempty"`
+	// Change it although no other worker of its model would be left to decode.
+	Force         bool `protobuf:"varint,4,opt,name=force,proto3" json:"force,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetMemberRoleRequest) Reset() {
+	*x = SetMemberRoleRequest{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetMemberRoleRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetMemberRoleRequest) ProtoMessage() {}
+
+func (x *SetMemberRoleRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetMemberRoleRequest.ProtoReflect.Descriptor instead.
+func (*SetMemberRoleRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *SetMemberRoleRequest) GetMemberId() string {
+	if x != nil {
+		return x.MemberId
+	}
+	return ""
+}
+
+func (x *SetMemberRoleRequest) GetRole() string {
+	if x != nil {
+		return x.Role
+	}
+	return ""
+}
+
+func (x *SetMemberRoleRequest) GetLease() *durationpb.Duration {
+	if x != nil {
+		return x.Lease
+	}
+	return nil
+}
+
+func (x *SetMemberRoleRequest) GetForce() bool {
+	if x != nil {
+		return x.Force
+	}
+	return false
+}
+
+type SetMemberRoleResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// prefill, decode or both.
+	PreviousRole string `protobuf:"bytes,1,opt,name=previous_role,json=previousRole,proto3" json:"previous_role,omitempty"`
+	// Counts changes of the role, this one included.
+	Changes       uint32 `protobuf:"varint,2,opt,name=changes,proto3" json:"changes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetMemberRoleResponse) Reset() {
+	*x = SetMemberRoleResponse{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetMemberRoleResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetMemberRoleResponse) ProtoMessage() {}
+
+func (x *SetMemberRoleResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetMemberRoleResponse.ProtoReflect.Descriptor instead.
+func (*SetMemberRoleResponse) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *SetMemberRoleResponse) GetPreviousRole() string {
+	if x != nil {
+		return x.PreviousRole
+	}
+	return ""
+}
+
+func (x *SetMemberRoleResponse) GetChanges() uint32 {
+	if x != nil {
+		return x.Changes
 	}
 	return 0
 }
@@ -2029,7 +2232,7 @@ type SetMemberLogLevelRequest struct {
 
 func (x *SetMemberLogLevelRequest) Reset() {
 	*x = SetMemberLogLevelRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2041,7 +2244,7 @@ func (x *SetMemberLogLevelRequest) String() string {
 func (*SetMemberLogLevelRequest) ProtoMessage() {}
 
 func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2054,7 +2257,7 @@ func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SetMemberLogLevelRequest) GetMemberId() string {
@@ -2081,7 +2284,7 @@ type SetMemberLogLevelResponse struct {
 
 func (x *SetMemberLogLevelResponse) Reset() {
 	*x = SetMemberLogLevelResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2093,7 +2296,7 @@ func (x *SetMemberLogLevelResponse) String() string {
 func (*SetMemberLogLevelResponse) ProtoMessage() {}
 
 func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2106,7 +2309,7 @@ func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SetMemberLogLevelResponse) GetPreviousLevel() string {
@@ -2131,7 +2334,7 @@ type StartMeshProfileRequest struct {
 
 func (x *StartMeshProfileRequest) Reset() {
 	*x = StartMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2143,7 +2346,7 @@ func (x *StartMeshProfileRequest) String() string {
 func (*StartMeshProfileRequest) ProtoMessage() {}
 
 func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2156,7 +2359,7 @@ func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *StartMeshProfileRequest) GetMemberIds() []string {
@@ -2202,7 +2405,7 @@ type StartMeshProfileResponse struct {
 
 func (x *StartMeshProfileResponse) Reset() {
 	*x = StartMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2214,7 +2417,7 @@ func (x *StartMeshProfileResponse) String() string {
 func (*StartMeshProfileResponse) ProtoMessage() {}
 
 func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2227,7 +2430,7 @@ func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *StartMeshProfileResponse) GetProfileId() string {
@@ -2268,7 +2471,7 @@ type StopMeshProfileRequest struct {
 
 func (x *StopMeshProfileRequest) Reset() {
 	*x = StopMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2280,7 +2483,7 @@ func (x *StopMeshProfileRequest) String() string {
 func (*StopMeshProfileRequest) ProtoMessage() {}
 
 func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2293,7 +2496,7 @@ func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *StopMeshProfileRequest) GetProfileId() string {
@@ -2314,7 +2517,7 @@ type StopMeshProfileResponse struct {
 
 func (x *StopMeshProfileResponse) Reset() {
 	*x = StopMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2326,7 +2529,7 @@ func (x *StopMeshProfileResponse) String() string {
 func (*StopMeshProfileResponse) ProtoMessage() {}
 
 func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2339,7 +2542,7 @@ func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *StopMeshProfileResponse) GetProfileId() string {
@@ -2365,7 +2568,7 @@ type ReadMeshProfileRequest struct {
 
 func (x *ReadMeshProfileRequest) Reset() {
 	*x = ReadMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2377,7 +2580,7 @@ func (x *ReadMeshProfileRequest) String() string {
 func (*ReadMeshProfileRequest) ProtoMessage() {}
 
 func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2390,7 +2593,7 @@ func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ReadMeshProfileRequest) GetProfileId() string {
@@ -2412,7 +2615,7 @@ type ReadMeshProfileResponse struct {
 
 func (x *ReadMeshProfileResponse) Reset() {
 	*x = ReadMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2424,7 +2627,7 @@ func (x *ReadMeshProfileResponse) String() string {
 func (*ReadMeshProfileResponse) ProtoMessage() {}
 
 func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2437,7 +2640,7 @@ func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ReadMeshProfileResponse) GetSummary() *ProfileSummary {
@@ -2469,7 +2672,7 @@ type LoadMeshAdapterRequest struct {
 
 func (x *LoadMeshAdapterRequest) Reset() {
 	*x = LoadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2481,7 +2684,7 @@ func (x *LoadMeshAdapterRequest) String() string {
 func (*LoadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2494,7 +2697,7 @@ func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *LoadMeshAdapterRequest) GetName() string {
@@ -2542,7 +2745,7 @@ type LoadMeshAdapterResponse struct {
 
 func (x *LoadMeshAdapterResponse) Reset() {
 	*x = LoadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2554,7 +2757,7 @@ func (x *LoadMeshAdapterResponse) String() string {
 func (*LoadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2567,7 +2770,7 @@ func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *LoadMeshAdapterResponse) GetDigest() string {
@@ -2586,7 +2789,7 @@ type UnloadMeshAdapterRequest struct {
 
 func (x *UnloadMeshAdapterRequest) Reset() {
 	*x = UnloadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2598,7 +2801,7 @@ func (x *UnloadMeshAdapterRequest) String() string {
 func (*UnloadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2611,7 +2814,7 @@ func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *UnloadMeshAdapterRequest) GetName() string {
@@ -2631,7 +2834,7 @@ type UnloadMeshAdapterResponse struct {
 
 func (x *UnloadMeshAdapterResponse) Reset() {
 	*x = UnloadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[33]
+	mi := &file_weft_v1_mesh_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2643,7 +2846,7 @@ func (x *UnloadMeshAdapterResponse) String() string {
 func (*UnloadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[33]
+	mi := &file_weft_v1_mesh_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2656,7 +2859,7 @@ func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{33}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *UnloadMeshAdapterResponse) GetDigest() string {
@@ -2707,7 +2910,7 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x1f\n" +
 	"\bfraction\x18\x02 \x01(\x01H\x00R\bfraction\x88\x01\x01\x123\n" +
 	"\aelapsed\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\aelapsedB\v\n" +
-	"\t_fraction\"\xd2\a\n" +
+	"\t_fraction\"\x8b\b\n" +
 	"\n" +
 	"MeshMember\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\x12'\n" +
@@ -2739,9 +2942,15 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"transports\x18\x19 \x03(\tR\n" +
 	"transports\x12\x18\n" +
 	"\anotices\x18\x1a \x03(\tR\anotices\x12\x14\n" +
-	"\x05epoch\x18\x1b \x01(\tR\x05epochB\x1c\n" +
+	"\x05epoch\x18\x1b \x01(\tR\x05epoch\x127\n" +
+	"\n" +
+	"role_state\x18\x1c \x01(\v2\x18.weft.v1.MemberRoleStateR\troleStateB\x1c\n" +
 	"\x1a_prefill_tokens_per_secondB\v\n" +
-	"\t_hit_rate\"\x9e\x02\n" +
+	"\t_hit_rate\"t\n" +
+	"\x0fMemberRoleState\x12/\n" +
+	"\x05lease\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05lease\x12\x16\n" +
+	"\x06proved\x18\x02 \x01(\bR\x06proved\x12\x18\n" +
+	"\achanges\x18\x03 \x01(\rR\achanges\"\x9e\x02\n" +
 	"\bMeshFlow\x12\x1b\n" +
 	"\tsource_id\x18\x01 \x01(\tR\bsourceId\x12\x1b\n" +
 	"\ttarget_id\x18\x02 \x01(\tR\btargetId\x12%\n" +
@@ -2843,7 +3052,15 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x12FlushMemberRequest\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\":\n" +
 	"\x13FlushMemberResponse\x12#\n" +
-	"\rflushed_pages\x18\x01 \x01(\rR\fflushedPages\"M\n" +
+	"\rflushed_pages\x18\x01 \x01(\rR\fflushedPages\"\x8e\x01\n" +
+	"\x14SetMemberRoleRequest\x12\x1b\n" +
+	"\tmember_id\x18\x01 \x01(\tR\bmemberId\x12\x12\n" +
+	"\x04role\x18\x02 \x01(\tR\x04role\x12/\n" +
+	"\x05lease\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x05lease\x12\x14\n" +
+	"\x05force\x18\x04 \x01(\bR\x05force\"V\n" +
+	"\x15SetMemberRoleResponse\x12#\n" +
+	"\rprevious_role\x18\x01 \x01(\tR\fpreviousRole\x12\x18\n" +
+	"\achanges\x18\x02 \x01(\rR\achanges\"M\n" +
 	"\x18SetMemberLogLevelRequest\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\x12\x14\n" +
 	"\x05level\x18\x02 \x01(\tR\x05level\"B\n" +
@@ -2886,26 +3103,29 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x18UnloadMeshAdapterRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\"3\n" +
 	"\x19UnloadMeshAdapterResponse\x12\x16\n" +
-	"\x06digest\x18\x01 \x01(\tR\x06digest*\x8c\x01\n" +
+	"\x06digest\x18\x01 \x01(\tR\x06digest*\xa2\x01\n" +
 	"\n" +
 	"MemberRole\x12\x1b\n" +
 	"\x17MEMBER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13MEMBER_ROLE_GATEWAY\x10\x01\x12\x17\n" +
 	"\x13MEMBER_ROLE_PREFILL\x10\x02\x12\x16\n" +
 	"\x12MEMBER_ROLE_DECODE\x10\x03\x12\x17\n" +
-	"\x13MEMBER_ROLE_KVSTORE\x10\x04*f\n" +
+	"\x13MEMBER_ROLE_KVSTORE\x10\x04\x12\x14\n" +
+	"\x10MEMBER_ROLE_BOTH\x10\x05*f\n" +
 	"\bFlowKind\x12\x19\n" +
 	"\x15FLOW_KIND_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FLOW_KIND_REQUESTS\x10\x01\x12\x13\n" +
 	"\x0fFLOW_KIND_PAGES\x10\x02\x12\x12\n" +
-	"\x0eFLOW_KIND_PUTS\x10\x032\xf5\b\n" +
+	"\x0eFLOW_KIND_PUTS\x10\x032\xdc\t\n" +
 	"\vMeshService\x12Y\n" +
 	"\tWatchMesh\x12\x19.weft.v1.WatchMeshRequest\x1a\x1a.weft.v1.WatchMeshResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/watch0\x01\x12l\n" +
 	"\x10ListRequestSpans\x12 .weft.v1.ListRequestSpansRequest\x1a!.weft.v1.ListRequestSpansResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/spans\x12`\n" +
 	"\vDrainMember\x12\x1b.weft.v1.DrainMemberRequest\x1a\x1c.weft.v1.DrainMemberResponse\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/mesh/drain\x12h\n" +
 	"\rUndrainMember\x12\x1d.weft.v1.UndrainMemberRequest\x1a\x1e.weft.v1.UndrainMemberResponse\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/mesh/undrain\x12`\n" +
 	"\vFlushMember\x12\x1b.weft.v1.FlushMemberRequest\x1a\x1c.weft.v1.FlushMemberResponse\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/mesh/flush\x12v\n" +
-	"\x11SetMemberLogLevel\x12!.weft.v1.SetMemberLogLevelRequest\x1a\".weft.v1.SetMemberLogLevelResponse\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/mesh/log_level\x12W\n" +
+	"\x11SetMemberLogLevel\x12!.weft.v1.SetMemberLogLevelRequest\x1a\".weft.v1.SetMemberLogLevelResponse\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/mesh/log_level\x12e\n" +
+	"\rSetMemberRole\x12\x1d.weft.v1.SetMemberRoleRequest\x1a\x1e.weft.v1.SetMemberRoleResponse\"\x15\x82\xd3\xe4\x93\x02\x0f:\x01*\"\n" +
+	"/mesh/role\x12W\n" +
 	"\x10StartMeshProfile\x12 .weft.v1.StartMeshProfileRequest\x1a!.weft.v1.StartMeshProfileResponse\x12T\n" +
 	"\x0fStopMeshProfile\x12\x1f.weft.v1.StopMeshProfileRequest\x1a .weft.v1.StopMeshProfileResponse\x12V\n" +
 	"\x0fReadMeshProfile\x12\x1f.weft.v1.ReadMeshProfileRequest\x1a .weft.v1.ReadMeshProfileResponse0\x01\x12s\n" +
@@ -2925,7 +3145,7 @@ func file_weft_v1_mesh_proto_rawDescGZIP() []byte {
 }
 
 var file_weft_v1_mesh_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
+var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_weft_v1_mesh_proto_goTypes = []any{
 	(MemberRole)(0),                   // 0: weft.v1.MemberRole
 	(FlowKind)(0),                     // 1: weft.v1.FlowKind
@@ -2935,98 +3155,106 @@ var file_weft_v1_mesh_proto_goTypes = []any{
 	(*MemberTier)(nil),                // 5: weft.v1.MemberTier
 	(*MemberStart)(nil),               // 6: weft.v1.MemberStart
 	(*MeshMember)(nil),                // 7: weft.v1.MeshMember
-	(*MeshFlow)(nil),                  // 8: weft.v1.MeshFlow
-	(*MeshModel)(nil),                 // 9: weft.v1.MeshModel
-	(*MeshImages)(nil),                // 10: weft.v1.MeshImages
-	(*MeshAdapter)(nil),               // 11: weft.v1.MeshAdapter
-	(*MeshAdapterHolder)(nil),         // 12: weft.v1.MeshAdapterHolder
-	(*MeshPoint)(nil),                 // 13: weft.v1.MeshPoint
-	(*LatencyQuantiles)(nil),          // 14: weft.v1.LatencyQuantiles
-	(*MeshRequest)(nil),               // 15: weft.v1.MeshRequest
-	(*ListRequestSpansRequest)(nil),   // 16: weft.v1.ListRequestSpansRequest
-	(*ListRequestSpansResponse)(nil),  // 17: weft.v1.ListRequestSpansResponse
-	(*DrainMemberRequest)(nil),        // 18: weft.v1.DrainMemberRequest
-	(*DrainMemberResponse)(nil),       // 19: weft.v1.DrainMemberResponse
-	(*UndrainMemberRequest)(nil),      // 20: weft.v1.UndrainMemberRequest
-	(*UndrainMemberResponse)(nil),     // 21: weft.v1.UndrainMemberResponse
-	(*FlushMemberRequest)(nil),        // 22: weft.v1.FlushMemberRequest
-	(*FlushMemberResponse)(nil),       // 23: weft.v1.FlushMemberResponse
-	(*SetMemberLogLevelRequest)(nil),  // 24: weft.v1.SetMemberLogLevelRequest
-	(*SetMemberLogLevelResponse)(nil), // 25: weft.v1.SetMemberLogLevelResponse
-	(*StartMeshProfileRequest)(nil),   // 26: weft.v1.StartMeshProfileRequest
-	(*StartMeshProfileResponse)(nil),  // 27: weft.v1.StartMeshProfileResponse
-	(*StopMeshProfileRequest)(nil),    // 28: weft.v1.StopMeshProfileRequest
-	(*StopMeshProfileResponse)(nil),   // 29: weft.v1.StopMeshProfileResponse
-	(*ReadMeshProfileRequest)(nil),    // 30: weft.v1.ReadMeshProfileRequest
-	(*ReadMeshProfileResponse)(nil),   // 31: weft.v1.ReadMeshProfileResponse
-	(*LoadMeshAdapterRequest)(nil),    // 32: weft.v1.LoadMeshAdapterRequest
-	(*LoadMeshAdapterResponse)(nil),   // 33: weft.v1.LoadMeshAdapterResponse
-	(*UnloadMeshAdapterRequest)(nil),  // 34: weft.v1.UnloadMeshAdapterRequest
-	(*UnloadMeshAdapterResponse)(nil), // 35: weft.v1.UnloadMeshAdapterResponse
-	(*durationpb.Duration)(nil),       // 36: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 37: google.protobuf.Timestamp
-	(*Span)(nil),                      // 38: weft.v1.Span
-	(*SilentService)(nil),             // 39: weft.v1.SilentService
-	(*ProfileOptions)(nil),            // 40: weft.v1.ProfileOptions
-	(*ProfileSummary)(nil),            // 41: weft.v1.ProfileSummary
+	(*MemberRoleState)(nil),           // 8: weft.v1.MemberRoleState
+	(*MeshFlow)(nil),                  // 9: weft.v1.MeshFlow
+	(*MeshModel)(nil),                 // 10: weft.v1.MeshModel
+	(*MeshImages)(nil),                // 11: weft.v1.MeshImages
+	(*MeshAdapter)(nil),               // 12: weft.v1.MeshAdapter
+	(*MeshAdapterHolder)(nil),         // 13: weft.v1.MeshAdapterHolder
+	(*MeshPoint)(nil),                 // 14: weft.v1.MeshPoint
+	(*LatencyQuantiles)(nil),          // 15: weft.v1.LatencyQuantiles
+	(*MeshRequest)(nil),               // 16: weft.v1.MeshRequest
+	(*ListRequestSpansRequest)(nil),   // 17: weft.v1.ListRequestSpansRequest
+	(*ListRequestSpansResponse)(nil),  // 18: weft.v1.ListRequestSpansResponse
+	(*DrainMemberRequest)(nil),        // 19: weft.v1.DrainMemberRequest
+	(*DrainMemberResponse)(nil),       // 20: weft.v1.DrainMemberResponse
+	(*UndrainMemberRequest)(nil),      // 21: weft.v1.UndrainMemberRequest
+	(*UndrainMemberResponse)(nil),     // 22: weft.v1.UndrainMemberResponse
+	(*FlushMemberRequest)(nil),        // 23: weft.v1.FlushMemberRequest
+	(*FlushMemberResponse)(nil),       // 24: weft.v1.FlushMemberResponse
+	(*SetMemberRoleRequest)(nil),      // 25: weft.v1.SetMemberRoleRequest
+	(*SetMemberRoleResponse)(nil),     // 26: weft.v1.SetMemberRoleResponse
+	(*SetMemberLogLevelRequest)(nil),  // 27: weft.v1.SetMemberLogLevelRequest
+	(*SetMemberLogLevelResponse)(nil), // 28: weft.v1.SetMemberLogLevelResponse
+	(*StartMeshProfileRequest)(nil),   // 29: weft.v1.StartMeshProfileRequest
+	(*StartMeshProfileResponse)(nil),  // 30: weft.v1.StartMeshProfileResponse
+	(*StopMeshProfileRequest)(nil),    // 31: weft.v1.StopMeshProfileRequest
+	(*StopMeshProfileResponse)(nil),   // 32: weft.v1.StopMeshProfileResponse
+	(*ReadMeshProfileRequest)(nil),    // 33: weft.v1.ReadMeshProfileRequest
+	(*ReadMeshProfileResponse)(nil),   // 34: weft.v1.ReadMeshProfileResponse
+	(*LoadMeshAdapterRequest)(nil),    // 35: weft.v1.LoadMeshAdapterRequest
+	(*LoadMeshAdapterResponse)(nil),   // 36: weft.v1.LoadMeshAdapterResponse
+	(*UnloadMeshAdapterRequest)(nil),  // 37: weft.v1.UnloadMeshAdapterRequest
+	(*UnloadMeshAdapterResponse)(nil), // 38: weft.v1.UnloadMeshAdapterResponse
+	(*durationpb.Duration)(nil),       // 39: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 40: google.protobuf.Timestamp
+	(*Span)(nil),                      // 41: weft.v1.Span
+	(*SilentService)(nil),             // 42: weft.v1.SilentService
+	(*ProfileOptions)(nil),            // 43: weft.v1.ProfileOptions
+	(*ProfileSummary)(nil),            // 44: weft.v1.ProfileSummary
 }
 var file_weft_v1_mesh_proto_depIdxs = []int32{
-	36, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
-	37, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
+	39, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
+	40, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
 	7,  // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
-	8,  // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
-	9,  // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
-	11, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
-	13, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
-	15, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
-	15, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
-	36, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
+	9,  // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
+	10, // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
+	12, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
+	14, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
+	16, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
+	16, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
+	39, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
 	0,  // 10: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
 	6,  // 11: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
 	4,  // 12: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
 	5,  // 13: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
-	1,  // 14: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
-	10, // 15: weft.v1.MeshModel.images:type_name -> weft.v1.MeshImages
-	12, // 16: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
-	37, // 17: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
-	36, // 18: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
-	14, // 19: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
-	14, // 20: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
-	4,  // 21: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
-	37, // 22: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
-	36, // 23: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
-	36, // 24: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
-	38, // 25: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
-	39, // 26: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
-	40, // 27: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
-	41, // 28: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
-	2,  // 29: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
-	16, // 30: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
-	18, // 31: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
-	20, // 32: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
-	22, // 33: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
-	24, // 34: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
-	26, // 35: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
-	28, // 36: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
-	30, // 37: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
-	32, // 38: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
-	34, // 39: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
-	3,  // 40: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
-	17, // 41: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
-	19, // 42: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
-	21, // 43: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
-	23, // 44: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
-	25, // 45: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
-	27, // 46: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
-	29, // 47: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
-	31, // 48: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
-	33, // 49: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
-	35, // 50: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
-	40, // [40:51] is the sub-list for method output_type
-	29, // [29:40] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	8,  // 14: weft.v1.MeshMember.role_state:type_name -> weft.v1.MemberRoleState
+	39, // 15: weft.v1.MemberRoleState.lease:type_name -> google.protobuf.Duration
+	1,  // 16: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
+	11, // 17: weft.v1.MeshModel.images:type_name -> weft.v1.MeshImages
+	13, // 18: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
+	40, // 19: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
+	39, // 20: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
+	15, // 21: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
+	15, // 22: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
+	4,  // 23: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
+	40, // 24: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
+	39, // 25: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
+	39, // 26: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
+	41, // 27: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
+	42, // 28: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
+	39, // 29: weft.v1.SetMemberRoleRequest.lease:type_name -> google.protobuf.Duration
+	43, // 30: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
+	44, // 31: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
+	2,  // 32: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
+	17, // 33: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
+	19, // 34: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
+	21, // 35: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
+	23, // 36: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
+	27, // 37: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
+	25, // 38: weft.v1.MeshService.SetMemberRole:input_type -> weft.v1.SetMemberRoleRequest
+	29, // 39: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
+	31, // 40: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
+	33, // 41: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
+	35, // 42: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
+	37, // 43: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
+	3,  // 44: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
+	18, // 45: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
+	20, // 46: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
+	22, // 47: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
+	24, // 48: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
+	28, // 49: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
+	26, // 50: weft.v1.MeshService.SetMemberRole:output_type -> weft.v1.SetMemberRoleResponse
+	30, // 51: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
+	32, // 52: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
+	34, // 53: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
+	36, // 54: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
+	38, // 55: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
+	44, // [44:56] is the sub-list for method output_type
+	32, // [32:44] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_weft_v1_mesh_proto_init() }
@@ -3039,15 +3267,15 @@ func file_weft_v1_mesh_proto_init() {
 	file_weft_v1_mesh_proto_msgTypes[3].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[4].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[5].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[11].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[14].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[12].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[15].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_mesh_proto_rawDesc), len(file_weft_v1_mesh_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   34,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -25,6 +25,7 @@ const (
 	MeshService_UndrainMember_FullMethodName     = "/weft.v1.MeshService/UndrainMember"
 	MeshService_FlushMember_FullMethodName       = "/weft.v1.MeshService/FlushMember"
 	MeshService_SetMemberLogLevel_FullMethodName = "/weft.v1.MeshService/SetMemberLogLevel"
+	MeshService_SetMemberRole_FullMethodName     = "/weft.v1.MeshService/SetMemberRole"
 	MeshService_StartMeshProfile_FullMethodName  = "/weft.v1.MeshService/StartMeshProfile"
 	MeshService_StopMeshProfile_FullMethodName   = "/weft.v1.MeshService/StopMeshProfile"
 	MeshService_ReadMeshProfile_FullMethodName   = "/weft.v1.MeshService/ReadMeshProfile"
@@ -60,6 +61,9 @@ type MeshServiceClient interface {
 	FlushMember(ctx context.Context, in *FlushMemberRequest, opts ...grpc.CallOption) (*FlushMemberResponse, error)
 	// As AdminService.SetLogLevel, of one member.
 	SetMemberLogLevel(ctx context.Context, in *SetMemberLogLevelRequest, opts ...grpc.CallOption) (*SetMemberLogLevelResponse, error)
+	// As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
+	// be left to decode.
+	SetMemberRole(ctx context.Context, in *SetMemberRoleRequest, opts ...grpc.CallOption) (*SetMemberRoleResponse, error)
 	// Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
 	// them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
 	StartMeshProfile(ctx context.Context, in *StartMeshProfileRequest, opts ...grpc.CallOption) (*StartMeshProfileResponse, error)
@@ -144,6 +148,16 @@ func (c *meshServiceClient) SetMemberLogLevel(ctx context.Context, in *SetMember
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(SetMemberLogLevelResponse)
 	err := c.cc.Invoke(ctx, MeshService_SetMemberLogLevel_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *meshServiceClient) SetMemberRole(ctx context.Context, in *SetMemberRoleRequest, opts ...grpc.CallOption) (*SetMemberRoleResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SetMemberRoleResponse)
+	err := c.cc.Invoke(ctx, MeshService_SetMemberRole_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -237,6 +251,9 @@ type MeshServiceServer interface {
 	FlushMember(context.Context, *FlushMemberRequest) (*FlushMemberResponse, error)
 	// As AdminService.SetLogLevel, of one member.
 	SetMemberLogLevel(context.Context, *SetMemberLogLevelRequest) (*SetMemberLogLevelResponse, error)
+	// As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
+	// be left to decode.
+	SetMemberRole(context.Context, *SetMemberRoleRequest) (*SetMemberRoleResponse, error)
 	// Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
 	// them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
 	StartMeshProfile(context.Context, *StartMeshProfileRequest) (*StartMeshProfileResponse, error)
@@ -275,6 +292,9 @@ func (UnimplementedMeshServiceServer) FlushMember(context.Context, *FlushMemberR
 }
 func (UnimplementedMeshServiceServer) SetMemberLogLevel(context.Context, *SetMemberLogLevelRequest) (*SetMemberLogLevelResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method SetMemberLogLevel not implemented")
+}
+func (UnimplementedMeshServiceServer) SetMemberRole(context.Context, *SetMemberRoleRequest) (*SetMemberRoleResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetMemberRole not implemented")
 }
 func (UnimplementedMeshServiceServer) StartMeshProfile(context.Context, *StartMeshProfileRequest) (*StartMeshProfileResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method StartMeshProfile not implemented")
@@ -413,6 +433,24 @@ func _MeshService_SetMemberLogLevel_Handler(srv interface{}, ctx context.Context
 	return interceptor(ctx, in, info, handler)
 }
 
+func _MeshService_SetMemberRole_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetMemberRoleRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MeshServiceServer).SetMemberRole(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MeshService_SetMemberRole_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MeshServiceServer).SetMemberRole(ctx, req.(*SetMemberRoleRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _MeshService_StartMeshProfile_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(StartMeshProfileRequest)
 	if err := dec(in); err != nil {
@@ -522,6 +560,10 @@ var MeshService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "SetMemberLogLevel",
 			Handler:    _MeshService_SetMemberLogLevel_Handler,
+		},
+		{
+			MethodName: "SetMemberRole",
+			Handler:    _MeshService_SetMemberRole_Handler,
 		},
 		{
 			MethodName: "StartMeshProfile",

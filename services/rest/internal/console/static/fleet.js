@@ -8,7 +8,7 @@ import { makeTiles } from "./tiles.js";
 
 const LANES = [
   ["gateway", "Gateway", ["gateway"]],
-  ["decode", "Decode", ["decode"]],
+  ["decode", "Decode", ["decode", "both"]],
   ["fillers", "Prefill and stores", ["prefill", "kvstore"]],
 ];
 const PAGE_STATES = ["used", "cached", "quarantined"];

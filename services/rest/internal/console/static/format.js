@@ -55,6 +55,7 @@ const ROLES = {
   MEMBER_ROLE_GATEWAY: "gateway",
   MEMBER_ROLE_PREFILL: "prefill",
   MEMBER_ROLE_DECODE: "decode",
+  MEMBER_ROLE_BOTH: "both",
   MEMBER_ROLE_KVSTORE: "kvstore",
 };
 

@@ -55,7 +55,7 @@ function warning(id) {
   const others = mesh.now.members.filter((one) => one.member_id !== id && one.healthy
     && one.role === member.role && one.model === member.model);
   if (others.length) return "";
-  return role(member) === "decode"
+  return ["decode", "both"].includes(role(member))
     ? ` No other worker serves ${member.model}: waiting requests will fail.`
     : ` No other prefill worker serves ${member.model}.`;
 }
@@ -103,7 +103,7 @@ function actions(id) {
   const bar = h("div", { class: "actions", role: "group", "aria-label": "Actions" }, drain, flush, level);
   bar.show = (member) => {
     bar.hidden = !mesh.now.can_operate;
-    drain.hidden = !["prefill", "decode"].includes(role(member));
+    drain.hidden = !["prefill", "decode", "both"].includes(role(member));
     setText(drain, member.draining ? "Undrain" : "Drain");
   };
   return bar;

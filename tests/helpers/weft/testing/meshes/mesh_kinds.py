@@ -47,6 +47,10 @@ KINDS: dict[str, tuple[str, ...]] = {
         # A lost decode worker fails its requests; test_resumption.py has it otherwise.
         *("--gateway-args", "--decode-policy round_robin --max-attempts 1"),
     ),
+    "both": (
+        *_SHIP_ALWAYS,
+        *("--both", "3", "--decode-args", f"{PATIENT} --prefill-chunk-tokens 128"),
+    ),
     "bfloat16": (
         *("--dtype", "bfloat16", *_SHIP_ALWAYS, "--transport", "shared", "--decode-args", PATIENT),
         # Messages that the servers put into memory which they share with their engines.
@@ -54,7 +58,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Flags of `weft up` by kind of mesh."""
-TINY_KINDS = ("shipped", "pairs")
+TINY_KINDS = ("shipped", "pairs", "both")
 """Kinds that run with a `TinyMesh`: their tests do not depend on the model."""
 
 

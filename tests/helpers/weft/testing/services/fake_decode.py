@@ -154,6 +154,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Messages that never come through, one after the other."""
         self.is_frozen = False
         self.is_draining = False
+        self.role_now: worker_pb2.RoleState | None = None
+        """What it is used for, of a worker of both roles."""
         self.loop_age_s = 0.0
         self.stale_after_s = 2.0
         self.running_requests = self.waiting_requests = 0
@@ -303,6 +305,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 prefill_tokens_per_second=self.prefill_tokens_per_second,
                 decode_step=duration(self.decode_step_s),
                 decode_step_requests=self.decode_step_requests,
+                role=self.role_now,
             )
             if self.adapters is not None:
                 news = self.adapters.news(told)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from weft.common.capacity import first_token_s, requests_within
 from weft.gateway.routing import FleetPageIndex, PoolView, RoutingRequest
 from weft.gateway.routing.view import Column
 
@@ -57,17 +58,17 @@ class LatencyForecaster:
         """Forecasts a prompt's latency."""
         view, pages = self._computing(is_by_owner=request.is_computed_anew)
         num_tokens = len(request.prompt_ids)
-        first_token_s, to_compute = None, num_tokens
+        found_s, to_compute = None, num_tokens
         known = np.flatnonzero(view.tokens_per_s > 0)
         if len(known):
             matches: Column = np.zeros(len(view), np.int64)
             if pages is not None:
                 matches = pages.matches(view, request)
             left = num_tokens - matches[known]
-            times = (view.queued_tokens[known] + left) / view.tokens_per_s[known]
+            times = first_token_s(view.queued_tokens[known], left, view.tokens_per_s[known])
             best = int(times.argmin())
-            first_token_s, to_compute = float(times[best]), int(left[best])
-        return Forecast(first_token_s, to_compute)
+            found_s, to_compute = float(times[best]), int(left[best])
+        return Forecast(found_s, to_compute)
 
     def spare_requests(self, pace_s: float) -> float:
         """Number of requests that this gateway may add so that decode steps take at most `pace_s`.
@@ -79,9 +80,7 @@ class LatencyForecaster:
         view = self._decode().view
         if not len(view):
             return np.inf
-        room = np.where(view.step_base_s <= pace_s, np.inf, 0.0)
-        grows = view.step_request_s > 0
-        room[grows] = (pace_s - view.step_base_s[grows]) // view.step_request_s[grows]
+        room = requests_within(pace_s, view.step_base_s, view.step_request_s)
         reported = view.num_requests - view.unreported_requests
         spare = float((np.maximum(room, 1) - reported).sum())
         return spare / self._num_replicas - float(view.unreported_requests.sum())

@@ -276,11 +276,11 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         now = asyncio.get_running_loop().time()
         response = gateway_pb2.GetFleetResponse(load=self._pipeline.load())
         for worker in self._fleet.workers():
-            problem = worker.problem(now)
+            problem = worker.fault(now)
             response.workers.add(
                 worker_id="" if worker.info is None else worker.info.worker_id,
                 address=worker.endpoint.address,
-                role=worker.endpoint.role,
+                role=worker.role,
                 healthy=not problem,
                 problem=problem,
                 breaker=_BREAKER_STATES[worker.breaker.state(now)],

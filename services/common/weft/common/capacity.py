@@ -1,9 +1,12 @@
-"""Model of a worker's decode step time by number of requests, from the worker's reports."""
+"""What workers can carry, by their measured speeds: one model for admission, routing and planning."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 _KEPT = 0.98
 """Factor on the weight of earlier reports with every new one."""
@@ -13,6 +16,24 @@ _RECENT_S = 10.0
 """Time without steps after which the model is not recent."""
 _MIN_SPREAD = 0.25
 """Variance of the number of requests, in requests squared, from which a slope is trusted."""
+
+
+def first_token_s(
+    queued_tokens: ArrayLike, to_compute: ArrayLike, tokens_per_s: ArrayLike
+) -> NDArray[np.float64]:
+    """Time until a prompt is computed behind a queue, of each worker."""
+    return np.divide(np.add(queued_tokens, to_compute), tokens_per_s, dtype=np.float64)
+
+
+def requests_within(pace_s: float, base_s: ArrayLike, request_s: ArrayLike) -> NDArray[np.float64]:
+    """Most requests whose steps take at most `pace_s`, of each worker; infinite where steps are not
+    known to become slower with more requests, 0 where even an empty one is slower.
+    """
+    base, each = np.asarray(base_s, np.float64), np.asarray(request_s, np.float64)
+    room = np.where(base <= pace_s, np.inf, 0.0)
+    grows = each > 0
+    room[grows] = np.maximum(0.0, (pace_s - base[grows]) // each[grows])
+    return room
 
 
 class StepModel:
