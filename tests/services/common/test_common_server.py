@@ -11,7 +11,9 @@ import textwrap
 import time
 import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -106,6 +108,31 @@ async def test_a_client_may_ping_while_it_waits(server: ServiceServer) -> None:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         call = stub.Chat(gateway_pb2.ChatRequest(model="slow"), timeout=60)
         assert [answer.request_id async for answer in call] == ["one"]
+
+
+async def test_a_burst_that_python_has_not_taken_yet_is_answered(server: ServiceServer) -> None:
+    """gRPC itself cancels calls at random above 1,000."""
+    failed = asyncio.Queue[grpc.StatusCode]()
+    loop = asyncio.get_running_loop()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+
+        def ask() -> list[Any]:
+            return [
+                stub.GetModel.future(gateway_pb2.GetModelRequest(model="0")) for _ in range(1500)
+            ]
+
+        def note(call: Any) -> None:
+            loop.call_soon_threadsafe(failed.put_nowait, call.code())
+
+        await asyncio.to_thread(grpc.channel_ready_future(channel).result)
+        thread = ThreadPoolExecutor(1)
+        calls = thread.submit(ask).result()  # Meanwhile the server's loop takes nothing.
+        for call in calls:
+            call.add_done_callback(note)
+        codes = {await failed.get() for _ in calls}
+        thread.shutdown()
+    assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
 
 
 @pytest.mark.parametrize("index", range(len(FAILURES)))

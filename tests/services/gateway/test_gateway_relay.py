@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -30,7 +31,9 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Harness]:
         count = submit.stop.max_tokens
         return Script(tokens=[(tokens * (count // len(tokens) + 1))[:count]])
 
-    async with gateway(tmp_path, script, max_context_tokens=8192, step_s=0.0005) as harness:
+    async with gateway(
+        tmp_path, script, max_context_tokens=8192, step_s=0.0005, rl=True
+    ) as harness:
         yield harness
 
 
@@ -91,6 +94,55 @@ async def test_answers_share_a_relay_and_end_on_their_own_calls(mesh: Harness) -
         )
         wanted = "".join(event["choices"][0]["delta"].get("content", "") for event in alone)
         assert contents(edge.data[number]) == wanted != ""
+
+
+DIALECTS: dict[str, tuple[str, dict[str, object]]] = {
+    "completions": ("OpenAIService/Completions", {"prompt": "hi", "max_tokens": 12}),
+    "responses": ("ResponsesService/CreateResponse", {"input": "hi", "max_output_tokens": 16}),
+    "anthropic": (
+        "AnthropicService/CreateMessage",
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12},
+    ),
+    "ollama": (
+        "OllamaService/Generate",
+        {"prompt": "hi", "options": {"num_predict": 12}},
+    ),
+    "sglang": (
+        "TrainerService/GenerateTokens",
+        {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 12}},
+    ),
+}
+TEXTS = re.compile(rb'"(?:text|delta|response)": ?"([^"]*)"')
+
+
+def whole_text(dialect: str, events: bytes) -> bytes:
+    texts: list[bytes] = TEXTS.findall(events)
+    # These also say the text so far.
+    return max(texts, key=len) if dialect in ("responses", "sglang") else b"".join(texts)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_events_of_each_dialect_come_on_the_relay(mesh: Harness, dialect: str) -> None:
+    method, fields = DIALECTS[dialect]
+    request = HttpBody(
+        content_type="application/json",
+        data=json.dumps({"stream": True, **fields}).encode(),
+    )
+    ask = mesh.channel.unary_stream(
+        f"/weft.v1.{method}",
+        request_serializer=HttpBody.SerializeToString,
+        response_deserializer=HttpBody.FromString,
+    )
+    alone = b"".join([one.data async for one in ask(request)])
+    edge = await Edge(mesh).open()
+    call = ask(request, metadata=(("weft-relay", f"{EDGE}/1"),))
+    last = b"".join([one.data async for one in call])
+    assert (await header_of(call))["weft-relay"] == "7"
+    await mesh.wait(lambda: 1 in edge.ended)
+    events = edge.data[1]
+    assert TEXTS.search(events)
+    assert whole_text(dialect, events + last) == whole_text(dialect, alone)
+    assert len(last) < len(alone) / 2
 
 
 async def test_an_answer_without_a_relay_comes_on_its_own_call(mesh: Harness) -> None:

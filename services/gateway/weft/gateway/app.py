@@ -327,6 +327,7 @@ class GatewayApp:
             pipeline=self.pipeline,
             models=self.catalogue,
             openai=self._openai,
+            relays=relays,
             registry=self.metrics.registry,
             gateway=self._gateway_id.removeprefix("gateway-"),
             responses=self._responses,

@@ -38,6 +38,7 @@ SECOND_SIGNAL_AFTER_S = 1.0
 """A signal within this time of the first counts as the same one: a terminal, `make` and a service
 manager may each send one to all processes, which pass it on to each other.
 """
+_MAX_UNTAKEN_CALLS = 1 << 16
 QUARANTINE_STATUS = 3
 """Exit status of a service that ends because too many of its pages are quarantined."""
 
@@ -118,6 +119,10 @@ class ServiceServer:
                 # refuses calls at random.
                 ("grpc.max_metadata_size", 96 << 10),
                 ("grpc.absolute_max_metadata_size", 128 << 10),
+                # gRPC cancels calls at random above 1,000 that Python has not taken yet, which come
+                # in one burst. Services refuse by their own limits, and say why.
+                ("grpc.server.max_pending_requests", _MAX_UNTAKEN_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", _MAX_UNTAKEN_CALLS),
                 # Peers may ping once a second without being cut off.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
             ),

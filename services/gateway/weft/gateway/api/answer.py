@@ -10,6 +10,7 @@ from google.api.httpbody_pb2 import HttpBody
 from weft.contract.errors import ContextTooLong, WeftError
 from weft.gateway.api.call import Context, begin_answer
 from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.api.relay import EdgeFace
 from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.request import RawRequest
@@ -57,6 +58,7 @@ async def run_answer(
     raw: RawRequest,
     make_writer: Callable[[Answer], DialectWriter],
     context: Context,
+    relays: EdgeFace,
     *,
     is_streamed: bool,
     headers: tuple[tuple[str, str], ...] = (),
@@ -68,14 +70,20 @@ async def run_answer(
     """
     async with pipeline.open(raw) as answer:
         writer = make_writer(answer)
-        kind = writer.content_type if is_streamed else JSON
-        await begin_answer(context, raw.request_id, kind, (*answer.headers, *headers))
-        if is_streamed and (data := writer.begin()):
-            await context.write(HttpBody(content_type=kind, data=data))
-        while deltas := await answer.next_deltas():
-            data = b"".join([writer.push(delta) for delta in deltas])
-            if is_streamed and data:
-                await context.write(HttpBody(content_type=kind, data=data))
+        kind, headers = writer.content_type if is_streamed else JSON, (*answer.headers, *headers)
+        if is_streamed:
+            with relays.stream_of(context, kind) as out:
+                await begin_answer(context, raw.request_id, kind, (*headers, *out.headers))
+                if data := writer.begin():
+                    await out.send(data)
+                while deltas := await answer.next_deltas():
+                    if data := b"".join([writer.push(delta) for delta in deltas]):
+                        await out.send(data)
+        else:
+            await begin_answer(context, raw.request_id, kind, headers)
+            while deltas := await answer.next_deltas():
+                for delta in deltas:
+                    writer.push(delta)
         await answer.settle()
         last = writer.end() if is_streamed else to_json(writer.whole())
     if before_end is not None:

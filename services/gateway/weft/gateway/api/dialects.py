@@ -11,6 +11,7 @@ from weft.gateway.api.anthropic.service import AnthropicFace
 from weft.gateway.api.ollama.service import OllamaFace
 from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.api.pooling.service import PoolingFace
+from weft.gateway.api.relay import EdgeFace
 from weft.gateway.api.responses.service import ResponsesFace
 from weft.gateway.api.responses.store import MemoryResponses, ResponseStore
 from weft.gateway.api.server.profiles import ProfileCalls
@@ -52,6 +53,7 @@ def add_dialects(
     pipeline: RequestPipeline,
     models: Catalogue,
     openai: OpenAIFace,
+    relays: EdgeFace,
     registry: CollectorRegistry,
     gateway: str,
     responses: ResponseStore,
@@ -63,11 +65,11 @@ def add_dialects(
     readiness with them; `gateway` names this gateway in ids of responses: letters and digits.
     """
     bodies = openai.bodies
-    face = ResponsesFace(pipeline, models, bodies, responses, gateway)
+    face = ResponsesFace(pipeline, models, bodies, responses, relays, gateway)
     dialects_pb2_grpc.add_ResponsesServiceServicer_to_server(face, server)
-    anthropic = AnthropicFace(pipeline, models, bodies)
+    anthropic = AnthropicFace(pipeline, models, bodies, relays)
     dialects_pb2_grpc.add_AnthropicServiceServicer_to_server(anthropic, server)
-    ollama = OllamaFace(pipeline, models, bodies)
+    ollama = OllamaFace(pipeline, models, bodies, relays)
     dialects_pb2_grpc.add_OllamaServiceServicer_to_server(ollama, server)
     vectors = PoolingFace(pipeline, bodies)
     dialects_pb2_grpc.add_PoolingServiceServicer_to_server(vectors, server)
@@ -82,5 +84,5 @@ def add_dialects(
         asks_for_keys=settings.has_api_keys,
     )
     dialects_pb2_grpc.add_ServerServiceServicer_to_server(other, server)
-    trainer = TrainerFace(pipeline, weights, access, models, bodies, is_on=settings.rl)
+    trainer = TrainerFace(pipeline, weights, access, models, bodies, relays, is_on=settings.rl)
     dialects_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)

@@ -14,16 +14,24 @@ from weft.gateway.api.anthropic.translate import (
 from weft.gateway.api.anthropic.writer import MessageWriter
 from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.relay import EdgeFace
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.v1 import dialects_pb2_grpc
 
 
 class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
-    def __init__(self, pipeline: RequestPipeline, models: Catalogue, bodies: BodyParser) -> None:
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        models: Catalogue,
+        bodies: BodyParser,
+        relays: EdgeFace,
+    ) -> None:
         self._pipeline = pipeline
         self._models = models
         self._bodies = bodies
+        self._relays = relays
 
     async def CreateMessage(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         with field_names({}, PARTS, TOO_LONG):
@@ -36,6 +44,7 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
                 raw,
                 MessageWriter,
                 context,
+                self._relays,
                 is_streamed=bool(body.stream),
                 headers=_id_header(facts.request_id),
             )

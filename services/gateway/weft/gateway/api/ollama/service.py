@@ -37,6 +37,7 @@ from weft.gateway.api.ollama.writer import LineWriter, loaded
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.pooling.vectors import vectors_of
+from weft.gateway.api.relay import EdgeFace
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.catalogue import Catalogue, ResolvedModel
 from weft.gateway.generation.answer import Answer
@@ -55,10 +56,17 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
-    def __init__(self, pipeline: RequestPipeline, models: Catalogue, bodies: BodyParser) -> None:
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        models: Catalogue,
+        bodies: BodyParser,
+        relays: EdgeFace,
+    ) -> None:
         self._pipeline = pipeline
         self._models = models
         self._bodies = bodies
+        self._relays = relays
 
     async def Chat(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         with field_names({}, {}, TOO_LONG):
@@ -103,6 +111,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
             request,
             lambda answer: LineWriter(answer, named, is_chat=is_chat),
             context,
+            self._relays,
             is_streamed=is_streamed,
         )
 

@@ -22,6 +22,7 @@ from weft.gateway.api.answer import (
 from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.relay import EdgeFace
 from weft.gateway.api.responses.bodies import ItemBody, ResponsesBody
 from weft.gateway.api.responses.items import Item, page_of, shown_items
 from weft.gateway.api.responses.store import ResponseStore, StoredResponse
@@ -85,6 +86,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         models: Catalogue,
         bodies: BodyParser,
         store: ResponseStore,
+        relays: EdgeFace,
         gateway: str,
     ) -> None:
         """`gateway` names this gateway in ids of responses: letters and digits."""
@@ -92,6 +94,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         self._models = models
         self._bodies = bodies
         self._store = store
+        self._relays = relays
         self._gateway = gateway
         self._running: dict[str, _Running] = {}
 
@@ -146,6 +149,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
                 raw,
                 make_writer,
                 context,
+                self._relays,
                 is_streamed=bool(body.stream),
                 before_end=keep,
             )

@@ -16,6 +16,7 @@ from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body
 from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.openai.chunks import DONE, large_to_json, to_json, usage_json
 from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.relay import EdgeFace
 from weft.gateway.api.trainer.bodies import (
     CheckWeightsBody,
     ContinueGenerationBody,
@@ -69,6 +70,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         access: MeshAccess,
         models: Catalogue,
         bodies: BodyParser,
+        relays: EdgeFace,
         *,
         is_on: bool,
     ) -> None:
@@ -77,6 +79,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         self._access = access
         self._models = models
         self._bodies = bodies
+        self._relays = relays
         self._is_on = is_on
 
     async def PauseWorkers(
@@ -183,14 +186,21 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
 
     async def _collect(self, answer: Answer, writer: W, context: Context, is_streamed: bool) -> W:
         """Gives all deltas to the writer, and sends its events if the answer is streamed."""
-        kind = _kind(is_streamed)
-        await begin_answer(context, answer.request.request_id, kind, answer.headers)
-        while deltas := await answer.next_deltas():
-            for delta in deltas:
-                writer.push(delta)
-            if is_streamed:
-                data = b"".join([writer.event(delta) for delta in deltas])
-                await context.write(HttpBody(content_type=kind, data=data))
+        kind, request_id = _kind(is_streamed), answer.request.request_id
+        if is_streamed:
+            out = self._relays.stream_of(context, kind)
+            with out:
+                headers = (*answer.headers, *out.headers)
+                await begin_answer(context, request_id, kind, headers)
+                while deltas := await answer.next_deltas():
+                    for delta in deltas:
+                        writer.push(delta)
+                    await out.send(b"".join([writer.event(delta) for delta in deltas]))
+        else:
+            await begin_answer(context, request_id, kind, answer.headers)
+            while deltas := await answer.next_deltas():
+                for delta in deltas:
+                    writer.push(delta)
         await answer.settle()
         return writer
 
