@@ -186,23 +186,26 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
 
     async def _collect(self, answer: Answer, writer: W, context: Context, is_streamed: bool) -> W:
         """Gives all deltas to the writer, and sends its events if the answer is streamed."""
-        kind, request_id = _kind(is_streamed), answer.request.request_id
         if is_streamed:
-            out = self._relays.stream_of(context, kind)
-            with out:
-                headers = (*answer.headers, *out.headers)
-                await begin_answer(context, request_id, kind, headers)
-                while deltas := await answer.next_deltas():
-                    for delta in deltas:
-                        writer.push(delta)
-                    await out.send(b"".join([writer.event(delta) for delta in deltas]))
+            await self._send_events(answer, writer, context)
         else:
-            await begin_answer(context, request_id, kind, answer.headers)
+            await begin_answer(context, answer.request.request_id, JSON, answer.headers)
             while deltas := await answer.next_deltas():
                 for delta in deltas:
                     writer.push(delta)
         await answer.settle()
         return writer
+
+    async def _send_events(
+        self, answer: Answer, writer: SglangWriter | VllmWriter, context: Context
+    ) -> None:
+        with self._relays.stream_of(context, EVENTS) as out:
+            headers = (*answer.headers, *out.headers)
+            await begin_answer(context, answer.request.request_id, EVENTS, headers)
+            while deltas := await answer.next_deltas():
+                for delta in deltas:
+                    writer.push(delta)
+                await out.send(b"".join([writer.event(delta) for delta in deltas]))
 
     async def ShowServer(
         self, request: dialects_pb2.ShowServerRequest, context: Context
