@@ -178,7 +178,12 @@ _STEMS = {
 """Classes of encoders, by the first part of their architectures' names."""
 _ENCODER_ENDS = (HEADLESS, CLASSIFIER, "ForMaskedLM")
 _ENCODERS = {f"{stem}{end}": location for stem, location in _STEMS.items() for end in _ENCODER_ENDS}
-_LOCATIONS = {**_BUILT_IN, **_ENCODERS}
+_WHISPER = "WhisperForConditionalGeneration"
+_LOCATIONS = {
+    **_BUILT_IN,
+    **_ENCODERS,
+    _WHISPER: ("weft.engine.model.archs.whisper", _WHISPER),
+}
 
 
 _BIDIRECTIONAL = {
@@ -279,6 +284,8 @@ def configuration_reader(architecture: str) -> ConfigReader | None:
         return _reader(f"families.{family[0]}", family[1])
     if architecture in _ENCODERS:
         return _reader("encoder_config", "read_encoder_config")
+    if architecture == _WHISPER:
+        return _reader("whisper_config", "read_whisper_config")
     reader: ConfigReader | None = getattr(load_class(architecture), "read_config", None)
     return reader
 

@@ -19,6 +19,7 @@ from weft.checkpoint.architectures import (
     is_headless,
     language_model_name,
 )
+from weft.checkpoint.audio_config import AudioConfig
 from weft.checkpoint.end_tokens import end_token_ids, tokenizer_end_token
 from weft.checkpoint.fields import Fields, read_json_file
 from weft.checkpoint.latent_config import LatentConfig
@@ -37,11 +38,9 @@ _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = (
     *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names"),
-    *("frees_windows", "head", "num_labels", "is_encoder", "mtp", "vision"),
+    *("frees_windows", "head", "num_labels", "is_encoder", "mtp", "vision", "audio"),
 )
-"""Fields that are not in the fingerprint; quantisation and image tower have fingerprints of their
-own.
-"""
+"""Fields that are not in the fingerprint; quantisation and towers have their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +129,8 @@ class ModelConfig:
     """The MTP head that checkpoints of this kind may have; None: they have none."""
     vision: VisionConfig | None = None
     """The image tower; None: the checkpoint has none, or one that is not supported."""
+    audio: AudioConfig | None = None
+    """The audio tower, to whose rows each layer attends; None: the model takes no clips."""
     num_added_tokens: int = 0
     """Rows after the checkpoint's, for tokens that adapters add; they are zeros without an
     adapter.
@@ -146,6 +147,11 @@ class ModelConfig:
     """
     num_labels: int = 0
     """Classes of the classification head; 0: there is no such head."""
+
+    @property
+    def tower(self) -> VisionConfig | AudioConfig | None:
+        """What makes rows of media; None: prompts have none."""
+        return self.audio if self.vision is None else self.vision
 
     @property
     def value_dim(self) -> int:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from weft.checkpoint.audio_config import AudioConfig
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.vision_config import VisionConfig
 from weft.contract.cache_folder import cache_folder
@@ -45,8 +46,8 @@ def mtp_digest(model: bytes) -> bytes:
     return combine(_MTP_VERSION, model)
 
 
-def tower_digest(model: bytes, tower: VisionConfig) -> bytes:
-    """32 bytes that name the image tower in a model's own files, from the model's digest."""
+def tower_digest(model: bytes, tower: VisionConfig | AudioConfig) -> bytes:
+    """32 bytes that name the tower in a model's own files, from the model's digest."""
     return combine(_TOWER_VERSION, model, tower.fingerprint())
 
 

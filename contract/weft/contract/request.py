@@ -100,6 +100,22 @@ class Constraint:
         return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTokens:
+    """Whisper's rules for tokens that say times (arXiv 2212.04356, section 2.3): a sample begins
+    with one, texts are between pairs of them, times never decrease, and one is drawn where all of
+    them together are likelier than any other token. The token before the first one, which asks for
+    none, is never drawn.
+    """
+
+    first: int = field(metadata=wire(low=1, param="time_tokens"))
+    """The token of time 0; all tokens from it on are times."""
+    end: int = field(metadata=wire(low=0, param="time_tokens"))
+    """The token that ends a sample; those before it are text."""
+    max_initial: int | None = field(default=None, metadata=wire(low=0, param="time_tokens"))
+    """Largest time with which a sample may begin, counted from `first`; None: any."""
+
+
 MAX_BIAS = 100.0
 """A value of `logit_bias` is -MAX_BIAS to MAX_BIAS."""
 MAX_TOKENS = 2**31 - 1
@@ -285,6 +301,7 @@ class SamplingParams:
     """Unsigned 64 bits here; noise is a function of (seed, absolute position, token id)."""
     n: int = _drawn(1, "samples of each prompt", 1, 128, names=_OPENAI_ALONE)
     constraint: Constraint | None = None
+    time_tokens: TimeTokens | None = None
     speculates: bool = _parameter(
         True,
         "tokens may be drafted where that pays; the text is the same",
@@ -292,8 +309,13 @@ class SamplingParams:
     )
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether the logits depend on the tokens so far, beside constraints."""
+        return self.has_penalties or self.time_tokens is not None
+
+    @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on the tokens so far."""
+        """Whether tokens that have occurred get other logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

@@ -14,7 +14,7 @@ from weft.contract.wire import wire
 MEDIA_DIGEST_BYTES = 32
 MAX_SPANS = 4096
 """Most spans of a prompt."""
-MediaKind = Literal["image"]
+MediaKind = Literal["image", "audio"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class Media:
     """One medium, processed so far that only a model's encoder is left to run.
 
     An image is one picture of the shape [height, width, 3], uint8. Encoders that look at tiles get
-    one medium for each tile.
+    one medium for each tile. A clip of audio is its log-mel spectrogram, little-endian float32, as
+    [mels, frames, 4].
     """
 
     kind: MediaKind

@@ -615,8 +615,9 @@ class EngineConfig(PageConfig):
         return f"{kind}:{int(index or 0) + rank}"
 
     def has_tower(self, model: ModelConfig) -> bool:
-        """Whether the engine loads the image tower of its model."""
-        return model.vision is not None and not self.language_model_only
+        """Whether the engine loads the tower of its model."""
+        is_left_out = self.language_model_only and model.audio is None
+        return model.tower is not None and not is_left_out
 
     @property
     def reads_mtp(self) -> bool:

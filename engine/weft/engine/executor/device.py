@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout
 from weft.engine.base.config import EngineConfig
@@ -106,11 +107,15 @@ def wider_experts(loaded: LoadedModel, device: torch.device) -> list[str]:
     return [f"experts without gates are kept in {loaded.dtype} on GPUs, other weights in {kept}"]
 
 
-def sampling_device(vocab_size: int, device: torch.device) -> tuple[torch.device | None, list[str]]:
+def sampling_device(
+    model: ModelConfig, device: torch.device
+) -> tuple[torch.device | None, list[str]]:
     """The GPU that draws tokens; None, and the reason if there is a GPU, if the host draws them."""
     if device.type != "cuda":
         return None, []
-    fault = device_sampler_fault(vocab_size, device)
+    if model.audio is not None:
+        return None, ["tokens are drawn on the host, which alone knows the rules of time tokens"]
+    fault = device_sampler_fault(model.num_embeddings, device)
     if fault is None:
         return device, []
     return None, [f"tokens are drawn on the host, which takes longer: {fault}"]

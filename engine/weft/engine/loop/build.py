@@ -215,7 +215,7 @@ def _load_parts(
         progress(0, 0, "warming up images")
         warm_up_media(executor, media, config.max_step_tokens, max_tokens)
     progress(0, 0, "warming up drawing")
-    draws_on, faults = sampling_device(vocab_size, device)
+    draws_on, faults = sampling_device(loaded.config, device)
     # Graphs are captured here, so no other thread may use the device yet.
     drafter: Drafter | None
     on_order: list[Callable[[AdapterOrder], None]] = []
@@ -404,7 +404,7 @@ def _make_executor(
         max_tokens,
         device,
         max_step_tokens=_max_step_tokens(config, models),
-        cuda_graphs=config.cuda_graphs,
+        cuda_graphs=config.cuda_graphs and loaded.config.audio is None,
         lora=lora,
         drafted=models.drafted,
         max_drafts=config.most_drafts,
@@ -455,7 +455,8 @@ def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:
         return None
     has_axes = vision is not None and vision.axes is not None
     grid_of = encoder.grid_of if has_axes else None
-    return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, grid_of)
+    is_first = loaded.config.audio is not None
+    return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, grid_of, is_first)
 
 
 def _device_peers(peers: SharedGroup | DevicePeers | None) -> DevicePeers | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weft.checkpoint.audio_config import fits_pages
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.eagle3_config import load_head_config
@@ -50,6 +51,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
     _check_pages_of_ranks(config, model)
+    if model.audio is not None:
+        _check_clips(config, model)
     check_kv_dtype(config.kv_dtype, model)
     _check_drafts(config, model, pooling.task)
     if config.enable_lora:
@@ -91,6 +94,21 @@ def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
     for name, is_wrong, wanted in refused:
         if is_wrong:
             raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
+
+
+def _check_clips(config: EngineConfig, model: ModelConfig) -> None:
+    refused = (
+        ("page_size", not fits_pages(config.page_size), "a divisor of 64"),
+        ("tp", config.tp > 1, "1"),
+        ("enable_lora", config.enable_lora, "off"),
+        ("quantization", config.quantization != "auto", "auto"),
+        ("drafter", config.drafter != "none", "none"),
+        ("deterministic", config.deterministic and config.is_on_gpu, "off on a GPU"),
+    )
+    for name, is_wrong, wanted in refused:
+        if is_wrong:
+            told = f"must be {wanted} for models that attend to clips of audio"
+            raise ConfigError(f"{name} = {getattr(config, name)}: {told}", param=name)
 
 
 def _check_pages_of_ranks(config: EngineConfig, model: ModelConfig) -> None:

@@ -22,6 +22,7 @@ from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
 from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.contract.errors import ModelError
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
+from weft.engine.model.audio.tower import AudioTower
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import MediaEncoder, Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
@@ -68,7 +69,7 @@ class LoadedModel:
     mtp: MtpHead | None = None
     """The checkpoint's MTP head; None: `load_model` was called without `mtp_head`."""
     encoder: MediaEncoder | None = None
-    """Makes rows of images; None: `load_model` was called without `images`."""
+    """Makes rows of media; None: `load_model` was called without `images`."""
     refit: Refit
     tower_digest: bytes = b""
     """Names the checkpoint's image tower, whether or not it was read; empty: none is supported."""
@@ -142,7 +143,7 @@ def load_model(
     of_ranks += "-ep" if of_ranks and ep > 1 else ""
     # Native operations of a CPU always take one order. Encoders also use other operations.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
-    if images and config.vision is None:
+    if images and config.tower is None:
         raise ModelError(
             f"{model_dir}: images are not supported for {config.architecture}; serve it without "
             "them",
@@ -223,7 +224,7 @@ def load_model(
         mtp=mtp,
         encoder=tower,
         refit=Refit(config, parts, parameters, steps),
-        tower_digest=b"" if config.vision is None else tower_digest(digest, config.vision),
+        tower_digest=b"" if config.tower is None else tower_digest(digest, config.tower),
     )
 
 
@@ -241,7 +242,7 @@ def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto
         scheme = _tower_scheme(chosen) if of_tower else scheme_of(chosen)
         return Weights(reader, scheme, dtype, torch.device("meta"))
 
-    wanted = _Wanted(mtp_head=False, tower=config.vision is not None)
+    wanted = _Wanted(mtp_head=False, tower=config.tower is not None)
     with _SkipMetaChecks():
         model = _read_model(model_dir, config, None, class_of(config), weights_of, wanted).model
     _heads(model, pooling, torch.device("cpu"))
@@ -257,7 +258,7 @@ class _Wanted(NamedTuple):
 class _Parts(NamedTuple):
     model: Model
     mtp: MtpHead | None
-    tower: VisionTower | None
+    tower: VisionTower | AudioTower | None
 
 
 def _name(parts: _Parts, digest: bytes) -> None:
@@ -278,9 +279,12 @@ def _tower_scheme(chosen: Quantization | None) -> Scheme:
 
 def _read_tower(
     reader: CheckpointReader, config: ModelConfig, weights_of: _WeightsOf
-) -> VisionTower:
+) -> VisionTower | AudioTower:
+    weights = weights_of(reader, of_tower=True)
+    if config.audio is not None:
+        return AudioTower.read(weights, config.audio)
     assert config.vision is not None
-    return VisionTower.read(weights_of(reader, of_tower=True), config.vision)
+    return VisionTower.read(weights, config.vision)
 
 
 class _SkipMetaChecks(TorchFunctionMode):
@@ -420,7 +424,7 @@ def _is_unused(name: str, config: ModelConfig, wanted: _Wanted) -> bool:
 
 
 def _belongs_to_tower(name: str, config: ModelConfig) -> bool:
-    return config.vision is not None and config.vision.names.has(name)
+    return config.tower is not None and config.tower.names.has(name)
 
 
 def _belongs_to_head(name: str, config: ModelConfig) -> bool:

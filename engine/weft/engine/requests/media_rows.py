@@ -15,6 +15,10 @@ from weft.engine.requests.media_positions import MediaPositions
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
+_NOT_FIRST = (
+    "a prompt of this model begins with all rows of one clip of audio, and other tokens "
+    "follow; ask for a transcription"
+)
 GROUP_ROWS = 16
 """Rows that are given to a medium together."""
 
@@ -34,6 +38,8 @@ class EncoderFacts(NamedTuple):
     """Rows and columns in which the rows of a medium of this shape lie, where the model rotates by
     them; None: it rotates by tokens' positions alone.
     """
+    is_first: bool = False
+    """Whether each prompt begins with all rows of one medium, to which its other tokens attend."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +104,7 @@ def check_media(
 ) -> None:
     """As `MediaRows.check`, also where prompts have no media: then InvalidRequest if one has."""
     if media is not None:
-        if spans:
+        if spans or (isinstance(media, MediaRows) and media.are_needed):
             media.check(spans, num_tokens)
     elif spans:
         raise InvalidRequest("this worker takes no images", stage="validate", param="spans")
@@ -152,6 +158,8 @@ class MediaRows:
         content of one is not held.
         """
         check_spans(spans, num_tokens)
+        if self._facts.is_first:
+            self._check_first(spans, num_tokens)
         self.store.check(spans)
         for span in spans:
             media = self.store.get(span.digest)
@@ -172,6 +180,18 @@ class MediaRows:
                 )
             if self._facts.sees_both_ways:
                 self._check_whole(span, num_rows)
+            if self._facts.is_first and span.length != num_rows:
+                raise InvalidRequest(_NOT_FIRST, stage="validate", param="spans")
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether each prompt has media."""
+        return self._facts.is_first
+
+    def _check_first(self, spans: Sequence[MediaSpan], num_tokens: int) -> None:
+        is_one = len(spans) == 1 and spans[0].position == spans[0].offset == 0
+        if not is_one or spans[0].end >= num_tokens:
+            raise InvalidRequest(_NOT_FIRST, stage="validate", param="spans")
 
     def _check_whole(self, span: MediaSpan, num_rows: int) -> None:
         if span.length < num_rows:

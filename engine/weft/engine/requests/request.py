@@ -294,7 +294,7 @@ class Request:
         are sampled one after another.
         """
         params = self.params
-        return params.has_penalties or params.constraint is not None or self.stop.min_tokens > 0
+        return params.counts_tokens or params.constraint is not None or self.stop.min_tokens > 0
 
     @property
     def draws(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from weft.contract.arrays import Float32Array, Int64Array
 from weft.contract.request import SamplingParams
+from weft.engine.sampling.times import TimeRules
 
 
 class TokenCounts:
@@ -74,19 +75,39 @@ class LogitEdits:
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self.bias = np.fromiter(params.logit_bias.values(), np.float32)
         self.counts = TokenCounts(prompt_ids, output_ids) if params.has_penalties else None
+        self.times: TimeRules | None = None
+        """Rules for the tokens that say times, or None."""
+        if params.time_tokens is not None:
+            self.times = TimeRules(params.time_tokens, output_ids)
+        self._whole: list[tuple[Float32Array, Float32Array]] = []
         self._undo: list[tuple[Float32Array, Int64Array, Float32Array]] = []
 
     def apply(self, row: Float32Array) -> None:
-        """Changes `row`, [vocab_size], in place: bias, then penalties."""
+        """Changes `row`, [vocab_size], in place: bias, then penalties, then the rules of
+        times.
+        """
         if len(self.bias_ids):
             self._remember(row, self.bias_ids)
             row[self.bias_ids] += self.bias
         if self.counts is not None and len(self.counts.ids):
             self._remember(row, self.counts.ids)
             row[self.counts.ids] = self._penalised(row[self.counts.ids], self.counts)
+        if self.times is not None:
+            self._whole.append((row, row.copy()))
+            self.times.apply(row)
+
+    def add_output(self, token_id: int) -> None:
+        """Counts a token that was drawn."""
+        if self.counts is not None:
+            self.counts.add_output(token_id)
+        if self.times is not None:
+            self.times.add(token_id)
 
     def take_back(self) -> None:
         """Reverts all changes that `apply` has made since the last call."""
+        while self._whole:
+            row, values = self._whole.pop()
+            row[:] = values
         while self._undo:
             row, ids, values = self._undo.pop()
             row[ids] = values

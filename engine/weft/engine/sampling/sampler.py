@@ -100,7 +100,7 @@ class Sampler:
         self._table = SlotTable(vocab_size, num_slots, device, max_masked_rows)
         self._scratch = Scratch(vocab_size, use_native=use_native)
         self._counting: set[int] = set()
-        """Slots with penalties."""
+        """Slots with penalties or rules of times."""
         self._stops: dict[int, _Stops] = {}
         """Of slots that must not get their stop tokens at first."""
         self._lacking_stops: set[int] = set()
@@ -151,9 +151,9 @@ class Sampler:
                 message = f"logit_bias: token id {token_id} is not below {self._vocab_size}"
                 raise InvalidRequest(message, stage="sample", param="logit_bias")
         edits: LogitEdits | None = None
-        if params.logit_bias or params.has_penalties:
+        if params.logit_bias or params.counts_tokens:
             edits = self._edits[slot] = LogitEdits(params, prompt_ids, output_ids)
-        if params.has_penalties:
+        if params.counts_tokens:
             self._counting.add(slot)
         if stop_ids := self._stop_ids(row):
             ids = np.unique(np.array(stop_ids, np.int64))
@@ -379,8 +379,8 @@ class Sampler:
             for _, edits in edited:
                 edits.take_back()
         for r, edits in edited:
-            if edits.counts is not None and tokens[r] >= 0:
-                edits.counts.add_output(int(tokens[r]))
+            if tokens[r] >= 0:
+                edits.add_output(int(tokens[r]))
         return SampledRows(tokens, self._logprobs(logits, slots, tokens))
 
     def _logprobs(

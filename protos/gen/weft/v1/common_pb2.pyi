@@ -306,6 +306,41 @@ class Constraint(_message.Message):
 Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
+class TimeTokens(_message.Message):
+    """Rules for tokens that say times, as Whisper has them: a sample begins with one, texts are between
+    pairs of them, times never decrease, and one is drawn where all of them together are likelier than
+    any other token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    MAX_INITIAL_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """Token of time 0. All tokens from it on are times; the one before it is never drawn."""
+    end: _builtins.int
+    """Token that ends a sample. Those before it are text."""
+    max_initial: _builtins.int
+    """Largest time with which a sample may begin, counted from `first`. Absent: any."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        end: _builtins.int = ...,
+        max_initial: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_initial", b"_max_initial", "max_initial", b"max_initial"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_initial", b"_max_initial", "end", b"end", "first", b"first", "max_initial", b"max_initial"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_initial: _TypeAlias = _typing.Literal["max_initial"]  # noqa: Y015
+    _WhichOneofArgType__max_initial: _TypeAlias = _typing.Literal["_max_initial", b"_max_initial"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_initial) -> _WhichOneofReturnType__max_initial | None: ...
+
+Global___TimeTokens: _TypeAlias = TimeTokens  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How the next token is drawn. Absent fields take the stated default."""
 
@@ -344,6 +379,7 @@ class SamplingParams(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     SPECULATE_FIELD_NUMBER: _builtins.int
     TOP_N_SIGMA_FIELD_NUMBER: _builtins.int
+    TIME_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy. Range 0..100. Absent: the model's default, else 1."""
     top_p: _builtins.float
@@ -382,6 +418,10 @@ class SamplingParams(_message.Message):
     def constraint(self) -> Global___Constraint:
         """Only tokens that can lead to such a text are drawn. Absent: any text."""
 
+    @_builtins.property
+    def time_tokens(self) -> Global___TimeTokens:
+        """Absent: no token says a time."""
+
     def __init__(
         self,
         *,
@@ -398,10 +438,11 @@ class SamplingParams(_message.Message):
         constraint: Global___Constraint | None = ...,
         speculate: _builtins.bool | None = ...,
         top_n_sigma: _builtins.float | None = ...,
+        time_tokens: Global___TimeTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_time_tokens", b"_time_tokens", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "time_tokens", b"time_tokens", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_time_tokens", b"_time_tokens", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "time_tokens", b"time_tokens", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
@@ -421,6 +462,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__speculate: _TypeAlias = _typing.Literal["_speculate", b"_speculate"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__time_tokens: _TypeAlias = _typing.Literal["time_tokens"]  # noqa: Y015
+    _WhichOneofArgType__time_tokens: _TypeAlias = _typing.Literal["_time_tokens", b"_time_tokens"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_n_sigma: _TypeAlias = _typing.Literal["top_n_sigma"]  # noqa: Y015
@@ -445,6 +488,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__speculate) -> _WhichOneofReturnType__speculate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_tokens) -> _WhichOneofReturnType__time_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload

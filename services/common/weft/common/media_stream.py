@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import get_args
 
 from weft.contract.errors import InvalidRequest
-from weft.contract.spans import Media, media_digest
+from weft.contract.spans import Media, MediaKind, media_digest
 from weft.v1 import worker_pb2
 
 PART_BYTES = 1 << 20
@@ -39,9 +40,9 @@ async def media_of(
             if size >= 0:
                 raise _refused(f"a medium of {size} bytes ends after {len(data)}")
             head, data, size = part.head, bytearray(), math.prod(part.head.shape)
-            if head.kind != "image" or not 0 < size <= MAX_MEDIUM_BYTES:
+            if head.kind not in get_args(MediaKind) or not 0 < size <= MAX_MEDIUM_BYTES:
                 raise _refused(
-                    f"a medium of kind {head.kind[:40]!r} and {size} bytes; images of at most "
+                    f"a medium of kind {head.kind[:40]!r} and {size} bytes; media of at most "
                     f"{MAX_MEDIUM_BYTES} are taken"
                 )
         if size < 0 or len(data) + len(part.data) > size:
@@ -55,10 +56,11 @@ async def media_of(
 
 
 def _checked(head: worker_pb2.PutMediaRequest.Head, data: bytes) -> Media:
-    if media_digest("image", head.processor, head.shape, data) != head.digest:
+    kind: MediaKind = "audio" if head.kind == "audio" else "image"
+    if media_digest(kind, head.processor, head.shape, data) != head.digest:
         raise _refused("the content of a medium is not that of its digest")
     return Media(
-        kind="image",
+        kind=kind,
         processor=head.processor,
         shape=tuple(head.shape),
         data=data,
