@@ -15,6 +15,7 @@ from weft.contract.request import (
     Reasoning,
     SamplingParams,
     StopCriteria,
+    TimeTokens,
 )
 from weft.contract.spans import MediaSpan
 from weft.contract.submits import SampleProgress, Submit
@@ -120,6 +121,7 @@ def test_every_field_reaches_the_engine() -> None:
             seed=2**64 - 1,
             n=3,
             constraint=Constraint(kind="json_schema", text="{}", whitespace="[ ]?"),
+            time_tokens=TimeTokens(first=9, end=8, max_initial=50),
             speculates=False,
         ),
         stop=StopCriteria(max_tokens=9, min_tokens=2, stop_token_ids=(0, 1), ignore_eos=True),

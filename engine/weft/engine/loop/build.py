@@ -404,7 +404,7 @@ def _make_executor(
         max_tokens,
         device,
         max_step_tokens=_max_step_tokens(config, models),
-        cuda_graphs=config.cuda_graphs and loaded.config.audio is None,
+        cuda_graphs=config.cuda_graphs and models.loaded.config.audio is None,
         lora=lora,
         drafted=models.drafted,
         max_drafts=config.most_drafts,
