@@ -61,6 +61,7 @@ def a_submit() -> decode_pb2.Submit:
                 "whitespace_pattern": "[ ]?",
             },
             "speculate": False,
+            "time_tokens": {"first": 9, "end": 8, "max_initial": 50},
         },
         stop={"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [0, 1], "ignore_eos": True},
         logprobs={"top_logprobs": 20, "scaled": True},
@@ -126,6 +127,7 @@ def test_every_field_reaches_the_engine() -> None:
         ),
         stop=StopCriteria(max_tokens=9, min_tokens=2, stop_token_ids=(0, 1), ignore_eos=True),
         top_logprobs=20,
+        scales_logprobs=True,
         prompt_logprobs=0,
         pool=PoolingParams(
             output="label_logits",
