@@ -16,6 +16,10 @@ pytestmark = [
 ]
 
 
+NUM_FAULTS = 8
+"""`weft chaos` sends any number."""
+
+
 def plan(chaos: Chaos, num_faults: int) -> ChaosPlan:
     return ChaosPlan(
         seed=chaos.seed,
@@ -28,10 +32,10 @@ def plan(chaos: Chaos, num_faults: int) -> ChaosPlan:
     )
 
 
-async def test_a_dozen_faults_leave_every_invariant_whole(chaos: Chaos) -> None:
-    wanted = plan(chaos, 12)
+async def test_faults_leave_every_invariant_whole(chaos: Chaos) -> None:
+    wanted = plan(chaos, NUM_FAULTS)
     result = await run_on(chaos.mesh, wanted, chaos.known, print)
-    assert result.num_happened >= 12
+    assert result.num_happened >= NUM_FAULTS
     assert result.load.outcomes["ok"] > 0
     assert result.load.drafted_tokens >= result.load.accepted_tokens > 0
     assert not result.violations, json.dumps(as_json(wanted, result, "pytest"), indent=1)

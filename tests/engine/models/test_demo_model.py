@@ -57,6 +57,7 @@ def start_conversion(cache: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_a_killed_conversion_leaves_nothing_and_of_two_at_once_one_works(
     tmp_path: Path, model_dir: Path
 ) -> None:

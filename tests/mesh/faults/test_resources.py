@@ -24,7 +24,7 @@ from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 pytestmark = pytest.mark.needs("go")
-NUM_REQUESTS, MANY_REQUESTS = 200, 320
+NUM_REQUESTS, MANY_REQUESTS = 140, 320
 """The latter with `--full`."""
 NUM_AT_ONCE = 24
 MAX_ROUNDS = 8
