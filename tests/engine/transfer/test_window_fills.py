@@ -233,12 +233,14 @@ def test_a_fill_that_breaks_anywhere(
 ) -> None:
     """The next filler fills, or the owner computes, all behind what it can go on with."""
     pair = make_pair(model_dir, num_fillers)
-    most = 0
+    most = num_cut = 0
 
     def cut(event: FillEvent) -> list[FillEvent]:
+        nonlocal num_cut
         if pair.owner.counters()["accepted_pages"] < most or event.kind not in ("written", "data"):
             return [event]
         pair.on_event = lambda event: [event]
+        num_cut += 1
         return [FillEvent(kind="broken", message="cut")]
 
     try:
@@ -249,7 +251,8 @@ def test_a_fill_that_breaks_anywhere(
             most = pair.owner.counters()["accepted_pages"] + num_before
             pair.on_event = cut
             assert pair.finish(pair.submit(prompt, 6)) == [Greedy(model, prompt, 6)]
-        assert pair.owner.counters()["fills_failed"] == 3
+        # What comes last may bring more pages than were left until the cut.
+        assert pair.owner.counters()["fills_failed"] == num_cut > 0
         check(pair)
     finally:
         pair.close()
