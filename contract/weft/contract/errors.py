@@ -180,6 +180,16 @@ class RefitRunning(WeftError):
     http_status = 409
 
 
+class GroupFailed(WeftError):
+    """A trainer's process group did not form, or a broadcast in it did not end: the trainer is gone
+    or late, or sends something else than it said.
+    """
+
+    reason = "GROUP_FAILED"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
 class AdapterNotFound(ModelNotFound):
     """The worker was never ordered to load this adapter, or was ordered to unload it."""
 
@@ -313,6 +323,7 @@ _BY_REASON: dict[str, type[WeftError]] = {
         Paused,
         WeightsIncomplete,
         RefitRunning,
+        GroupFailed,
         AdapterNotFound,
         AdapterError,
         Overloaded,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.contract.errors import InvalidRequest
 from weft.contract.submits import Failure
+from weft.contract.wire import wire
 
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 """What becomes of requests: they end as cancelled, or end by themselves, or keep their pages, or
@@ -17,11 +18,81 @@ WeightState = Literal["ready", "updating", "failed"]
 """failed: an update has not ended, so the weights are a mixture, and requests are refused until an
 update ends.
 """
-WeightAction = Literal["show", "pause", "resume", "refit", "digest"]
+WeightAction = Literal[
+    "show", "pause", "resume", "refit", "digest", "join", "leave", "begin", "receive", "end"
+]
+"""join, leave: a trainer's process group. begin, receive, end: an update that the group brings;
+without begin it ends by itself when all of the model's tensors are there.
+"""
+GroupBackend = Literal["gloo", "nccl"]
+Rendezvous = Literal["torch", "vllm"]
+"""torch: a process group of PyTorch's whose store has the group's name before its keys, as SGLang
+makes it. vllm: a bare NCCL communicator, whose id comes with the group or from a store.
+"""
 DEFAULT_LIMIT_S, MAX_LIMIT_S = 1800.0, 86_400.0
 """Seconds after which a pause ends by itself, unless a further command renews it."""
 MAX_VERSION_CHARS = 128
 MAX_FOLDER_CHARS = 4096
+MAX_GROUP_CHARS = 256
+MAX_GROUP_SIZE = 65_536
+GROUP_WAIT_S = 300.0
+"""Longest wait for a group to form, and for each broadcast in it."""
+NCCL_ID_BYTES = 128
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightGroup:
+    """A process group of a trainer and workers. The trainer is rank 0.
+
+    Raises InvalidRequest for a value out of its range.
+    """
+
+    name: str
+    address: str = ""
+    port: int = 0
+    rank: int
+    """Of the worker's first rank; its others follow."""
+    size: int
+    backend: GroupBackend = field(metadata=wire(is_required=True))
+    rendezvous: Rendezvous = "torch"
+    nccl_id: bytes = b""
+    packed_bytes: int = 0
+    """Several tensors come in one broadcast, which ends with the tensor that makes it larger than
+    this; 0: each comes by itself.
+    """
+    wait_s: float = GROUP_WAIT_S
+
+    def __post_init__(self) -> None:
+        self.rendezvous = self.rendezvous or "torch"  # Messages may leave it out.
+        checks = (
+            (
+                "group_name",
+                0 < len(self.name) <= MAX_GROUP_CHARS,
+                "1 to 256 letters",
+            ),
+            ("master_port", 0 <= self.port < 65_536, "0 to 65,535"),
+            ("world_size", 1 < self.size <= MAX_GROUP_SIZE, f"2 to {MAX_GROUP_SIZE:,}"),
+            ("rank_offset", 0 < self.rank < self.size, "from 1, below world_size"),
+            ("nccl_unique_id_b64", len(self.nccl_id) in (0, NCCL_ID_BYTES), "128 bytes"),
+            ("packed_buffer_size_bytes", self.packed_bytes >= 0, "from 0"),
+            ("timeout", 0 < self.wait_s <= MAX_LIMIT_S, "above 0 s"),
+        )
+        for param, is_right, right in checks:
+            if not is_right:
+                raise InvalidRequest(f"{param}: must be {right}", stage="validate", param=param)
+        if not self.nccl_id and not (0 < len(self.address) <= MAX_GROUP_CHARS and self.port):
+            message = "master_address, master_port: give both"
+            raise InvalidRequest(message, stage="validate", param="master_address")
+
+
+@dataclass(slots=True, kw_only=True)
+class SentTensor:
+    """A tensor that a trainer sends."""
+
+    name: str
+    dtype: str
+    """As PyTorch names it, such as bfloat16."""
+    shape: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +107,14 @@ class WeightCommand:
     """Folder of safetensors files on the worker's host."""
     version: str = ""
     """Name of the new version; empty: the first 16 digits of its digest."""
+    group: WeightGroup | None = None
+    """To join."""
+    group_name: str = ""
+    """To leave, or to receive from."""
+    tensors: list[SentTensor] = field(default_factory=list)
+    """To receive, in this order."""
+    packed_bytes: int | None = None
+    """As in `WeightGroup`; None: the group's."""
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.limit_s <= MAX_LIMIT_S:
@@ -64,6 +143,10 @@ class WeightStatus:
     """Why the last update failed."""
     num_updates: int = 0
     """Updates that have ended well since the worker's start."""
+    num_ranks: int = 1
+    """Processes that hold the weights, each of which is a rank of a trainer's group."""
+    groups: list[str] = field(default_factory=list)
+    """Trainers' groups that are joined."""
     packed_digest: bytes = b""
     """32 bytes over the parameters as they lie in memory, if they were asked for."""
 

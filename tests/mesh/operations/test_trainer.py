@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, SHAPE, TinyMesh
+from weft.testing.models.senders import Sender, free_port, packed, tensors_of
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.needs("go")
@@ -155,6 +158,91 @@ def test_a_pause_is_for_all_workers(mesh: TrainedMesh) -> None:
     assert refused.status_code == 503, refused.text
     assert mesh.post("continue_generation", {})["success"]
     assert mesh.texts() == before
+
+
+def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
+    mesh: TrainedMesh, tmp_path: Path
+) -> None:
+    sizes = {"max_position_embeddings": 2048, "num_attention_heads": 6, **SHAPE}
+    other = make_tiny("llama", tmp_path / "sent", 78, tokenizer=True, **sizes)
+    stop = StopCriteria(max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(other, dtype="float32", num_pages=64) as fresh:
+        right = [one.token_ids for one in fresh.generate(PROMPTS, stop=stop)]
+    new, old = tensors_of(other), tensors_of(mesh.model_dir)
+    mesh.post("update_weights_from_disk", {"model_path": str(mesh.model_dir)})
+    before = mesh.texts()
+    ranks = mesh.call("GET", "get_world_size?include_dp=true").json()["world_size"]
+    assert ranks == 2
+    place = {
+        "master_address": "127.0.0.1",
+        "master_port": free_port(),
+        "rank_offset": 1,
+        "world_size": 1 + ranks,
+        "backend": "gloo",
+    }
+
+    def beside(work: Callable[[], Any], path: str, body: object) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            done = threads.submit(work)
+            mesh.post(path, body)
+            return done.result(LONG_S)
+
+    # SGLang's, in two parts; the last tensor ends the update.
+    name = "slime-pp_0"
+    refused = mesh.call("POST", "init_weights_update_group", place | {"world_size": 2})
+    assert refused.status_code == 400
+    assert "world_size" in refused.text
+    sender = beside(
+        lambda: Sender(place["master_port"], 1 + ranks, name),
+        "init_weights_update_group",
+        place | {"group_name": name},
+    )
+    mesh.post("pause_generation", {"mode": "in_place"})
+    mesh.post("flush_cache")
+    names = list(new)
+    for part in (names[:4], names[4:]):
+        sent = [new[one] for one in part]
+        body = {
+            "names": part,
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in sent],
+            "shapes": [list(one.shape) for one in sent],
+            "group_name": name,
+            "flush_cache": False,
+            "weight_version": "3",
+        }
+        beside(partial(sender.send, sent), "update_weights_from_distributed", body)
+    mesh.post("continue_generation", {})
+    mesh.post("destroy_weights_update_group", {"group_name": name})
+    sender.close()
+    assert mesh.texts() == right
+    assert mesh.call("GET", "get_weight_version").json() == {"weight_version": "3"}
+    # vLLM's, as TRL sends it, in packs.
+    place["master_port"] = free_port()
+    place |= {"packed": True, "packed_buffer_size_bytes": 20_000}
+    sender = beside(
+        lambda: Sender(place["master_port"], 1 + ranks, "vllm"),
+        "init_weight_transfer_engine",
+        {"init_info": place},
+    )
+    mesh.post("pause?mode=keep")
+    mesh.post("start_weight_update", {"is_checkpoint_format": True})
+    assert mesh.call("POST", "resume").status_code == 409
+    info = {
+        "names": list(old),
+        "dtype_names": [str(one.dtype).removeprefix("torch.") for one in old.values()],
+        "shapes": [list(one.shape) for one in old.values()],
+    }
+    packs = packed(list(old.values()), 20_000)
+    beside(partial(sender.send, packs), "update_weights", {"update_info": info})
+    mesh.post("finish_weight_update")
+    mesh.post("resume")
+    mesh.post("shutdown_weight_transfer_engine")
+    sender.close()
+    assert mesh.texts() == before
+    # What would have to be unpickled is refused by name.
+    refused = mesh.call("POST", "update_weights_from_tensor", {"serialized_named_tensors": ["x"]})
+    assert refused.status_code == 400
+    assert "pickled" in refused.text
 
 
 @pytest.mark.parametrize("path", ["pause", "resume", "update_weights_from_disk", "flush_cache"])

@@ -32,12 +32,16 @@ from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.orders import (
     CopyPages,
     EncodeMedia,
+    EndRefit,
+    JoinWeightGroup,
+    LeaveWeightGroup,
     Order,
     PackBlock,
     PackPages,
     PoisonBlocks,
     PoisonPages,
     PrepareProfile,
+    ReceiveWeights,
     RefitFromFolder,
     ShiftRotations,
     StartProfile,
@@ -150,7 +154,7 @@ class LocalExecutor:
         media: MediaEmbeddings | None = None,
         refit: Refit | None = None,
     ) -> None:
-        self.refits = WeightRefits(refit)
+        self.refits = WeightRefits(refit, device, rank)
         self.profiler = StepProfiler(device, rank)
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
@@ -573,7 +577,15 @@ class LocalExecutor:
             case StopProfile(folder):
                 self.profiler.stop(folder)
             case RefitFromFolder(folder):
-                self.refits.begin(folder)
+                self.refits.read(folder)
+            case JoinWeightGroup(group):
+                self.refits.join(group)
+            case LeaveWeightGroup(name):
+                self.refits.leave(name)
+            case ReceiveWeights(group, tensors, packed_bytes, ends):
+                self.refits.receive(group, tensors, packed_bytes, ends=ends)
+            case EndRefit(is_given_up):
+                self.refits.end(is_given_up=is_given_up)
             case _:
                 assert_never(order)
 

@@ -123,6 +123,37 @@ class RefitFromFolder(NamedTuple):
     folder: str
 
 
+class JoinWeightGroup(NamedTuple):
+    """Joins a trainer's process group, in the background."""
+
+    group: str
+    """A `WeightGroup` in JSON."""
+
+
+class LeaveWeightGroup(NamedTuple):
+    name: str
+
+
+class ReceiveWeights(NamedTuple):
+    """Receives tensors of an update, in the background, and begins it if none is under way. No step
+    may begin until it has ended.
+    """
+
+    group: str
+    tensors: str
+    """Rows of name, dtype and shape, in JSON."""
+    packed_bytes: int
+    """As in `WeightGroup`; -1: as the group's."""
+    ends: bool
+    """Whether the update ends with the last of the model's tensors."""
+
+
+class EndRefit(NamedTuple):
+    """Ends an update in the background."""
+
+    is_given_up: bool = False
+
+
 PageOrder: TypeAlias = (
     CopyPages
     | ZeroPages
@@ -142,6 +173,10 @@ Order: TypeAlias = (
     | StartProfile
     | StopProfile
     | RefitFromFolder
+    | JoinWeightGroup
+    | LeaveWeightGroup
+    | ReceiveWeights
+    | EndRefit
 )
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 

@@ -1,23 +1,31 @@
-"""Changes of one rank's weights, in a thread, while no step runs."""
+"""Changes of one rank's weights, in threads, while no step runs."""
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.contract.errors import ConfigError, Internal, WeftError
+import torch
+from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
+from weft.contract.weights import SentTensor, WeightGroup
 from weft.engine.model.refit import Refit
+from weft.engine.model.weights.sent import dtype_of, listed, num_bytes
+from weft.engine.parallel.weight_groups import Broadcasts, join
 
 logger = logging.getLogger(__name__)
+
+AS_GROUP = -1
+"""Number of bytes of a broadcast that stands for the group's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefitResult:
     digest: bytes = b""
-    """The model's new digest; empty: the update failed."""
+    """The model's new digest; empty: the update failed, or has not ended."""
     problem: str = ""
     reason: str = ""
     """Reason of the error; empty: there was none."""
@@ -25,14 +33,56 @@ class RefitResult:
     """Whether the failed update had begun to write."""
 
 
+class _Update:
+    """An update whose tensors come one after another."""
+
+    def __init__(self, refit: Refit) -> None:
+        self._refit = refit
+        self.sent = refit.expect()
+        self._digest = b""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="refit-fill", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what the model has against a tensor that came."""
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> bytes:
+        """The new digest. Raises ModelError if tensors are missing."""
+        if lacking := self.sent.lacking:
+            raise ModelError(f"the update lacks tensors: {listed(lacking)}", param="names")
+        self._thread.join()
+        self.check()
+        return self._digest
+
+    def give_up(self, problem: str) -> None:
+        self.sent.close(problem)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._digest = self._refit.from_sent(self.sent)
+        except Exception as error:
+            self._error = error
+
+
 class WeightRefits:
-    """Belongs to the thread that runs the steps of one rank. `refit` None: the model's weights
-    cannot be changed.
+    """Belongs to the thread that runs the steps of one rank. One job at a time: `read`, `join`,
+    `receive` and `end` begin one, and `take` has its result.
+
+    Args:
+        refit: None: the model's weights cannot be changed.
+        rank: Among the worker's.
     """
 
-    def __init__(self, refit: Refit | None) -> None:
+    def __init__(self, refit: Refit | None, device: torch.device, rank: int = 0) -> None:
         self._refit = refit
-        self._thread: threading.Thread | None = None
+        self._device = device
+        self._rank = rank
+        self._groups: dict[str, tuple[WeightGroup, Broadcasts]] = {}
+        self._update: _Update | None = None
         self._result: RefitResult | None = None
         self.tell: Callable[[RefitResult], None] | None = None
         """Sends the result of a rank that follows; None: this is rank 0."""
@@ -43,15 +93,13 @@ class WeightRefits:
     def is_possible(self) -> bool:
         return self._refit is not None
 
-    def begin(self, folder: str) -> None:
-        self._result = None
-        self._thread = threading.Thread(
-            target=self._run, args=(Path(folder),), name="refit", daemon=True
-        )
-        self._thread.start()
+    @property
+    def groups(self) -> list[str]:
+        """Names of the groups that this rank has joined."""
+        return list(self._groups)
 
     def take(self) -> RefitResult | None:
-        """The result of all ranks, once there is one; None: the update runs."""
+        """The result of all ranks, once there is one; None: a job runs."""
         result, self._result = self._result, None
         return result
 
@@ -59,33 +107,164 @@ class WeightRefits:
         """32 bytes over this rank's parameters as they lie in memory. Reads all of them."""
         return b"" if self._refit is None else self._refit.packed_digest()
 
-    def _run(self, folder: Path) -> None:
-        own = self._update(folder)
+    def read(self, folder: str) -> None:
+        """Changes the weights to those in a folder."""
+        self._begin(lambda: self._read(Path(folder)))
+
+    def join(self, group: str) -> None:
+        """Joins a group, a `WeightGroup` from `encode_group`."""
+        self._begin(lambda: self._join(_decode_group(group)))
+
+    def leave(self, name: str) -> None:
+        _, member = self._groups.pop(name, (None, None))
+        if member is not None:
+            member.close()
+
+    def receive(self, group: str, tensors: str, packed_bytes: int, *, ends: bool) -> None:
+        """Receives tensors, from `encode_tensors`, for an update that this may begin.
+
+        Args:
+            packed_bytes: As in `WeightGroup`; `AS_GROUP`: as the group's.
+            ends: Whether the update ends with the last of the model's tensors.
+        """
+        self._begin(lambda: self._receive(group, _decode_tensors(tensors), packed_bytes, ends))
+
+    def end(self, *, is_given_up: bool = False) -> None:
+        """Ends the update that is under way, if any."""
+        self._begin(lambda: self._end(is_given_up))
+
+    # -- jobs, each in a thread of its own ---------------------------------------------------------
+
+    def _begin(self, job: Callable[[], RefitResult]) -> None:
+        self._result = None
+        threading.Thread(target=self._run, args=(job,), name="refit", daemon=True).start()
+
+    def _run(self, job: Callable[[], RefitResult]) -> None:
+        own = self._outcome(job)
         if self.tell is not None:
             self.tell(own)
             return
         self._result = _joined([own, *self.hear()])
 
-    def _update(self, folder: Path) -> RefitResult:
-        has_begun = False
+    def _outcome(self, job: Callable[[], RefitResult]) -> RefitResult:
+        self._has_begun = False
         try:
-            if self._refit is None:
-                raise ConfigError("this model's weights cannot be changed; restart the worker")
-            self._refit.check(folder)
-            has_begun = True
-            return RefitResult(digest=self._refit.from_folder(folder))
+            return job()
         except WeftError as error:
             problem, reason = error.message, error.reason
         except Exception as error:
             logger.exception("the weights were not changed")
             problem, reason = f"{type(error).__name__}: {error}", Internal.reason
-        return RefitResult(problem=problem, reason=reason, is_mixture=has_begun)
+        is_mixture = self._has_begun
+        if self._update is not None:
+            self._update.give_up(problem)
+            self._update = None
+            is_mixture = self._possible.has_written
+        return RefitResult(problem=problem, reason=reason, is_mixture=is_mixture)
+
+    @property
+    def _possible(self) -> Refit:
+        if self._refit is None:
+            raise ConfigError("this model's weights cannot be changed; restart the worker")
+        return self._refit
+
+    def _read(self, folder: Path) -> RefitResult:
+        self._possible.check(folder)
+        self._has_begun = True
+        return RefitResult(digest=self._possible.from_folder(folder))
+
+    def _join(self, group: WeightGroup) -> RefitResult:
+        self.leave(group.name)
+        self._groups[group.name] = group, join(group, self._rank, self._device)
+        return RefitResult()
+
+    def _receive(
+        self, name: str, tensors: Sequence[SentTensor], packed_bytes: int, ends: bool
+    ) -> RefitResult:
+        if name not in self._groups:
+            raise GroupFailed(f"this worker is in no group {name!r}: join it first")
+        group, member = self._groups[name]
+        if self._update is None:
+            self._update = _Update(self._possible)
+        update = self._update
+        try:
+            update.sent.check(tensors)
+            most = group.packed_bytes if packed_bytes == AS_GROUP else packed_bytes
+            for part in _divided(tensors, most):
+                for one, tensor in zip(part, _received(member, part, most), strict=True):
+                    update.check()
+                    update.sent.put(one.name, tensor)
+            if not ends or update.sent.lacking:
+                return RefitResult()
+            digest = update.end()
+        except Exception:
+            # What the trainer still sends belongs to nothing.
+            self.leave(name)
+            raise
+        self._update = None
+        return RefitResult(digest=digest)
+
+    def _end(self, is_given_up: bool) -> RefitResult:
+        if self._update is None:
+            raise ModelError("no update is under way that could end")
+        if is_given_up:
+            raise GroupFailed("the trainer has not ended its update in time")
+        digest = self._update.end()
+        self._update = None
+        return RefitResult(digest=digest)
+
+
+def encode_group(group: WeightGroup) -> str:
+    return json.dumps(asdict(group) | {"nccl_id": group.nccl_id.hex()})
+
+
+def _decode_group(text: str) -> WeightGroup:
+    values = json.loads(text)
+    return WeightGroup(**(values | {"nccl_id": bytes.fromhex(values["nccl_id"])}))
+
+
+def encode_tensors(tensors: Sequence[SentTensor]) -> str:
+    return json.dumps([(one.name, one.dtype, one.shape) for one in tensors])
+
+
+def _decode_tensors(text: str) -> list[SentTensor]:
+    return [SentTensor(name=row[0], dtype=row[1], shape=row[2]) for row in json.loads(text)]
+
+
+def _divided(tensors: Sequence[SentTensor], packed_bytes: int) -> Iterator[list[SentTensor]]:
+    """The tensors of each broadcast, as a trainer that packs divides them too."""
+    part, size = list[SentTensor](), 0
+    for one in tensors:
+        part.append(one)
+        size += num_bytes(one)
+        if size > packed_bytes or not packed_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _received(
+    member: Broadcasts, part: Sequence[SentTensor], packed_bytes: int
+) -> Iterator[torch.Tensor]:
+    if not packed_bytes:
+        (one,) = part
+        out = torch.empty(one.shape, dtype=dtype_of(one.dtype), device=member.device)
+        member.receive(out)
+        yield out
+        return
+    sizes = [num_bytes(one) for one in part]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=member.device)
+    member.receive(packed)
+    for one, data in zip(part, torch.split(packed, sizes), strict=True):
+        # A copy, so that its memory can be freed by itself, and numbers lie where they may.
+        yield data.clone().view(dtype_of(one.dtype)).view(one.shape)
 
 
 def _joined(results: list[RefitResult]) -> RefitResult:
-    failed = [one for one in results if not one.digest]
+    failed = [one for one in results if one.reason]
     if failed:
-        is_mixture = len(failed) < len(results) or any(one.is_mixture for one in failed)
+        is_mixture = any(one.is_mixture for one in failed) or any(one.digest for one in results)
         first = failed[0]
         return RefitResult(problem=first.problem, reason=first.reason, is_mixture=is_mixture)
     if len({one.digest for one in results}) > 1:

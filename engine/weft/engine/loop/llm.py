@@ -139,6 +139,10 @@ class LLM:
         """
         return self._command("refit", folder=str(folder), version=version)
 
+    def command_weights(self, action: WeightAction, **options: Any) -> WeightStatus:
+        """Obeys a command with the fields of `WeightCommand`."""
+        return self._command(action, **options)
+
     def pause(self, mode: PauseMode = "keep", limit_s: float = DEFAULT_LIMIT_S) -> WeightStatus:
         """Stops steps between two of them, until `resume` or for `limit_s`."""
         return self._command("pause", mode=mode, limit_s=limit_s)

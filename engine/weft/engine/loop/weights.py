@@ -7,6 +7,11 @@
                  '-- time --'---> failed          a mixture of weights: requests are refused until
                                                   a refit ends
 
+An update comes from a folder at once, or from a trainer's process group in several commands: begin,
+receive, end. A receive without begin begins it, and the last of the model's tensors then ends it. A
+command that fails ends it too. Meanwhile the state is updating. Groups are joined and left beside
+the steps.
+
 A pause ends after its limit, unless a further command renews it; requests that wait then fail. A
 new version of the weights is a new namespace of pages. Requests that go on across it keep pages
 that nobody else ever gets; all others begin anew.
@@ -24,9 +29,22 @@ from weft.contract.errors import (
     error_class,
 )
 from weft.contract.weights import WeightCommand, WeightReply, WeightState, WeightStatus
-from weft.engine.executor.orders import RefitFromFolder
+from weft.engine.executor.orders import (
+    EndRefit,
+    JoinWeightGroup,
+    LeaveWeightGroup,
+    Order,
+    ReceiveWeights,
+    RefitFromFolder,
+)
 from weft.engine.executor.port import Executor
-from weft.engine.executor.refits import RefitResult, WeightRefits
+from weft.engine.executor.refits import (
+    AS_GROUP,
+    RefitResult,
+    WeightRefits,
+    encode_group,
+    encode_tensors,
+)
 from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing, failure_of
@@ -54,6 +72,7 @@ class WeightControl:
         filler: Filler,
         out: Outgoing,
         clock: Clock,
+        num_ranks: int = 1,
     ) -> None:
         self._executor = executor
         self._refits = refits
@@ -73,6 +92,15 @@ class WeightControl:
         self._refit: WeightCommand | None = None
         """Waits for the pause, or runs."""
         self._pauses_for_refit = False
+        self._num_ranks = num_ranks
+        self._is_at_work = False
+        """Whether the ranks are at an order for an update or a group."""
+        self._join: WeightCommand | None = None
+        """Its group forms, while steps go on."""
+        self._is_open = False
+        """Whether an update comes in several commands, of which at least one has been obeyed."""
+        self._ends_by_itself = False
+        self._is_mixture = False
         self._problem = ""
         self._num_updates = 0
 
@@ -86,6 +114,8 @@ class WeightControl:
             is_drained=self._is_drained,
             problem=self._problem,
             num_updates=self._num_updates,
+            num_ranks=self._num_ranks,
+            groups=self._refits.groups,
         )
 
     @property
@@ -99,7 +129,7 @@ class WeightControl:
     @property
     def is_busy(self) -> bool:
         """Whether turns must come soon, since something is awaited that no message announces."""
-        return self._refit is not None or not self._is_drained
+        return self._refit is not None or self._join is not None or not self._is_drained
 
     def check(self) -> None:
         """Raises Paused or WeightsIncomplete unless new requests are taken."""
@@ -119,8 +149,12 @@ class WeightControl:
                 case "resume":
                     self._resume()
                     self._reply(command.query)
-                case "refit":
+                case "refit" | "begin" | "receive" | "end":
                     self._begin_refit(command)
+                case "join":
+                    self._begin_join(command)
+                case "leave":
+                    self._leave(command)
                 case "show":
                     self._reply(command.query)
                 case "digest":
@@ -134,16 +168,19 @@ class WeightControl:
         """
         if self._pause is not None and not self._is_drained and not num_under_way:
             self._advance_pause(self._pause)
-        if self._refit is not None and self._state == "updating":
+        if self._is_at_work:
             if (result := self._refits.take()) is not None:
-                self._end_refit(self._refit, result)
+                self._is_at_work = False
+                self._on_result(result)
         elif self._refit is not None and self._is_drained:
-            self._state = "updating"
-            self._stop_leases()
-            self._executor.order(RefitFromFolder(self._refit.folder))
+            self._start(self._refit)
         is_late = self._pause is not None and self._clock() >= self._ends_at
-        if self._pause is not None and is_late and self._state != "updating":
-            self._expire(self._pause)
+        if self._pause is not None and is_late and not self._is_at_work:
+            if self._is_open:
+                # Its trainer is gone. What follows fails the update, and ends a pause for it.
+                self._order(EndRefit(is_given_up=True))
+            else:
+                self._expire(self._pause)
 
     # -- pauses ----------------------------------------------------------------------------------
 
@@ -177,8 +214,9 @@ class WeightControl:
         self._awaiting_pause.clear()
 
     def _resume(self) -> None:
-        if self._refit is not None:
-            raise RefitRunning("the weights are being changed; resume afterwards", stage="weights")
+        if self._refit is not None or self._is_open:
+            message = "the weights are being changed; end the update, and resume afterwards"
+            raise RefitRunning(message, stage="weights")
         self._end_pause()
 
     def _end_pause(self) -> None:
@@ -209,8 +247,11 @@ class WeightControl:
     # -- weights ---------------------------------------------------------------------------------
 
     def _begin_refit(self, command: WeightCommand) -> None:
-        if self._refit is not None:
-            raise RefitRunning("the weights are being changed already", stage="weights")
+        self._check_free()
+        if self._is_open and command.action in ("refit", "begin"):
+            raise RefitRunning("an update is under way; end it first", stage="weights")
+        if not self._is_open and command.action == "end":
+            raise ConfigError("no update is under way; begin one first", stage="weights")
         if not self._refits.is_possible:
             message = (
                 "the weights of a model with images, or that makes vectors, cannot be changed: "
@@ -222,24 +263,79 @@ class WeightControl:
             self._pause, self._pauses_for_refit, self._is_drained = command, True, False
             self._ends_at = self._clock() + command.limit_s
 
-    def _end_refit(self, command: WeightCommand, result: RefitResult) -> None:
-        self._refit = None
-        error: WeftError | None = None
-        if result.digest:
-            self._change_version(command, result.digest)
+    def _check_free(self) -> None:
+        if self._refit is not None or self._is_at_work:
+            raise RefitRunning("the weights are being changed already", stage="weights")
+
+    def _start(self, command: WeightCommand) -> None:
+        """Obeys a command for which a pause was awaited."""
+        is_first = self._state != "updating"
+        self._state = "updating"
+        if is_first:
+            self._stop_leases()
+        match command.action:
+            case "refit":
+                self._order(RefitFromFolder(command.folder))
+            case "begin":
+                self._is_open, self._ends_by_itself, self._refit = True, False, None
+                self._reply(command.query)
+            case "receive":
+                if not self._is_open:
+                    self._is_open = self._ends_by_itself = True
+                packed = AS_GROUP if command.packed_bytes is None else command.packed_bytes
+                tensors = encode_tensors(command.tensors)
+                ends = self._ends_by_itself
+                self._order(ReceiveWeights(command.group_name, tensors, packed, ends))
+            case _:
+                self._order(EndRefit())
+
+    def _order(self, order: Order) -> None:
+        self._is_at_work = True
+        self._executor.order(order)
+
+    def _on_result(self, result: RefitResult) -> None:
+        if self._join is not None:
+            self._end_join(self._join, result)
+            return
+        command, self._refit = self._refit, None
+        if command is not None and not result.reason and not result.digest:
+            self._reply(command.query)
+            return
+        error = _error_of(result)
+        if error is None:
+            self._change_version("" if command is None else command.version, result.digest)
         else:
-            error = error_class(result.reason or ConfigError.reason)(
-                result.problem, stage="weights"
-            )
             self._fail(result)
+        self._is_open = False
         if self._pauses_for_refit:
             self._end_pause()
+        if command is not None:
+            self._reply(command.query, error)
+
+    def _begin_join(self, command: WeightCommand) -> None:
+        self._check_free()
+        if self._is_open:
+            raise RefitRunning("an update is under way; end it first", stage="weights")
+        assert command.group is not None
+        self._join = command
+        self._order(JoinWeightGroup(encode_group(command.group)))
+
+    def _end_join(self, command: WeightCommand, result: RefitResult) -> None:
+        self._join = None
+        error = _error_of(result)
+        if error is not None and command.group is not None:
+            self._executor.order(LeaveWeightGroup(command.group.name))
         self._reply(command.query, error)
 
-    def _change_version(self, command: WeightCommand, digest: bytes) -> None:
-        self._state, self._problem = "ready", ""
+    def _leave(self, command: WeightCommand) -> None:
+        self._check_free()
+        self._executor.order(LeaveWeightGroup(command.group_name))
+        self._reply(command.query)
+
+    def _change_version(self, name: str, digest: bytes) -> None:
+        self._state, self._problem, self._is_mixture = "ready", "", False
         self._num_updates += 1
-        old, self._version = self._version, command.version or digest.hex()[:_DIGITS]
+        old, self._version = self._version, name or digest.hex()[:_DIGITS]
         self._out.weight_version = self._version
         self._intake.change_model(digest)
         retracts = self._pause is not None and self._pause.mode == "retract"
@@ -247,7 +343,8 @@ class WeightControl:
 
     def _fail(self, result: RefitResult) -> None:
         self._problem = result.problem
-        self._state = "failed" if result.is_mixture else "ready"
+        self._is_mixture |= result.is_mixture
+        self._state = "failed" if self._is_mixture else "ready"
         if result.is_mixture:
             message = f"an update of the weights failed: {result.problem}"
             self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
@@ -261,3 +358,9 @@ class WeightControl:
         self._out.outbox.weight_replies.append(
             WeightReply(query=query, status=status, failure=failure)
         )
+
+
+def _error_of(result: RefitResult) -> WeftError | None:
+    if not result.reason:
+        return None
+    return error_class(result.reason)(result.problem, stage="weights")

@@ -141,6 +141,7 @@ class EngineWiring:
             self.filler,
             self.out,
             clock,
+            config.tp,
         )
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         interval_s = config.stream_interval_s

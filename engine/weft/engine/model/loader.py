@@ -35,6 +35,7 @@ from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transposed
 from weft.engine.model.weights.refill import Parameters
 from weft.engine.model.weights.schemes.registry import scheme_of
+from weft.engine.model.weights.sent import KnownTensor, SentTensors
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Scheme, Weights
 from weft.kernels.ops.peers.spec import Peers
@@ -187,7 +188,7 @@ def load_model(
         with _SkipMetaChecks():
             _read_model(folder, config, None, build, on_meta, wanted)
 
-    wanted = _Wanted(mtp_head=mtp_head, tower=images)
+    wanted, read = _Wanted(mtp_head=mtp_head, tower=images), _Read()
     if dummy:
         reader = RandomWeights(target)
         weights = weights_of(reader)
@@ -197,7 +198,9 @@ def load_model(
         digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
     else:
         with FileDigests(weight_files(model_dir)) as digests:
-            model, mtp, tower = _read_model(model_dir, config, progress, build, weights_of, wanted)
+            model, mtp, tower = _read_model(
+                model_dir, config, progress, build, weights_of, wanted, read
+            )
             try:
                 digest = digest_of(digests.wait())
             except OSError as error:
@@ -206,6 +209,7 @@ def load_model(
     _name(parts, digest)
     steps = RefitSteps(
         lambda folder, told: _read_model(folder, config, told, build, weights_of, wanted),
+        lambda sent: _read_sent(sent, config, build, weights_of, wanted, read),
         lambda folder: ModelConfig.load(folder, max_context_tokens),
         check,
         digest_of,
@@ -223,7 +227,7 @@ def load_model(
         heads=_heads(model, pooling, target, dummy=dummy),
         mtp=mtp,
         encoder=tower,
-        refit=Refit(config, parts, parameters, steps),
+        refit=Refit(config, parts, parameters, steps, read.tensors),
         tower_digest=b"" if config.tower is None else tower_digest(digest, config.tower),
     )
 
@@ -324,6 +328,15 @@ def class_of(config: ModelConfig) -> ModelClass:
     return cast(ModelClass, load_class(config.architecture))
 
 
+class _Read:
+    """What a model's files had when it was loaded."""
+
+    def __init__(self) -> None:
+        self.tensors: Mapping[str, KnownTensor] = {}
+        """Empty: the weights were not read from safetensors."""
+        self.own_copies: Sequence[str] = ()
+
+
 def _read_model(
     model_dir: Path,
     config: ModelConfig,
@@ -331,19 +344,15 @@ def _read_model(
     build: ModelClass,
     weights_of: _WeightsOf,
     wanted: _Wanted,
+    read: _Read | None = None,
 ) -> _Parts:
     with open_checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config, wanted)
     ) as checkpoint:
-        if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
-            bodies = [f"{body}." for body in config.names.bodies]
-            for body, head in product((*bodies, ""), config.names.heads):
-                checkpoint.check_alike(f"{body}{config.names.embedding}.weight", f"{head}.weight")
-        weights = weights_of(_renamed(checkpoint, config))
-        model, mtp = build(config, weights), None
-        if wanted.mtp_head:
-            mtp = read_mtp(model, weights, _own_copies(checkpoint, config), str(model_dir))
-        tower = _read_tower(checkpoint, config, weights_of) if wanted.tower else None
+        if isinstance(checkpoint, Checkpoint):
+            _check_tied(checkpoint, config)
+        own_copies = _own_copies(checkpoint, config) if wanted.mtp_head else []
+        parts = _construct(checkpoint, config, build, weights_of, wanted, own_copies, model_dir)
         checkpoint.finish()
         left_out = [
             prefix
@@ -352,13 +361,56 @@ def _read_model(
             if not (wanted.mtp_head and config.mtp is not None and config.mtp.has_below(prefix))
             if not (wanted.tower and _belongs_to_tower(f"{prefix.removesuffix('.')}.", config))
         ]
+        if read is not None and isinstance(checkpoint, Checkpoint):
+            read.tensors, read.own_copies = checkpoint.known, own_copies
     if left_out:
         served = "images and text" if wanted.tower else "text"
         logger.info("%s serves %s alone: %s left out", model_dir, served, ", ".join(left_out))
+    return parts
+
+
+def _read_sent(
+    sent: SentTensors,
+    config: ModelConfig,
+    build: ModelClass,
+    weights_of: _WeightsOf,
+    wanted: _Wanted,
+    read: _Read,
+) -> _Parts:
+    where = Path("what the trainer sends")
+    parts = _construct(sent, config, build, weights_of, wanted, read.own_copies, where)
+    _check_tied(sent, config)
+    return parts
+
+
+def _check_tied(checkpoint: Checkpoint | SentTensors, config: ModelConfig) -> None:
+    if not config.tie_word_embeddings:
+        return
+    bodies = [f"{body}." for body in config.names.bodies]
+    for body, head in product((*bodies, ""), config.names.heads):
+        checkpoint.check_alike(f"{body}{config.names.embedding}.weight", f"{head}.weight")
+
+
+def _construct(
+    checkpoint: Checkpoint | GgufFile | SentTensors,
+    config: ModelConfig,
+    build: ModelClass,
+    weights_of: _WeightsOf,
+    wanted: _Wanted,
+    own_copies: Sequence[str],
+    where: Path,
+) -> _Parts:
+    weights = weights_of(_renamed(checkpoint, config))
+    model, mtp = build(config, weights), None
+    if wanted.mtp_head:
+        mtp = read_mtp(model, weights, own_copies, str(where))
+    tower = _read_tower(checkpoint, config, weights_of) if wanted.tower else None
     return _Parts(model, mtp, tower)
 
 
-def _renamed(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> CheckpointReader:
+def _renamed(
+    checkpoint: Checkpoint | GgufFile | SentTensors, config: ModelConfig
+) -> CheckpointReader:
     """The tensors under the names and in the orientation that the model reads, whatever the files
     have.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -11,13 +11,16 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.digest import FileDigests
 from weft.checkpoint.files import Progress, weight_files
-from weft.contract.errors import ModelError
+from weft.contract.errors import ConfigError, ModelError
 from weft.engine.model.weights.refill import (
     Parameters,
     check_alike,
     is_same_memory,
     pairs_of,
 )
+from weft.engine.model.weights.sent import KnownTensor, SentTensors
+
+_SENT = b"weft-sent-1"
 
 
 class ReadParts(Protocol):
@@ -29,6 +32,8 @@ class RefitSteps(NamedTuple):
     """What a loader does for its model, to be done again."""
 
     read: ReadParts
+    read_sent: Callable[[SentTensors], object]
+    """As `read`, over what a trainer sends; waits for it."""
     config_of: Callable[[Path], ModelConfig]
     check: Callable[[Path], object]
     """Compares names and shapes of a folder's tensors with the configuration, and reads no
@@ -46,15 +51,27 @@ class Refit:
 
     Args:
         parts: The model's parts, as `steps.read` makes them.
+        known: The tensors of the checkpoint; empty: it is of another kind than safetensors.
     """
 
     def __init__(
-        self, config: ModelConfig, parts: object, parameters: Parameters, steps: RefitSteps
+        self,
+        config: ModelConfig,
+        parts: object,
+        parameters: Parameters,
+        steps: RefitSteps,
+        known: Mapping[str, KnownTensor],
     ) -> None:
         self._config = config
         self._parts = parts
         self._parameters = parameters
         self._steps = steps
+        self._known = known
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the last update has begun to write."""
+        return self._parameters.has_written
 
     def check(self, folder: Path) -> None:
         """Raises ModelError unless the folder has this model's tensors, and this model's
@@ -80,7 +97,7 @@ class Refit:
         files = weight_files(folder)
         before = _stats(files)
         with FileDigests(files) as digests:
-            self._fill(self._steps.read, folder, progress)
+            self._fill(lambda: self._steps.read(folder, progress))
             try:
                 digest = self._steps.digest(digests.wait())
             except OSError as error:
@@ -90,13 +107,33 @@ class Refit:
         self._steps.name(digest)
         return digest
 
+    def expect(self) -> SentTensors:
+        """The tensors of an update that a trainer sends. Raises ConfigError if the model's weights
+        are no safetensors.
+        """
+        if not self._known:
+            raise ConfigError(
+                "the weights of this worker were not read from safetensors, whose names a trainer "
+                "would use; start it with a folder of safetensors"
+            )
+        return SentTensors(self._known)
+
+    def from_sent(self, sent: SentTensors) -> bytes:
+        """Fills the model while `sent` comes; returns the new digest, which its names and contents
+        decide. After an error the weights are a mixture if `has_written`.
+        """
+        self._fill(lambda: self._steps.read_sent(sent))
+        digest = self._steps.digest([_SENT, sent.digest()])
+        self._steps.name(digest)
+        return digest
+
     def packed_digest(self) -> bytes:
         """32 bytes over the parameters in the form in which they lie in memory."""
         return self._parameters.digest()
 
-    def _fill(self, read: ReadParts, folder: Path, progress: Progress | None) -> None:
+    def _fill(self, read: Callable[[], object]) -> None:
         self._parameters.again()
-        made = read(folder, progress)
+        made = read()
         with torch.inference_mode(False):
             for path, old, new in pairs_of(self._parts, made):
                 if not is_same_memory(old, new):

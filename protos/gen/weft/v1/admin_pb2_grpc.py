@@ -29,7 +29,7 @@ if _version_not_supported:
 class AdminServiceStub:
     """Operators' calls to one service. They have a port of their own, and every call needs that port's
     token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
-    64 KiB.
+    16 MiB.
     """
 
     def __init__(self, channel):
@@ -83,6 +83,31 @@ class AdminServiceStub:
                 request_serializer=weft_dot_v1_dot_weights__pb2.RefitRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_weights__pb2.RefitResponse.FromString,
                 _registered_method=True)
+        self.JoinWeightGroup = channel.unary_unary(
+                '/weft.v1.AdminService/JoinWeightGroup',
+                request_serializer=weft_dot_v1_dot_weights__pb2.JoinWeightGroupRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.JoinWeightGroupResponse.FromString,
+                _registered_method=True)
+        self.LeaveWeightGroup = channel.unary_unary(
+                '/weft.v1.AdminService/LeaveWeightGroup',
+                request_serializer=weft_dot_v1_dot_weights__pb2.LeaveWeightGroupRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.LeaveWeightGroupResponse.FromString,
+                _registered_method=True)
+        self.BeginRefit = channel.unary_unary(
+                '/weft.v1.AdminService/BeginRefit',
+                request_serializer=weft_dot_v1_dot_weights__pb2.BeginRefitRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.BeginRefitResponse.FromString,
+                _registered_method=True)
+        self.ReceiveWeights = channel.unary_unary(
+                '/weft.v1.AdminService/ReceiveWeights',
+                request_serializer=weft_dot_v1_dot_weights__pb2.ReceiveWeightsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.ReceiveWeightsResponse.FromString,
+                _registered_method=True)
+        self.EndRefit = channel.unary_unary(
+                '/weft.v1.AdminService/EndRefit',
+                request_serializer=weft_dot_v1_dot_weights__pb2.EndRefitRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.EndRefitResponse.FromString,
+                _registered_method=True)
         self.ShowWeights = channel.unary_unary(
                 '/weft.v1.AdminService/ShowWeights',
                 request_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
@@ -113,7 +138,7 @@ class AdminServiceStub:
 class AdminServiceServicer:
     """Operators' calls to one service. They have a port of their own, and every call needs that port's
     token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
-    64 KiB.
+    16 MiB.
     """
 
     def FlushCache(self, request, context):
@@ -162,7 +187,7 @@ class AdminServiceServicer:
 
     def Pause(self, request, context):
         """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
-        no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+        no request is left. This call and the next eight answer FAILED_PRECONDITION unless the service
         is a worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -179,6 +204,43 @@ class AdminServiceServicer:
     def Refit(self, request, context):
         """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
         A worker that is not paused pauses meanwhile, with the mode keep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinWeightGroup(self, request, context):
+        """Joins a trainer's process group with all ranks of the worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveWeightGroup(self, request, context):
+        """Leaves one. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BeginRefit(self, request, context):
+        """Begins an update that a group brings. No step runs until it has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReceiveWeights(self, request, context):
+        """Receives tensors from a group. Without BeginRefit the update begins with the first call, and ends
+        with the one that brings the last of the model's tensors. A call that fails ends the update and
+        leaves the group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndRefit(self, request, context):
+        """Ends an update, and answers once the new weights are served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -269,6 +331,31 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weft_dot_v1_dot_weights__pb2.RefitRequest.FromString,
                     response_serializer=weft_dot_v1_dot_weights__pb2.RefitResponse.SerializeToString,
             ),
+            'JoinWeightGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinWeightGroup,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.JoinWeightGroupRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.JoinWeightGroupResponse.SerializeToString,
+            ),
+            'LeaveWeightGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveWeightGroup,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.LeaveWeightGroupRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.LeaveWeightGroupResponse.SerializeToString,
+            ),
+            'BeginRefit': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginRefit,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.BeginRefitRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.BeginRefitResponse.SerializeToString,
+            ),
+            'ReceiveWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReceiveWeights,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.ReceiveWeightsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.ReceiveWeightsResponse.SerializeToString,
+            ),
+            'EndRefit': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRefit,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.EndRefitRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.EndRefitResponse.SerializeToString,
+            ),
             'ShowWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.ShowWeights,
                     request_deserializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.FromString,
@@ -305,7 +392,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 class AdminService:
     """Operators' calls to one service. They have a port of their own, and every call needs that port's
     token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
-    64 KiB.
+    16 MiB.
     """
 
     @staticmethod
@@ -541,6 +628,141 @@ class AdminService:
             '/weft.v1.AdminService/Refit',
             weft_dot_v1_dot_weights__pb2.RefitRequest.SerializeToString,
             weft_dot_v1_dot_weights__pb2.RefitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinWeightGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/JoinWeightGroup',
+            weft_dot_v1_dot_weights__pb2.JoinWeightGroupRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.JoinWeightGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveWeightGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/LeaveWeightGroup',
+            weft_dot_v1_dot_weights__pb2.LeaveWeightGroupRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.LeaveWeightGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginRefit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/BeginRefit',
+            weft_dot_v1_dot_weights__pb2.BeginRefitRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.BeginRefitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReceiveWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/ReceiveWeights',
+            weft_dot_v1_dot_weights__pb2.ReceiveWeightsRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.ReceiveWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRefit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/EndRefit',
+            weft_dot_v1_dot_weights__pb2.EndRefitRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.EndRefitResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,7 +30,7 @@ GRPC_VERSION: str
 class AdminServiceStub:
     """Operators' calls to one service. They have a port of their own, and every call needs that port's
     token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
-    64 KiB.
+    16 MiB.
     """
 
     @_typing.overload
@@ -55,7 +55,7 @@ class AdminServiceStub:
     """Waits until a profile's trace is written, and sends it."""
     Pause: _grpc.UnaryUnaryMultiCallable[_weights_pb2.PauseRequest, _weights_pb2.PauseResponse]
     """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
-    no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+    no request is left. This call and the next eight answer FAILED_PRECONDITION unless the service
     is a worker.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ResumeRequest, _weights_pb2.ResumeResponse]
@@ -64,6 +64,19 @@ class AdminServiceStub:
     """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
     A worker that is not paused pauses meanwhile, with the mode keep.
     """
+    JoinWeightGroup: _grpc.UnaryUnaryMultiCallable[_weights_pb2.JoinWeightGroupRequest, _weights_pb2.JoinWeightGroupResponse]
+    """Joins a trainer's process group with all ranks of the worker."""
+    LeaveWeightGroup: _grpc.UnaryUnaryMultiCallable[_weights_pb2.LeaveWeightGroupRequest, _weights_pb2.LeaveWeightGroupResponse]
+    """Leaves one. Idempotent."""
+    BeginRefit: _grpc.UnaryUnaryMultiCallable[_weights_pb2.BeginRefitRequest, _weights_pb2.BeginRefitResponse]
+    """Begins an update that a group brings. No step runs until it has ended."""
+    ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReceiveWeightsRequest, _weights_pb2.ReceiveWeightsResponse]
+    """Receives tensors from a group. Without BeginRefit the update begins with the first call, and ends
+    with the one that brings the last of the model's tensors. A call that fails ends the update and
+    leaves the group.
+    """
+    EndRefit: _grpc.UnaryUnaryMultiCallable[_weights_pb2.EndRefitRequest, _weights_pb2.EndRefitResponse]
+    """Ends an update, and answers once the new weights are served."""
     ShowWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]
     """Tells which weights are served."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]
@@ -83,7 +96,7 @@ class AdminServiceStub:
 class AdminServiceAsyncStub(AdminServiceStub):
     """Operators' calls to one service. They have a port of their own, and every call needs that port's
     token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
-    64 KiB.
+    16 MiB.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -105,7 +118,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Waits until a profile's trace is written, and sends it."""
     Pause: _aio.UnaryUnaryMultiCallable[_weights_pb2.PauseRequest, _weights_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
-    no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+    no request is left. This call and the next eight answer FAILED_PRECONDITION unless the service
     is a worker.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_weights_pb2.ResumeRequest, _weights_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -114,6 +127,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
     A worker that is not paused pauses meanwhile, with the mode keep.
     """
+    JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinWeightGroupRequest, _weights_pb2.JoinWeightGroupResponse]  # type: ignore[assignment]
+    """Joins a trainer's process group with all ranks of the worker."""
+    LeaveWeightGroup: _aio.UnaryUnaryMultiCallable[_weights_pb2.LeaveWeightGroupRequest, _weights_pb2.LeaveWeightGroupResponse]  # type: ignore[assignment]
+    """Leaves one. Idempotent."""
+    BeginRefit: _aio.UnaryUnaryMultiCallable[_weights_pb2.BeginRefitRequest, _weights_pb2.BeginRefitResponse]  # type: ignore[assignment]
+    """Begins an update that a group brings. No step runs until it has ended."""
+    ReceiveWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReceiveWeightsRequest, _weights_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
+    """Receives tensors from a group. Without BeginRefit the update begins with the first call, and ends
+    with the one that brings the last of the model's tensors. A call that fails ends the update and
+    leaves the group.
+    """
+    EndRefit: _aio.UnaryUnaryMultiCallable[_weights_pb2.EndRefitRequest, _weights_pb2.EndRefitResponse]  # type: ignore[assignment]
+    """Ends an update, and answers once the new weights are served."""
     ShowWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]  # type: ignore[assignment]
     """Tells which weights are served."""
     SetRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]  # type: ignore[assignment]
@@ -132,7 +158,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operators' calls to one service. They have a port of their own, and every call needs that port's
     token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
-    64 KiB.
+    16 MiB.
     """
 
     @_abc_1.abstractmethod
@@ -194,7 +220,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.PauseResponse, _abc.Awaitable[_weights_pb2.PauseResponse]]:
         """Stops steps between two of them; answers once none runs, and with the modes abort and wait once
-        no request is left. This call and the next three answer FAILED_PRECONDITION unless the service
+        no request is left. This call and the next eight answer FAILED_PRECONDITION unless the service
         is a worker.
         """
 
@@ -215,6 +241,49 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Changes the weights to those in a folder, of the same shapes, and answers once they are served.
         A worker that is not paused pauses meanwhile, with the mode keep.
         """
+
+    @_abc_1.abstractmethod
+    def JoinWeightGroup(
+        self,
+        request: _weights_pb2.JoinWeightGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.JoinWeightGroupResponse, _abc.Awaitable[_weights_pb2.JoinWeightGroupResponse]]:
+        """Joins a trainer's process group with all ranks of the worker."""
+
+    @_abc_1.abstractmethod
+    def LeaveWeightGroup(
+        self,
+        request: _weights_pb2.LeaveWeightGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.LeaveWeightGroupResponse, _abc.Awaitable[_weights_pb2.LeaveWeightGroupResponse]]:
+        """Leaves one. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def BeginRefit(
+        self,
+        request: _weights_pb2.BeginRefitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.BeginRefitResponse, _abc.Awaitable[_weights_pb2.BeginRefitResponse]]:
+        """Begins an update that a group brings. No step runs until it has ended."""
+
+    @_abc_1.abstractmethod
+    def ReceiveWeights(
+        self,
+        request: _weights_pb2.ReceiveWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.ReceiveWeightsResponse, _abc.Awaitable[_weights_pb2.ReceiveWeightsResponse]]:
+        """Receives tensors from a group. Without BeginRefit the update begins with the first call, and ends
+        with the one that brings the last of the model's tensors. A call that fails ends the update and
+        leaves the group.
+        """
+
+    @_abc_1.abstractmethod
+    def EndRefit(
+        self,
+        request: _weights_pb2.EndRefitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.EndRefitResponse, _abc.Awaitable[_weights_pb2.EndRefitResponse]]:
+        """Ends an update, and answers once the new weights are served."""
 
     @_abc_1.abstractmethod
     def ShowWeights(

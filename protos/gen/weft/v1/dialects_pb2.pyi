@@ -209,6 +209,26 @@ class PauseWorkersRequest(_message.Message):
 Global___PauseWorkersRequest: _TypeAlias = PauseWorkersRequest  # noqa: Y015
 
 @_typing.final
+class GetWorldSizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCLUDE_DP_FIELD_NUMBER: _builtins.int
+    include_dp: _builtins.bool
+    """Without effect: all workers count."""
+    def __init__(
+        self,
+        *,
+        include_dp: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_dp", b"include_dp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWorldSizeRequest: _TypeAlias = GetWorldSizeRequest  # noqa: Y015
+
+@_typing.final
 class ShowServerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

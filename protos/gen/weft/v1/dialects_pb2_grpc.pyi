@@ -422,6 +422,36 @@ class TrainerServiceStub:
     """ResumeWorkers with SGLang's body."""
     UpdateWeightsFromDisk: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Changes the weights of all workers to those in a folder, which each worker's host must have."""
+    InitWeightsUpdateGroup: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Joins a trainer's process group with all ranks of all workers, in SGLang's form."""
+    DestroyWeightsUpdateGroup: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Leaves a trainer's group."""
+    BeginWeightUpdate: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Begins an update that a group brings, in SGLang's form."""
+    UpdateWeightsFromDistributed: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Receives tensors from a group, in SGLang's form. Without BeginWeightUpdate the update begins with
+    the first call and ends with the last of the model's tensors.
+    """
+    EndWeightUpdate: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Ends an update; answers once all workers serve the new weights."""
+    UpdateWeightsFromTensor: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Refused: SGLang's form is pickled."""
+    UpdateWeightsFromIpc: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Refused: SGLang's form is pickled."""
+    InitWeightTransferEngine: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """InitWeightsUpdateGroup in vLLM's form."""
+    StartWeightUpdate: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """BeginWeightUpdate in vLLM's form."""
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """UpdateWeightsFromDistributed in vLLM's form."""
+    FinishWeightUpdate: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """EndWeightUpdate in vLLM's form."""
+    ShutdownWeightTransferEngine: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """DestroyWeightsUpdateGroup in vLLM's form."""
+    GetWorldSize: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.GetWorldSizeRequest, _httpbody_pb2.HttpBody]
+    """The ranks of all workers, of which each needs a place in a trainer's group."""
+    GetWeightVersion: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Name of the version that all workers serve."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """Drops cached pages that no request uses. Not needed after an update, whose pages have other
     names.
@@ -456,6 +486,36 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """ResumeWorkers with SGLang's body."""
     UpdateWeightsFromDisk: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Changes the weights of all workers to those in a folder, which each worker's host must have."""
+    InitWeightsUpdateGroup: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Joins a trainer's process group with all ranks of all workers, in SGLang's form."""
+    DestroyWeightsUpdateGroup: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Leaves a trainer's group."""
+    BeginWeightUpdate: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Begins an update that a group brings, in SGLang's form."""
+    UpdateWeightsFromDistributed: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Receives tensors from a group, in SGLang's form. Without BeginWeightUpdate the update begins with
+    the first call and ends with the last of the model's tensors.
+    """
+    EndWeightUpdate: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Ends an update; answers once all workers serve the new weights."""
+    UpdateWeightsFromTensor: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Refused: SGLang's form is pickled."""
+    UpdateWeightsFromIpc: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Refused: SGLang's form is pickled."""
+    InitWeightTransferEngine: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """InitWeightsUpdateGroup in vLLM's form."""
+    StartWeightUpdate: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """BeginWeightUpdate in vLLM's form."""
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """UpdateWeightsFromDistributed in vLLM's form."""
+    FinishWeightUpdate: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """EndWeightUpdate in vLLM's form."""
+    ShutdownWeightTransferEngine: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """DestroyWeightsUpdateGroup in vLLM's form."""
+    GetWorldSize: _aio.UnaryUnaryMultiCallable[_dialects_pb2.GetWorldSizeRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """The ranks of all workers, of which each needs a place in a trainer's group."""
+    GetWeightVersion: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Name of the version that all workers serve."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Drops cached pages that no request uses. Not needed after an update, whose pages have other
     names.
@@ -523,6 +583,120 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Changes the weights of all workers to those in a folder, which each worker's host must have."""
+
+    @_abc_1.abstractmethod
+    def InitWeightsUpdateGroup(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Joins a trainer's process group with all ranks of all workers, in SGLang's form."""
+
+    @_abc_1.abstractmethod
+    def DestroyWeightsUpdateGroup(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Leaves a trainer's group."""
+
+    @_abc_1.abstractmethod
+    def BeginWeightUpdate(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Begins an update that a group brings, in SGLang's form."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeightsFromDistributed(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Receives tensors from a group, in SGLang's form. Without BeginWeightUpdate the update begins with
+        the first call and ends with the last of the model's tensors.
+        """
+
+    @_abc_1.abstractmethod
+    def EndWeightUpdate(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Ends an update; answers once all workers serve the new weights."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeightsFromTensor(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Refused: SGLang's form is pickled."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeightsFromIpc(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Refused: SGLang's form is pickled."""
+
+    @_abc_1.abstractmethod
+    def InitWeightTransferEngine(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """InitWeightsUpdateGroup in vLLM's form."""
+
+    @_abc_1.abstractmethod
+    def StartWeightUpdate(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """BeginWeightUpdate in vLLM's form."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """UpdateWeightsFromDistributed in vLLM's form."""
+
+    @_abc_1.abstractmethod
+    def FinishWeightUpdate(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """EndWeightUpdate in vLLM's form."""
+
+    @_abc_1.abstractmethod
+    def ShutdownWeightTransferEngine(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """DestroyWeightsUpdateGroup in vLLM's form."""
+
+    @_abc_1.abstractmethod
+    def GetWorldSize(
+        self,
+        request: _dialects_pb2.GetWorldSizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """The ranks of all workers, of which each needs a place in a trainer's group."""
+
+    @_abc_1.abstractmethod
+    def GetWeightVersion(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Name of the version that all workers serve."""
 
     @_abc_1.abstractmethod
     def FlushCache(

@@ -3,9 +3,11 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -47,6 +49,50 @@ PAUSE_MODE_KEEP: PauseMode.ValueType  # 3
 PAUSE_MODE_RETRACT: PauseMode.ValueType  # 4
 """They are computed anew afterwards; new ones wait."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
+
+class _Rendezvous:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RendezvousEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rendezvous.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RENDEZVOUS_UNSPECIFIED: _Rendezvous.ValueType  # 0
+    RENDEZVOUS_TORCH: _Rendezvous.ValueType  # 1
+    """A process group of PyTorch's whose store has the group's name before its keys."""
+    RENDEZVOUS_VLLM: _Rendezvous.ValueType  # 2
+    """A bare NCCL communicator; its id comes with the group or from a store."""
+
+class Rendezvous(_Rendezvous, metaclass=_RendezvousEnumTypeWrapper):
+    """How processes of a group find each other."""
+
+RENDEZVOUS_UNSPECIFIED: Rendezvous.ValueType  # 0
+RENDEZVOUS_TORCH: Rendezvous.ValueType  # 1
+"""A process group of PyTorch's whose store has the group's name before its keys."""
+RENDEZVOUS_VLLM: Rendezvous.ValueType  # 2
+"""A bare NCCL communicator; its id comes with the group or from a store."""
+Global___Rendezvous: _TypeAlias = Rendezvous  # noqa: Y015
+
+class _GroupBackend:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GroupBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupBackend.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GROUP_BACKEND_UNSPECIFIED: _GroupBackend.ValueType  # 0
+    GROUP_BACKEND_GLOO: _GroupBackend.ValueType  # 1
+    """Over sockets, to the host's memory."""
+    GROUP_BACKEND_NCCL: _GroupBackend.ValueType  # 2
+    """To GPUs."""
+
+class GroupBackend(_GroupBackend, metaclass=_GroupBackendEnumTypeWrapper):
+    """What moves the tensors of a group."""
+
+GROUP_BACKEND_UNSPECIFIED: GroupBackend.ValueType  # 0
+GROUP_BACKEND_GLOO: GroupBackend.ValueType  # 1
+"""Over sockets, to the host's memory."""
+GROUP_BACKEND_NCCL: GroupBackend.ValueType  # 2
+"""To GPUs."""
+Global___GroupBackend: _TypeAlias = GroupBackend  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):
@@ -176,6 +222,305 @@ class RefitResponse(_message.Message):
 Global___RefitResponse: _TypeAlias = RefitResponse  # noqa: Y015
 
 @_typing.final
+class WeightGroup(_message.Message):
+    """A process group of a trainer, which is rank 0, and workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    NCCL_ID_FIELD_NUMBER: _builtins.int
+    PACKED_BYTES_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 256 characters."""
+    address: _builtins.str
+    """Where the store of the group listens."""
+    port: _builtins.int
+    rank: _builtins.int
+    """Of the worker's first rank, from 1; its others follow."""
+    size: _builtins.int
+    """Processes in all, 2 to 65,536."""
+    backend: Global___GroupBackend.ValueType
+    rendezvous: Global___Rendezvous.ValueType
+    """Default: torch."""
+    nccl_id: _builtins.bytes
+    """128 bytes, or none."""
+    packed_bytes: _builtins.int
+    """Several tensors come in one broadcast, which ends with the tensor that makes it larger than this;
+    0: each comes by itself.
+    """
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """Longest wait for the group to form, and for each broadcast. Default 300 s."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        port: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        size: _builtins.int = ...,
+        backend: Global___GroupBackend.ValueType = ...,
+        rendezvous: Global___Rendezvous.ValueType = ...,
+        nccl_id: _builtins.bytes = ...,
+        packed_bytes: _builtins.int = ...,
+        wait: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "backend", b"backend", "name", b"name", "nccl_id", b"nccl_id", "packed_bytes", b"packed_bytes", "port", b"port", "rank", b"rank", "rendezvous", b"rendezvous", "size", b"size", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightGroup: _TypeAlias = WeightGroup  # noqa: Y015
+
+@_typing.final
+class JoinWeightGroupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> Global___WeightGroup: ...
+    def __init__(
+        self,
+        *,
+        group: Global___WeightGroup | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinWeightGroupRequest: _TypeAlias = JoinWeightGroupRequest  # noqa: Y015
+
+@_typing.final
+class JoinWeightGroupResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WeightStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___WeightStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinWeightGroupResponse: _TypeAlias = JoinWeightGroupResponse  # noqa: Y015
+
+@_typing.final
+class LeaveWeightGroupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveWeightGroupRequest: _TypeAlias = LeaveWeightGroupRequest  # noqa: Y015
+
+@_typing.final
+class LeaveWeightGroupResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WeightStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___WeightStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveWeightGroupResponse: _TypeAlias = LeaveWeightGroupResponse  # noqa: Y015
+
+@_typing.final
+class BeginRefitRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginRefitRequest: _TypeAlias = BeginRefitRequest  # noqa: Y015
+
+@_typing.final
+class BeginRefitResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WeightStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___WeightStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginRefitResponse: _TypeAlias = BeginRefitResponse  # noqa: Y015
+
+@_typing.final
+class SentTensor(_message.Message):
+    """A tensor that a trainer sends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As in the checkpoint."""
+    dtype: _builtins.str
+    """As PyTorch names it, such as bfloat16."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SentTensor: _TypeAlias = SentTensor  # noqa: Y015
+
+@_typing.final
+class ReceiveWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_NAME_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    PACKED_BYTES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    group_name: _builtins.str
+    packed_bytes: _builtins.int
+    """As in WeightGroup; absent: the group's."""
+    version: _builtins.str
+    """As in RefitRequest."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentTensor]:
+        """In the order in which they are sent."""
+
+    def __init__(
+        self,
+        *,
+        group_name: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___SentTensor] | None = ...,
+        packed_bytes: _builtins.int | None = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_packed_bytes", b"_packed_bytes", "packed_bytes", b"packed_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_packed_bytes", b"_packed_bytes", "group_name", b"group_name", "packed_bytes", b"packed_bytes", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__packed_bytes: _TypeAlias = _typing.Literal["packed_bytes"]  # noqa: Y015
+    _WhichOneofArgType__packed_bytes: _TypeAlias = _typing.Literal["_packed_bytes", b"_packed_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__packed_bytes) -> _WhichOneofReturnType__packed_bytes | None: ...
+
+Global___ReceiveWeightsRequest: _TypeAlias = ReceiveWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ReceiveWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WeightStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___WeightStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiveWeightsResponse: _TypeAlias = ReceiveWeightsResponse  # noqa: Y015
+
+@_typing.final
+class EndRefitRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """As in RefitRequest."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRefitRequest: _TypeAlias = EndRefitRequest  # noqa: Y015
+
+@_typing.final
+class EndRefitResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WeightStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___WeightStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRefitResponse: _TypeAlias = EndRefitResponse  # noqa: Y015
+
+@_typing.final
 class ShowWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -231,6 +576,8 @@ class WeightStatus(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
     PACKED_DIGEST_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """ready, updating or failed: the weights are a mixture, and requests are refused until an update
     ends.
@@ -249,6 +596,12 @@ class WeightStatus(_message.Message):
     """Updates that have ended well since the worker's start."""
     packed_digest: _builtins.bytes
     """32 bytes over the parameters of rank 0 as they lie in memory, if they were asked for."""
+    num_ranks: _builtins.int
+    """Processes that hold the weights, each of which is a rank of a trainer's group."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Trainers' groups that are joined."""
+
     def __init__(
         self,
         *,
@@ -260,10 +613,12 @@ class WeightStatus(_message.Message):
         problem: _builtins.str = ...,
         num_updates: _builtins.int = ...,
         packed_digest: _builtins.bytes = ...,
+        num_ranks: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_drained", b"is_drained", "model_digest", b"model_digest", "num_updates", b"num_updates", "packed_digest", b"packed_digest", "pause", b"pause", "problem", b"problem", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "is_drained", b"is_drained", "model_digest", b"model_digest", "num_ranks", b"num_ranks", "num_updates", b"num_updates", "packed_digest", b"packed_digest", "pause", b"pause", "problem", b"problem", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

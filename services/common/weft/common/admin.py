@@ -25,6 +25,8 @@ from weft.contract.codec.pairs import (
     FAULT,
     PAUSE_MODES,
     PROFILE_OPTIONS,
+    SENT_TENSOR,
+    WEIGHT_GROUP,
     WEIGHT_STATUS,
     WORKER_ROLES,
 )
@@ -48,7 +50,7 @@ SERVICE_NAME = "weft.v1.AdminService"
 MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 1024
 DEFAULT_ENTRIES, MAX_ENTRIES = 1000, 10_000
 MAX_STATE_BYTES = 8 << 20
-_MAX_REQUEST_BYTES = 64 << 10
+_MAX_REQUEST_BYTES = 16 << 20
 _REFUSALS_LOGGED_EVERY_S = 1.0
 _LEVELS: dict[int, LogLevel] = {
     admin_pb2.LOG_LEVEL_DEBUG: "debug",
@@ -252,6 +254,55 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
         _log.info("weights changed", extra={"version": status.version})
         return weights_pb2.RefitResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def JoinWeightGroup(
+        self,
+        request: weights_pb2.JoinWeightGroupRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.JoinWeightGroupResponse:
+        group = WEIGHT_GROUP.decode(request.group)
+        status = await self._backend.command_weights("join", group=group)
+        _log.info("joined a trainer's group", extra={"group": group.name})
+        return weights_pb2.JoinWeightGroupResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def LeaveWeightGroup(
+        self,
+        request: weights_pb2.LeaveWeightGroupRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.LeaveWeightGroupResponse:
+        status = await self._backend.command_weights("leave", group_name=request.name)
+        return weights_pb2.LeaveWeightGroupResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def BeginRefit(
+        self,
+        request: weights_pb2.BeginRefitRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.BeginRefitResponse:
+        status = await self._backend.command_weights("begin")
+        return weights_pb2.BeginRefitResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def ReceiveWeights(
+        self,
+        request: weights_pb2.ReceiveWeightsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.ReceiveWeightsResponse:
+        status = await self._backend.command_weights(
+            "receive",
+            group_name=request.group_name,
+            tensors=[SENT_TENSOR.decode(one) for one in request.tensors],
+            packed_bytes=request.packed_bytes if request.HasField("packed_bytes") else None,
+            version=request.version,
+        )
+        return weights_pb2.ReceiveWeightsResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def EndRefit(
+        self,
+        request: weights_pb2.EndRefitRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.EndRefitResponse:
+        status = await self._backend.command_weights("end", version=request.version)
+        _log.info("weights changed", extra={"version": status.version})
+        return weights_pb2.EndRefitResponse(status=WEIGHT_STATUS.encode(status))
 
     async def ShowWeights(
         self,

@@ -533,7 +533,7 @@ def _xielu(weights: Weights) -> XIELU:
         return float(weights.tensor(TensorSlice(f"act_fn.{name}", ()), torch.float32))
 
     beta = constant("beta", 0.5)
-    alpha_p, alpha_n = (float(F.softplus(number(name))) for name in ("alpha_p", "alpha_n"))
+    alpha_p, alpha_n = (F.softplus(number(name)) for name in ("alpha_p", "alpha_n"))
     return XIELU(alpha_p, beta + alpha_n, beta, constant("eps", -1e-6))
 
 

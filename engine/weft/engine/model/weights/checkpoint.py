@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from weft.checkpoint.files import Progress, weight_files
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.sent import KnownTensor
 from weft.engine.model.weights.tensor_reads import NotFiniteError, StoredTensor, TensorReads
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -78,6 +80,7 @@ class Checkpoint:
         self._skipped: set[str] = set()
         self._done_bytes = 0
         self._are_finite: dict[str, torch.Tensor] = {}
+        self._num_reads = Counter[str]()
         for path in weight_files(model_dir):
             self._read_header(path)
         self._total_bytes = sum(
@@ -89,6 +92,19 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._reads.close()
+
+    @property
+    def known(self) -> Mapping[str, KnownTensor]:
+        """All tensors, with the reads so far."""
+        return {
+            name: KnownTensor(
+                one.shape,
+                _DTYPES.get(one.dtype),
+                self._num_reads[name],
+                not self._unused(name),
+            )
+            for name, one in self._tensors.items()
+        }
 
     def has(self, name: str) -> bool:
         return name in self._tensors
@@ -119,6 +135,7 @@ class Checkpoint:
         except (OSError, EOFError) as error:
             raise ModelError(f"cannot read {part.name} in {tensor.path}: {error}") from error
         self._left.discard(part.name)
+        self._num_reads[part.name] += 1
         self._advance(out.numel() * tensor.item_bytes)
 
     def _check_finite(self, name: str, are_finite: torch.Tensor | None) -> None:

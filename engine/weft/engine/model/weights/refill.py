@@ -32,10 +32,12 @@ class Parameters:
         self._made: list[list[weakref.ref[torch.Tensor]]] = []
         self._at: int | None = None
         """Place of the next parameter; None: the first run, which is recorded."""
+        self.has_written = False
+        """Whether the last run has written to the first one's memory."""
 
     def again(self) -> None:
         """Begins a run that fills the memory of the first one."""
-        self._at = 0
+        self._at, self.has_written = 0, False
 
     def keep(self, made: _Made) -> _Made:
         """Records a parameter, or in a later run moves it to the first one's memory. Raises
@@ -49,6 +51,7 @@ class Parameters:
             raise ModelError("the weights are read in another order than those before")
         for known, new in zip(self._made[self._at], found, strict=True):
             if (old := known()) is not None and not new.is_mkldnn:
+                self.has_written = True
                 _move(old, new)
         self._at += 1
         return made

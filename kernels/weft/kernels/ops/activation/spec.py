@@ -59,10 +59,10 @@ class XIELU(NamedTuple):
     zero, exponential below.
     """
 
-    alpha_p: float
-    """Curvature above zero."""
-    alpha_n: float
-    """Factor on the exponential part below zero."""
+    alpha_p: torch.Tensor
+    """Curvature above zero: [1] float32 on the model's device."""
+    alpha_n: torch.Tensor
+    """Factor on the exponential part below zero, as `alpha_p`."""
     beta: float = 0.5
     """Slope at zero."""
     eps: float = -1e-6

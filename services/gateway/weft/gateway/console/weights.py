@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.contract.codec.pairs import PAUSE_MODES, WEIGHT_STATUS
-from weft.contract.errors import PeerUnavailable, WeftError, error_class
-from weft.contract.weights import MAX_LIMIT_S, PauseMode, WeightStatus
+from weft.contract.codec.pairs import PAUSE_MODES, SENT_TENSOR, WEIGHT_GROUP, WEIGHT_STATUS
+from weft.contract.errors import InvalidRequest, PeerUnavailable, WeftError, error_class
+from weft.contract.weights import MAX_LIMIT_S, PauseMode, SentTensor, WeightGroup, WeightStatus
 from weft.gateway.console.relay import OperatorsRelay
 from weft.gateway.fleet.fleet import Fleet
 from weft.v1 import admin_pb2, weights_pb2
@@ -46,6 +46,55 @@ class MeshWeights:
         request = weights_pb2.RefitRequest(folder=folder, version=version)
         return await self._on_all("Refit", request, token, MAX_LIMIT_S)
 
+    async def join(self, group: WeightGroup, token: str) -> Mapping[str, WeightStatus]:
+        """Joins a trainer's group with all ranks of all workers, the first as `group.rank`. Raises
+        InvalidRequest if the group has too few places.
+        """
+        known = await self.show(token, packed_digest=False)
+        total = sum(status.num_ranks for status in known.values())
+        if group.rank + total > group.size:
+            raise InvalidRequest(
+                f"world_size: {group.size} with rank_offset {group.rank} leaves "
+                f"{group.size - group.rank} places for the mesh's {total} ranks "
+                "(GET /get_world_size)",
+                stage="weights",
+                param="world_size",
+            )
+        requests, rank = dict[str, Any](), group.rank
+        for worker in sorted(known):
+            own = WEIGHT_GROUP.encode(replace(group, rank=rank))
+            requests[worker] = weights_pb2.JoinWeightGroupRequest(group=own)
+            rank += known[worker].num_ranks
+        return _statuses(await self._call_each("JoinWeightGroup", requests, token, MAX_LIMIT_S))
+
+    async def leave(self, name: str, token: str) -> Mapping[str, WeightStatus]:
+        request = weights_pb2.LeaveWeightGroupRequest(name=name)
+        return await self._on_all("LeaveWeightGroup", request, token, _SHOW_TIMEOUT_S)
+
+    async def begin(self, token: str) -> Mapping[str, WeightStatus]:
+        return await self._on_all("BeginRefit", weights_pb2.BeginRefitRequest(), token, MAX_LIMIT_S)
+
+    async def receive(
+        self,
+        group_name: str,
+        tensors: Sequence[SentTensor],
+        token: str,
+        *,
+        packed_bytes: int | None = None,
+        version: str = "",
+    ) -> Mapping[str, WeightStatus]:
+        request = weights_pb2.ReceiveWeightsRequest(
+            group_name=group_name,
+            tensors=[SENT_TENSOR.encode(one) for one in tensors],
+            packed_bytes=packed_bytes,
+            version=version,
+        )
+        return await self._on_all("ReceiveWeights", request, token, MAX_LIMIT_S)
+
+    async def end(self, version: str, token: str) -> Mapping[str, WeightStatus]:
+        request = weights_pb2.EndRefitRequest(version=version)
+        return await self._on_all("EndRefit", request, token, MAX_LIMIT_S)
+
     async def show(self, token: str, *, packed_digest: bool) -> Mapping[str, WeightStatus]:
         request = weights_pb2.ShowWeightsRequest(packed_digest=packed_digest)
         return await self._on_all("ShowWeights", request, token, _SHOW_TIMEOUT_S)
@@ -59,9 +108,7 @@ class MeshWeights:
     async def _on_all(
         self, method: str, request: Any, token: str, timeout_s: float
     ) -> Mapping[str, WeightStatus]:
-        answers = await self._call_all(method, request, token, timeout_s)
-        decode: Callable[[Any], WeightStatus] = WEIGHT_STATUS.decode
-        return {worker: decode(answer.status) for worker, answer in answers.items()}
+        return _statuses(await self._call_all(method, request, token, timeout_s))
 
     async def _call_all(
         self, method: str, request: Any, token: str, timeout_s: float
@@ -69,9 +116,17 @@ class MeshWeights:
         workers = [one.info.worker_id for one in self.fleet.workers() if one.info is not None]
         if not workers:
             raise PeerUnavailable("there is no worker", stage="weights")
-        calls = (self._call(worker, method, request, token, timeout_s) for worker in workers)
+        return await self._call_each(method, dict.fromkeys(workers, request), token, timeout_s)
+
+    async def _call_each(
+        self, method: str, requests: Mapping[str, Any], token: str, timeout_s: float
+    ) -> Mapping[str, Any]:
+        calls = (
+            self._call(worker, method, request, token, timeout_s)
+            for worker, request in requests.items()
+        )
         found = await asyncio.gather(*calls, return_exceptions=True)
-        answers = dict(zip(workers, found, strict=True))
+        answers = dict(zip(requests, found, strict=True))
         for worker, answer in answers.items():
             if isinstance(answer, WeftError):
                 _log.warning("a worker did not obey", extra={"worker": worker, "order": method})
@@ -89,3 +144,8 @@ class MeshWeights:
         metadata = (("authorization", f"Bearer {token}"),)
         async with self.relay.reach(worker) as stub:
             return await getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
+
+
+def _statuses(answers: Mapping[str, Any]) -> Mapping[str, WeightStatus]:
+    decode: Callable[[Any], WeightStatus] = WEIGHT_STATUS.decode
+    return {worker: decode(answer.status) for worker, answer in answers.items()}

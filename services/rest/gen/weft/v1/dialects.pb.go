@@ -429,6 +429,51 @@ func (x *PauseWorkersRequest) GetClearCache() bool {
 	return false
 }
 
+type GetWorldSizeRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Without effect: all workers count.
+	IncludeDp     bool `protobuf:"varint,1,opt,name=include_dp,json=includeDp,proto3" json:"include_dp,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetWorldSizeRequest) Reset() {
+	*x = GetWorldSizeRequest{}
+	mi := &file_weft_v1_dialects_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetWorldSizeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetWorldSizeRequest) ProtoMessage() {}
+
+func (x *GetWorldSizeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_dialects_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetWorldSizeRequest.ProtoReflect.Descriptor instead.
+func (*GetWorldSizeRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *GetWorldSizeRequest) GetIncludeDp() bool {
+	if x != nil {
+		return x.IncludeDp
+	}
+	return false
+}
+
 type ShowServerRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Without effect: the answer is JSON.
@@ -439,7 +484,7 @@ type ShowServerRequest struct {
 
 func (x *ShowServerRequest) Reset() {
 	*x = ShowServerRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[7]
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -451,7 +496,7 @@ func (x *ShowServerRequest) String() string {
 func (*ShowServerRequest) ProtoMessage() {}
 
 func (x *ShowServerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[7]
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -464,7 +509,7 @@ func (x *ShowServerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShowServerRequest.ProtoReflect.Descriptor instead.
 func (*ShowServerRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{7}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ShowServerRequest) GetConfigFormat() string {
@@ -484,7 +529,7 @@ type TokenizerInfoRequest struct {
 
 func (x *TokenizerInfoRequest) Reset() {
 	*x = TokenizerInfoRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	mi := &file_weft_v1_dialects_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -496,7 +541,7 @@ func (x *TokenizerInfoRequest) String() string {
 func (*TokenizerInfoRequest) ProtoMessage() {}
 
 func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	mi := &file_weft_v1_dialects_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -509,7 +554,7 @@ func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizerInfoRequest.ProtoReflect.Descriptor instead.
 func (*TokenizerInfoRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{8}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TokenizerInfoRequest) GetModel() string {
@@ -571,7 +616,10 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\x13PauseWorkersRequest\x12\x12\n" +
 	"\x04mode\x18\x01 \x01(\tR\x04mode\x12\x1f\n" +
 	"\vclear_cache\x18\x02 \x01(\bR\n" +
-	"clearCache\"8\n" +
+	"clearCache\"4\n" +
+	"\x13GetWorldSizeRequest\x12\x1d\n" +
+	"\n" +
+	"include_dp\x18\x01 \x01(\bR\tincludeDp\"8\n" +
 	"\x11ShowServerRequest\x12#\n" +
 	"\rconfig_format\x18\x01 \x01(\tR\fconfigFormat\",\n" +
 	"\x14TokenizerInfoRequest\x12\x14\n" +
@@ -616,7 +664,7 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\fStartProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/start_profile\x12S\n" +
 	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
-	"\x12\b/metrics2\x8e\b\n" +
+	"\x12\b/metrics2\xc4\x13\n" +
 	"\x0eTrainerService\x12R\n" +
 	"\fPauseWorkers\x12\x1c.weft.v1.PauseWorkersRequest\x1a\x14.google.api.HttpBody\"\x0e\x82\xd3\xe4\x93\x02\b\"\x06/pause\x12N\n" +
 	"\rResumeWorkers\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\"\a/resume\x12L\n" +
@@ -624,7 +672,21 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"/is_paused\x12[\n" +
 	"\x0fPauseGeneration\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1c\x82\xd3\xe4\x93\x02\x16:\x01*\"\x11/pause_generation\x12a\n" +
 	"\x12ContinueGeneration\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/continue_generation\x12i\n" +
-	"\x15UpdateWeightsFromDisk\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/update_weights_from_disk\x12w\n" +
+	"\x15UpdateWeightsFromDisk\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/update_weights_from_disk\x12k\n" +
+	"\x16InitWeightsUpdateGroup\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"%\x82\xd3\xe4\x93\x02\x1f:\x01*\"\x1a/init_weights_update_group\x12q\n" +
+	"\x19DestroyWeightsUpdateGroup\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"(\x82\xd3\xe4\x93\x02\":\x01*\"\x1d/destroy_weights_update_group\x12`\n" +
+	"\x11BeginWeightUpdate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/begin_weight_update\x12w\n" +
+	"\x1cUpdateWeightsFromDistributed\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"+\x82\xd3\xe4\x93\x02%:\x01*\" /update_weights_from_distributed\x12\\\n" +
+	"\x0fEndWeightUpdate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1d\x82\xd3\xe4\x93\x02\x17:\x01*\"\x12/end_weight_update\x12m\n" +
+	"\x17UpdateWeightsFromTensor\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"&\x82\xd3\xe4\x93\x02 :\x01*\"\x1b/update_weights_from_tensor\x12g\n" +
+	"\x14UpdateWeightsFromIpc\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"#\x82\xd3\xe4\x93\x02\x1d:\x01*\"\x18/update_weights_from_ipc\x12o\n" +
+	"\x18InitWeightTransferEngine\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"'\x82\xd3\xe4\x93\x02!:\x01*\"\x1c/init_weight_transfer_engine\x12`\n" +
+	"\x11StartWeightUpdate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/start_weight_update\x12W\n" +
+	"\rUpdateWeights\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/update_weights\x12b\n" +
+	"\x12FinishWeightUpdate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\" \x82\xd3\xe4\x93\x02\x1a:\x01*\"\x15/finish_weight_update\x12w\n" +
+	"\x1cShutdownWeightTransferEngine\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"+\x82\xd3\xe4\x93\x02%:\x01*\" /shutdown_weight_transfer_engine\x12[\n" +
+	"\fGetWorldSize\x12\x1c.weft.v1.GetWorldSizeRequest\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/get_world_size\x12]\n" +
+	"\x10GetWeightVersion\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x1b\x82\xd3\xe4\x93\x02\x15\x12\x13/get_weight_version\x12w\n" +
 	"\n" +
 	"FlushCache\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\";\x82\xd3\xe4\x93\x025Z\x0e\x12\f/flush_cacheZ\x15\"\x13/reset_prefix_cache\"\f/flush_cache\x12W\n" +
 	"\fCheckWeights\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1b\x82\xd3\xe4\x93\x02\x15:\x01*\"\x10/weights_checker\x12T\n" +
@@ -658,7 +720,7 @@ func file_weft_v1_dialects_proto_rawDescGZIP() []byte {
 	return file_weft_v1_dialects_proto_rawDescData
 }
 
-var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_weft_v1_dialects_proto_goTypes = []any{
 	(*ErrorShape)(nil),                  // 0: weft.v1.ErrorShape
 	(*ErrorType)(nil),                   // 1: weft.v1.ErrorType
@@ -667,98 +729,127 @@ var file_weft_v1_dialects_proto_goTypes = []any{
 	(*DeleteResponseRequest)(nil),       // 4: weft.v1.DeleteResponseRequest
 	(*CancelResponseRequest)(nil),       // 5: weft.v1.CancelResponseRequest
 	(*PauseWorkersRequest)(nil),         // 6: weft.v1.PauseWorkersRequest
-	(*ShowServerRequest)(nil),           // 7: weft.v1.ShowServerRequest
-	(*TokenizerInfoRequest)(nil),        // 8: weft.v1.TokenizerInfoRequest
-	(*descriptorpb.ServiceOptions)(nil), // 9: google.protobuf.ServiceOptions
-	(*httpbody.HttpBody)(nil),           // 10: google.api.HttpBody
-	(*emptypb.Empty)(nil),               // 11: google.protobuf.Empty
+	(*GetWorldSizeRequest)(nil),         // 7: weft.v1.GetWorldSizeRequest
+	(*ShowServerRequest)(nil),           // 8: weft.v1.ShowServerRequest
+	(*TokenizerInfoRequest)(nil),        // 9: weft.v1.TokenizerInfoRequest
+	(*descriptorpb.ServiceOptions)(nil), // 10: google.protobuf.ServiceOptions
+	(*httpbody.HttpBody)(nil),           // 11: google.api.HttpBody
+	(*emptypb.Empty)(nil),               // 12: google.protobuf.Empty
 }
 var file_weft_v1_dialects_proto_depIdxs = []int32{
 	1,  // 0: weft.v1.ErrorShape.types:type_name -> weft.v1.ErrorType
-	9,  // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
+	10, // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
 	0,  // 2: weft.v1.error_shape:type_name -> weft.v1.ErrorShape
-	10, // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
+	11, // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
 	2,  // 4: weft.v1.ResponsesService.RetrieveResponse:input_type -> weft.v1.RetrieveResponseRequest
 	3,  // 5: weft.v1.ResponsesService.ListInputItems:input_type -> weft.v1.ListInputItemsRequest
-	10, // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
+	11, // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
 	4,  // 7: weft.v1.ResponsesService.DeleteResponse:input_type -> weft.v1.DeleteResponseRequest
 	5,  // 8: weft.v1.ResponsesService.CancelResponse:input_type -> weft.v1.CancelResponseRequest
-	10, // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
-	10, // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
-	10, // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
-	10, // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
-	10, // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
-	10, // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
-	11, // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
-	10, // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
-	11, // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
-	11, // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
-	11, // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
-	11, // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
-	11, // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
-	8,  // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
-	10, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
-	10, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
-	11, // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	11, // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
+	11, // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
+	11, // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
+	11, // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
+	11, // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
+	11, // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
+	12, // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
+	11, // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
+	12, // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
+	12, // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
+	12, // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
+	12, // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
+	12, // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
+	9,  // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
+	11, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
+	11, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
+	12, // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
 	6,  // 26: weft.v1.TrainerService.PauseWorkers:input_type -> weft.v1.PauseWorkersRequest
-	11, // 27: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
-	11, // 28: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
-	10, // 29: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
-	10, // 30: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
-	10, // 31: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
-	11, // 32: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
-	10, // 33: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
-	10, // 34: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
-	10, // 35: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
-	7,  // 36: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
-	10, // 37: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	10, // 38: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	10, // 39: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	10, // 40: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	10, // 41: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	10, // 42: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	10, // 43: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	10, // 44: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	10, // 45: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	10, // 46: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	10, // 47: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	10, // 48: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	10, // 49: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	10, // 50: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	10, // 51: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	10, // 52: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	10, // 53: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	10, // 54: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	10, // 55: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	10, // 56: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	10, // 57: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	10, // 58: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	10, // 59: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	10, // 60: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	10, // 61: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	10, // 62: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	10, // 63: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
-	10, // 64: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
-	10, // 65: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	10, // 66: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
-	10, // 67: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
-	10, // 68: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
-	10, // 69: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
-	10, // 70: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
-	10, // 71: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
-	10, // 72: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
-	10, // 73: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
-	10, // 74: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
-	10, // 75: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
-	10, // 76: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
-	10, // 77: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	10, // 78: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	10, // 79: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	10, // 80: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	10, // 81: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	10, // 82: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	43, // [43:83] is the sub-list for method output_type
-	3,  // [3:43] is the sub-list for method input_type
+	12, // 27: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
+	12, // 28: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
+	11, // 29: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
+	11, // 30: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
+	11, // 31: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
+	11, // 32: weft.v1.TrainerService.InitWeightsUpdateGroup:input_type -> google.api.HttpBody
+	11, // 33: weft.v1.TrainerService.DestroyWeightsUpdateGroup:input_type -> google.api.HttpBody
+	11, // 34: weft.v1.TrainerService.BeginWeightUpdate:input_type -> google.api.HttpBody
+	11, // 35: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
+	11, // 36: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
+	11, // 37: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
+	11, // 38: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
+	11, // 39: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
+	11, // 40: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
+	11, // 41: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
+	11, // 42: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
+	11, // 43: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
+	7,  // 44: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
+	12, // 45: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
+	12, // 46: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
+	11, // 47: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
+	11, // 48: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
+	11, // 49: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
+	8,  // 50: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
+	11, // 51: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	11, // 52: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	11, // 53: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	11, // 54: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	11, // 55: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	11, // 56: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	11, // 57: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	11, // 58: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	11, // 59: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	11, // 60: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	11, // 61: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	11, // 62: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	11, // 63: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	11, // 64: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	11, // 65: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	11, // 66: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	11, // 67: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	11, // 68: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	11, // 69: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	11, // 70: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	11, // 71: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	11, // 72: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	11, // 73: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	11, // 74: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	11, // 75: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	11, // 76: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	11, // 77: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	11, // 78: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	11, // 79: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	11, // 80: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
+	11, // 81: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
+	11, // 82: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
+	11, // 83: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
+	11, // 84: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
+	11, // 85: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
+	11, // 86: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
+	11, // 87: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
+	11, // 88: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
+	11, // 89: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
+	11, // 90: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
+	11, // 91: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
+	11, // 92: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
+	11, // 93: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
+	11, // 94: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
+	11, // 95: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
+	11, // 96: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
+	11, // 97: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
+	11, // 98: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
+	11, // 99: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
+	11, // 100: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
+	11, // 101: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
+	11, // 102: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
+	11, // 103: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
+	11, // 104: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
+	11, // 105: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	11, // 106: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	11, // 107: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	11, // 108: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	11, // 109: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	11, // 110: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	57, // [57:111] is the sub-list for method output_type
+	3,  // [3:57] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name
@@ -776,7 +867,7 @@ func file_weft_v1_dialects_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_dialects_proto_rawDesc), len(file_weft_v1_dialects_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   9,
+			NumMessages:   10,
 			NumExtensions: 1,
 			NumServices:   6,
 		},

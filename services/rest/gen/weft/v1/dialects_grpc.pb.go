@@ -1242,17 +1242,31 @@ var ServerService_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	TrainerService_PauseWorkers_FullMethodName          = "/weft.v1.TrainerService/PauseWorkers"
-	TrainerService_ResumeWorkers_FullMethodName         = "/weft.v1.TrainerService/ResumeWorkers"
-	TrainerService_IsPaused_FullMethodName              = "/weft.v1.TrainerService/IsPaused"
-	TrainerService_PauseGeneration_FullMethodName       = "/weft.v1.TrainerService/PauseGeneration"
-	TrainerService_ContinueGeneration_FullMethodName    = "/weft.v1.TrainerService/ContinueGeneration"
-	TrainerService_UpdateWeightsFromDisk_FullMethodName = "/weft.v1.TrainerService/UpdateWeightsFromDisk"
-	TrainerService_FlushCache_FullMethodName            = "/weft.v1.TrainerService/FlushCache"
-	TrainerService_CheckWeights_FullMethodName          = "/weft.v1.TrainerService/CheckWeights"
-	TrainerService_GenerateTokens_FullMethodName        = "/weft.v1.TrainerService/GenerateTokens"
-	TrainerService_ContinueTokens_FullMethodName        = "/weft.v1.TrainerService/ContinueTokens"
-	TrainerService_ShowServer_FullMethodName            = "/weft.v1.TrainerService/ShowServer"
+	TrainerService_PauseWorkers_FullMethodName                 = "/weft.v1.TrainerService/PauseWorkers"
+	TrainerService_ResumeWorkers_FullMethodName                = "/weft.v1.TrainerService/ResumeWorkers"
+	TrainerService_IsPaused_FullMethodName                     = "/weft.v1.TrainerService/IsPaused"
+	TrainerService_PauseGeneration_FullMethodName              = "/weft.v1.TrainerService/PauseGeneration"
+	TrainerService_ContinueGeneration_FullMethodName           = "/weft.v1.TrainerService/ContinueGeneration"
+	TrainerService_UpdateWeightsFromDisk_FullMethodName        = "/weft.v1.TrainerService/UpdateWeightsFromDisk"
+	TrainerService_InitWeightsUpdateGroup_FullMethodName       = "/weft.v1.TrainerService/InitWeightsUpdateGroup"
+	TrainerService_DestroyWeightsUpdateGroup_FullMethodName    = "/weft.v1.TrainerService/DestroyWeightsUpdateGroup"
+	TrainerService_BeginWeightUpdate_FullMethodName            = "/weft.v1.TrainerService/BeginWeightUpdate"
+	TrainerService_UpdateWeightsFromDistributed_FullMethodName = "/weft.v1.TrainerService/UpdateWeightsFromDistributed"
+	TrainerService_EndWeightUpdate_FullMethodName              = "/weft.v1.TrainerService/EndWeightUpdate"
+	TrainerService_UpdateWeightsFromTensor_FullMethodName      = "/weft.v1.TrainerService/UpdateWeightsFromTensor"
+	TrainerService_UpdateWeightsFromIpc_FullMethodName         = "/weft.v1.TrainerService/UpdateWeightsFromIpc"
+	TrainerService_InitWeightTransferEngine_FullMethodName     = "/weft.v1.TrainerService/InitWeightTransferEngine"
+	TrainerService_StartWeightUpdate_FullMethodName            = "/weft.v1.TrainerService/StartWeightUpdate"
+	TrainerService_UpdateWeights_FullMethodName                = "/weft.v1.TrainerService/UpdateWeights"
+	TrainerService_FinishWeightUpdate_FullMethodName           = "/weft.v1.TrainerService/FinishWeightUpdate"
+	TrainerService_ShutdownWeightTransferEngine_FullMethodName = "/weft.v1.TrainerService/ShutdownWeightTransferEngine"
+	TrainerService_GetWorldSize_FullMethodName                 = "/weft.v1.TrainerService/GetWorldSize"
+	TrainerService_GetWeightVersion_FullMethodName             = "/weft.v1.TrainerService/GetWeightVersion"
+	TrainerService_FlushCache_FullMethodName                   = "/weft.v1.TrainerService/FlushCache"
+	TrainerService_CheckWeights_FullMethodName                 = "/weft.v1.TrainerService/CheckWeights"
+	TrainerService_GenerateTokens_FullMethodName               = "/weft.v1.TrainerService/GenerateTokens"
+	TrainerService_ContinueTokens_FullMethodName               = "/weft.v1.TrainerService/ContinueTokens"
+	TrainerService_ShowServer_FullMethodName                   = "/weft.v1.TrainerService/ShowServer"
 )
 
 // TrainerServiceClient is the client API for TrainerService service.
@@ -1274,6 +1288,35 @@ type TrainerServiceClient interface {
 	ContinueGeneration(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Changes the weights of all workers to those in a folder, which each worker's host must have.
 	UpdateWeightsFromDisk(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Joins a trainer's process group with all ranks of all workers, in SGLang's form.
+	InitWeightsUpdateGroup(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Leaves a trainer's group.
+	DestroyWeightsUpdateGroup(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Begins an update that a group brings, in SGLang's form.
+	BeginWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Receives tensors from a group, in SGLang's form. Without BeginWeightUpdate the update begins with
+	// the first call and ends with the last of the model's tensors.
+	UpdateWeightsFromDistributed(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Ends an update; answers once all workers serve the new weights.
+	EndWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Refused: SGLang's form is pickled.
+	UpdateWeightsFromTensor(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Refused: SGLang's form is pickled.
+	UpdateWeightsFromIpc(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// InitWeightsUpdateGroup in vLLM's form.
+	InitWeightTransferEngine(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// BeginWeightUpdate in vLLM's form.
+	StartWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// UpdateWeightsFromDistributed in vLLM's form.
+	UpdateWeights(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// EndWeightUpdate in vLLM's form.
+	FinishWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// DestroyWeightsUpdateGroup in vLLM's form.
+	ShutdownWeightTransferEngine(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// The ranks of all workers, of which each needs a place in a trainer's group.
+	GetWorldSize(ctx context.Context, in *GetWorldSizeRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Name of the version that all workers serve.
+	GetWeightVersion(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Drops cached pages that no request uses. Not needed after an update, whose pages have other
 	// names.
 	FlushCache(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
@@ -1350,6 +1393,146 @@ func (c *trainerServiceClient) UpdateWeightsFromDisk(ctx context.Context, in *ht
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
 	err := c.cc.Invoke(ctx, TrainerService_UpdateWeightsFromDisk_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) InitWeightsUpdateGroup(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_InitWeightsUpdateGroup_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) DestroyWeightsUpdateGroup(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_DestroyWeightsUpdateGroup_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) BeginWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_BeginWeightUpdate_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) UpdateWeightsFromDistributed(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_UpdateWeightsFromDistributed_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) EndWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_EndWeightUpdate_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) UpdateWeightsFromTensor(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_UpdateWeightsFromTensor_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) UpdateWeightsFromIpc(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_UpdateWeightsFromIpc_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) InitWeightTransferEngine(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_InitWeightTransferEngine_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) StartWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_StartWeightUpdate_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) UpdateWeights(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_UpdateWeights_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) FinishWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_FinishWeightUpdate_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) ShutdownWeightTransferEngine(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_ShutdownWeightTransferEngine_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) GetWorldSize(ctx context.Context, in *GetWorldSizeRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_GetWorldSize_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) GetWeightVersion(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_GetWeightVersion_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -1443,6 +1626,35 @@ type TrainerServiceServer interface {
 	ContinueGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Changes the weights of all workers to those in a folder, which each worker's host must have.
 	UpdateWeightsFromDisk(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Joins a trainer's process group with all ranks of all workers, in SGLang's form.
+	InitWeightsUpdateGroup(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Leaves a trainer's group.
+	DestroyWeightsUpdateGroup(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Begins an update that a group brings, in SGLang's form.
+	BeginWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Receives tensors from a group, in SGLang's form. Without BeginWeightUpdate the update begins with
+	// the first call and ends with the last of the model's tensors.
+	UpdateWeightsFromDistributed(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Ends an update; answers once all workers serve the new weights.
+	EndWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Refused: SGLang's form is pickled.
+	UpdateWeightsFromTensor(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Refused: SGLang's form is pickled.
+	UpdateWeightsFromIpc(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// InitWeightsUpdateGroup in vLLM's form.
+	InitWeightTransferEngine(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// BeginWeightUpdate in vLLM's form.
+	StartWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// UpdateWeightsFromDistributed in vLLM's form.
+	UpdateWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// EndWeightUpdate in vLLM's form.
+	FinishWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// DestroyWeightsUpdateGroup in vLLM's form.
+	ShutdownWeightTransferEngine(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// The ranks of all workers, of which each needs a place in a trainer's group.
+	GetWorldSize(context.Context, *GetWorldSizeRequest) (*httpbody.HttpBody, error)
+	// Name of the version that all workers serve.
+	GetWeightVersion(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// Drops cached pages that no request uses. Not needed after an update, whose pages have other
 	// names.
 	FlushCache(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
@@ -1482,6 +1694,48 @@ func (UnimplementedTrainerServiceServer) ContinueGeneration(context.Context, *ht
 }
 func (UnimplementedTrainerServiceServer) UpdateWeightsFromDisk(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromDisk not implemented")
+}
+func (UnimplementedTrainerServiceServer) InitWeightsUpdateGroup(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method InitWeightsUpdateGroup not implemented")
+}
+func (UnimplementedTrainerServiceServer) DestroyWeightsUpdateGroup(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method DestroyWeightsUpdateGroup not implemented")
+}
+func (UnimplementedTrainerServiceServer) BeginWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method BeginWeightUpdate not implemented")
+}
+func (UnimplementedTrainerServiceServer) UpdateWeightsFromDistributed(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromDistributed not implemented")
+}
+func (UnimplementedTrainerServiceServer) EndWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method EndWeightUpdate not implemented")
+}
+func (UnimplementedTrainerServiceServer) UpdateWeightsFromTensor(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromTensor not implemented")
+}
+func (UnimplementedTrainerServiceServer) UpdateWeightsFromIpc(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromIpc not implemented")
+}
+func (UnimplementedTrainerServiceServer) InitWeightTransferEngine(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method InitWeightTransferEngine not implemented")
+}
+func (UnimplementedTrainerServiceServer) StartWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method StartWeightUpdate not implemented")
+}
+func (UnimplementedTrainerServiceServer) UpdateWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateWeights not implemented")
+}
+func (UnimplementedTrainerServiceServer) FinishWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method FinishWeightUpdate not implemented")
+}
+func (UnimplementedTrainerServiceServer) ShutdownWeightTransferEngine(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ShutdownWeightTransferEngine not implemented")
+}
+func (UnimplementedTrainerServiceServer) GetWorldSize(context.Context, *GetWorldSizeRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetWorldSize not implemented")
+}
+func (UnimplementedTrainerServiceServer) GetWeightVersion(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetWeightVersion not implemented")
 }
 func (UnimplementedTrainerServiceServer) FlushCache(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method FlushCache not implemented")
@@ -1627,6 +1881,258 @@ func _TrainerService_UpdateWeightsFromDisk_Handler(srv interface{}, ctx context.
 	return interceptor(ctx, in, info, handler)
 }
 
+func _TrainerService_InitWeightsUpdateGroup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).InitWeightsUpdateGroup(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_InitWeightsUpdateGroup_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).InitWeightsUpdateGroup(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_DestroyWeightsUpdateGroup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).DestroyWeightsUpdateGroup(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_DestroyWeightsUpdateGroup_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).DestroyWeightsUpdateGroup(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_BeginWeightUpdate_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).BeginWeightUpdate(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_BeginWeightUpdate_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).BeginWeightUpdate(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_UpdateWeightsFromDistributed_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).UpdateWeightsFromDistributed(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_UpdateWeightsFromDistributed_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).UpdateWeightsFromDistributed(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_EndWeightUpdate_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).EndWeightUpdate(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_EndWeightUpdate_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).EndWeightUpdate(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_UpdateWeightsFromTensor_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).UpdateWeightsFromTensor(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_UpdateWeightsFromTensor_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).UpdateWeightsFromTensor(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_UpdateWeightsFromIpc_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).UpdateWeightsFromIpc(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_UpdateWeightsFromIpc_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).UpdateWeightsFromIpc(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_InitWeightTransferEngine_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).InitWeightTransferEngine(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_InitWeightTransferEngine_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).InitWeightTransferEngine(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_StartWeightUpdate_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).StartWeightUpdate(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_StartWeightUpdate_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).StartWeightUpdate(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_UpdateWeights_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).UpdateWeights(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_UpdateWeights_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).UpdateWeights(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_FinishWeightUpdate_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).FinishWeightUpdate(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_FinishWeightUpdate_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).FinishWeightUpdate(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_ShutdownWeightTransferEngine_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).ShutdownWeightTransferEngine(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_ShutdownWeightTransferEngine_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).ShutdownWeightTransferEngine(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_GetWorldSize_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetWorldSizeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).GetWorldSize(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_GetWorldSize_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).GetWorldSize(ctx, req.(*GetWorldSizeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_GetWeightVersion_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).GetWeightVersion(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_GetWeightVersion_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).GetWeightVersion(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _TrainerService_FlushCache_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
 	if err := dec(in); err != nil {
@@ -1733,6 +2239,62 @@ var TrainerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "UpdateWeightsFromDisk",
 			Handler:    _TrainerService_UpdateWeightsFromDisk_Handler,
+		},
+		{
+			MethodName: "InitWeightsUpdateGroup",
+			Handler:    _TrainerService_InitWeightsUpdateGroup_Handler,
+		},
+		{
+			MethodName: "DestroyWeightsUpdateGroup",
+			Handler:    _TrainerService_DestroyWeightsUpdateGroup_Handler,
+		},
+		{
+			MethodName: "BeginWeightUpdate",
+			Handler:    _TrainerService_BeginWeightUpdate_Handler,
+		},
+		{
+			MethodName: "UpdateWeightsFromDistributed",
+			Handler:    _TrainerService_UpdateWeightsFromDistributed_Handler,
+		},
+		{
+			MethodName: "EndWeightUpdate",
+			Handler:    _TrainerService_EndWeightUpdate_Handler,
+		},
+		{
+			MethodName: "UpdateWeightsFromTensor",
+			Handler:    _TrainerService_UpdateWeightsFromTensor_Handler,
+		},
+		{
+			MethodName: "UpdateWeightsFromIpc",
+			Handler:    _TrainerService_UpdateWeightsFromIpc_Handler,
+		},
+		{
+			MethodName: "InitWeightTransferEngine",
+			Handler:    _TrainerService_InitWeightTransferEngine_Handler,
+		},
+		{
+			MethodName: "StartWeightUpdate",
+			Handler:    _TrainerService_StartWeightUpdate_Handler,
+		},
+		{
+			MethodName: "UpdateWeights",
+			Handler:    _TrainerService_UpdateWeights_Handler,
+		},
+		{
+			MethodName: "FinishWeightUpdate",
+			Handler:    _TrainerService_FinishWeightUpdate_Handler,
+		},
+		{
+			MethodName: "ShutdownWeightTransferEngine",
+			Handler:    _TrainerService_ShutdownWeightTransferEngine_Handler,
+		},
+		{
+			MethodName: "GetWorldSize",
+			Handler:    _TrainerService_GetWorldSize_Handler,
+		},
+		{
+			MethodName: "GetWeightVersion",
+			Handler:    _TrainerService_GetWeightVersion_Handler,
 		},
 		{
 			MethodName: "FlushCache",

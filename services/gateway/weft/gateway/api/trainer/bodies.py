@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
-from weft.gateway.api.dialect_bodies import DialectBody
+from weft.contract.weights import MAX_GROUP_CHARS
+from weft.gateway.api.dialect_bodies import DialectBody, StrictPart
 from weft.gateway.api.unserved import left_out
 
+T = TypeVar("T")
+MAX_TENSORS = 1 << 18
+DEFAULT_PACKED_BYTES = 1 << 30
+"""vLLM's."""
 _NAMES_PAGES = "pages of other weights have other names, so none is found"
 
 
@@ -41,6 +46,123 @@ class UpdateFromDiskBody(DialectBody):
     token_step: Any = left_out("give weight_version")
 
 
+Name = Annotated[str, Field(min_length=1, max_length=MAX_GROUP_CHARS)]
+Backend = Literal["nccl", "gloo"]
+Tensors = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TENSORS)]
+Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=8)]
+Port = Annotated[int, Field(ge=1, lt=1 << 16)]
+
+
+class InitGroupBody(DialectBody):
+    """Body of POST /init_weights_update_group."""
+
+    master_address: Name = Field(description="host of the group's store")
+    master_port: Port
+    rank_offset: int = Field(description="rank of the mesh's first process")
+    world_size: int = Field(description="of the trainer and GET /get_world_size")
+    group_name: Name = Field("weight_update_group")
+    backend: Backend = Field("nccl", description="gloo for workers on CPUs")
+
+
+class DestroyGroupBody(DialectBody):
+    """Body of POST /destroy_weights_update_group."""
+
+    group_name: Name = Field("weight_update_group")
+
+
+class BeginUpdateBody(DialectBody):
+    """Body of POST /begin_weight_update."""
+
+    selector: Literal["target"] | None = Field(None, description="only the target model is served")
+
+
+class UpdateFromDistributedBody(DialectBody):
+    """Body of POST /update_weights_from_distributed."""
+
+    names: Tensors[str]
+    dtypes: Tensors[str]
+    shapes: Tensors[Shape]
+    group_name: Name = Field("weight_update_group")
+    load_format: Literal["auto"] | None = Field(None, description="one broadcast for each tensor")
+    abort_all_requests: bool | None = Field(None, description="end all requests before")
+    weight_version: str | None = Field(None, description="name of the new version")
+    flush_cache: Any = left_out(_NAMES_PAGES, True)
+    torch_empty_cache: Any = left_out("nothing is kept for later use")
+
+
+class EndUpdateBody(DialectBody):
+    """Body of POST /end_weight_update."""
+
+    selector: Literal["target"] | None = Field(None, description="as it began")
+    weight_version: str | None = Field(None, description="name of the new version")
+    flush_cache: Any = left_out(_NAMES_PAGES, True)
+
+
+class PickledBody(DialectBody):
+    """Body of calls whose tensors are pickled."""
+
+    serialized_named_tensors: Any = None
+    zmq_handles: Any = None
+    load_format: Any = None
+    flush_cache: Any = None
+    weight_version: Any = None
+
+
+class TransferInit(StrictPart):
+    """How vLLM's trainers describe their group."""
+
+    master_address: Name | None = None
+    master_port: Port | None = None
+    nccl_unique_id_b64: str | None = Field(None, max_length=256)
+    rank_offset: int
+    world_size: int
+    packed: bool = False
+    packed_buffer_size_bytes: int = Field(DEFAULT_PACKED_BYTES, ge=1)
+    packed_num_buffers: Any = left_out("one broadcast is received at a time")
+    backend: Backend = Field("nccl", description="gloo, for workers on CPUs: a PyTorch group")
+
+
+class InitTransferBody(DialectBody):
+    """Body of POST /init_weight_transfer_engine."""
+
+    init_info: TransferInit
+
+
+class StartUpdateBody(DialectBody):
+    """Body of POST /start_weight_update."""
+
+    is_checkpoint_format: Literal[True] | None = Field(
+        None, description="names and shapes are always the checkpoint's"
+    )
+
+
+class UpdateInfo(StrictPart):
+    """What vLLM's trainers send."""
+
+    names: Tensors[str]
+    dtype_names: Tensors[str]
+    shapes: Tensors[Shape]
+    packed: bool | None = Field(None, description="None: as the group was made")
+    packed_buffer_size_bytes: int = Field(DEFAULT_PACKED_BYTES, ge=1)
+    packed_num_buffers: Any = left_out("one broadcast is received at a time")
+
+
+class UpdateBody(DialectBody):
+    """Body of POST /update_weights."""
+
+    update_info: UpdateInfo
+
+
+class FinishUpdateBody(DialectBody):
+    """Body of POST /finish_weight_update."""
+
+    weight_version: str | None = Field(None, description="name of the new version")
+
+
+class NoBody(DialectBody):
+    """Body of calls that ask for nothing more."""
+
+
 class CheckWeightsBody(DialectBody):
     """Body of POST /weights_checker."""
 
@@ -55,6 +177,8 @@ class WorkerWeights(BaseModel):
     model_digest: str = Field(description="names the weights; empty while they are a mixture")
     pause: str
     updates: int
+    ranks: int
+    groups: list[str] = Field(description="trainers' groups that are joined")
     problem: str
     packed_digest: str | None = Field(None, description="of the parameters as they lie in memory")
 
@@ -76,6 +200,21 @@ class ServerInfoAnswer(BaseModel):
     version: str
     weight_version: str
     workers: dict[str, WorkerWeights]
+    vllm_config: dict[str, Any] = Field(
+        description="model_config.dtype, lora_config, parallel_config, as vLLM's trainers read them"
+    )
+
+
+class WorldSizeAnswer(BaseModel):
+    """Answer to GET /get_world_size."""
+
+    world_size: int = Field(description="ranks of all workers")
+
+
+class VersionAnswer(BaseModel):
+    """Answer to GET /get_weight_version."""
+
+    weight_version: str = Field(description="empty while the workers' differ")
 
 
 class PausedAnswer(BaseModel):

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.version import version
 from weft.contract.errors import WeftError
-from weft.contract.weights import PauseMode, WeightStatus
+from weft.contract.weights import PauseMode, SentTensor, WeightGroup, WeightStatus
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body
 from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.openai.bodies import Body
 from weft.gateway.api.openai.chunks import DONE, large_to_json, to_json, usage_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.relay import EdgeFace
 from weft.gateway.api.trainer.bodies import (
+    BeginUpdateBody,
     CheckWeightsBody,
     ContinueGenerationBody,
+    DestroyGroupBody,
+    EndUpdateBody,
+    FinishUpdateBody,
+    InitGroupBody,
+    InitTransferBody,
+    NoBody,
     PauseGenerationBody,
+    StartUpdateBody,
+    UpdateBody,
     UpdateFromDiskBody,
+    UpdateFromDistributedBody,
 )
 from weft.gateway.api.trainer.token_answers import SglangWriter, VllmWriter
 from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
@@ -36,6 +48,9 @@ from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
 W = TypeVar("W", SglangWriter, VllmWriter)
 _LARGE_TOKENS = 1024
+B = TypeVar("B", bound=Body)
+_VLLM_GROUP = "vllm"
+"""vLLM's trainers have one group, without a name."""
 _MODES: Mapping[str, PauseMode] = {
     "abort": "abort",
     "wait": "wait",
@@ -129,6 +144,101 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         await begin_answer(context, facts.request_id)
         return _answer("weights changed", found)
 
+    # -- updates through a trainer's process group -------------------------------------------------
+
+    async def InitWeightsUpdateGroup(self, request: HttpBody, context: Context) -> HttpBody:
+        body = await self._body(InitGroupBody, request, context)
+        group = WeightGroup(
+            name=body.group_name,
+            address=body.master_address,
+            port=body.master_port,
+            rank=body.rank_offset,
+            size=body.world_size,
+            backend=body.backend,
+        )
+        return _answer("joined", await self._weights.join(group, self._token(context)))
+
+    async def DestroyWeightsUpdateGroup(self, request: HttpBody, context: Context) -> HttpBody:
+        body = await self._body(DestroyGroupBody, request, context)
+        return _answer("left", await self._weights.leave(body.group_name, self._token(context)))
+
+    async def BeginWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
+        await self._body(BeginUpdateBody, request, context)
+        return _answer("begun", await self._weights.begin(self._token(context)))
+
+    async def UpdateWeightsFromDistributed(self, request: HttpBody, context: Context) -> HttpBody:
+        body = await self._body(UpdateFromDistributedBody, request, context)
+        token = self._token(context)
+        tensors = _tensors(body.names, body.dtypes, body.shapes)
+        if body.abort_all_requests:
+            await self._weights.pause("abort", token)
+        found = await self._weights.receive(
+            body.group_name, tensors, token, packed_bytes=0, version=body.weight_version or ""
+        )
+        return _answer("received", found)
+
+    async def EndWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
+        body = await self._body(EndUpdateBody, request, context)
+        found = await self._weights.end(body.weight_version or "", self._token(context))
+        return _answer("weights changed", found)
+
+    async def UpdateWeightsFromTensor(self, request: HttpBody, context: Context) -> HttpBody:
+        raise self._pickled(context)
+
+    async def UpdateWeightsFromIpc(self, request: HttpBody, context: Context) -> HttpBody:
+        raise self._pickled(context)
+
+    async def InitWeightTransferEngine(self, request: HttpBody, context: Context) -> HttpBody:
+        info = (await self._body(InitTransferBody, request, context)).init_info
+        try:
+            number = base64.b64decode(info.nccl_unique_id_b64 or "", validate=True)
+        except ValueError as error:
+            raise invalid("init_info.nccl_unique_id_b64", "is not base64") from error
+        group = WeightGroup(
+            name=_VLLM_GROUP,
+            address=info.master_address or "",
+            port=info.master_port or 0,
+            rank=info.rank_offset,
+            size=info.world_size,
+            backend=info.backend,
+            rendezvous="vllm" if info.backend == "nccl" else "torch",
+            nccl_id=number,
+            packed_bytes=info.packed_buffer_size_bytes if info.packed else 0,
+        )
+        return _answer("joined", await self._weights.join(group, self._token(context)))
+
+    async def StartWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
+        await self._body(StartUpdateBody, request, context)
+        return _answer("begun", await self._weights.begin(self._token(context)))
+
+    async def UpdateWeights(self, request: HttpBody, context: Context) -> HttpBody:
+        info = (await self._body(UpdateBody, request, context)).update_info
+        packed = None if info.packed is None else info.packed * info.packed_buffer_size_bytes
+        tensors = _tensors(info.names, info.dtype_names, info.shapes)
+        found = await self._weights.receive(
+            _VLLM_GROUP, tensors, self._token(context), packed_bytes=packed
+        )
+        return _answer("received", found)
+
+    async def FinishWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
+        body = await self._body(FinishUpdateBody, request, context)
+        found = await self._weights.end(body.weight_version or "", self._token(context))
+        return _answer("weights changed", found)
+
+    async def ShutdownWeightTransferEngine(self, request: HttpBody, context: Context) -> HttpBody:
+        await self._body(NoBody, request, context)
+        return _answer("left", await self._weights.leave(_VLLM_GROUP, self._token(context)))
+
+    async def GetWorldSize(
+        self, request: dialects_pb2.GetWorldSizeRequest, context: Context
+    ) -> HttpBody:
+        found = await self._weights.show(self._token(context), packed_digest=False)
+        return json_body({"world_size": sum(status.num_ranks for status in found.values())})
+
+    async def GetWeightVersion(self, request: Empty, context: Context) -> HttpBody:
+        found = await self._weights.show(self._token(context), packed_digest=False)
+        return json_body({"weight_version": _version(found)})
+
     async def FlushCache(self, request: Empty, context: Context) -> HttpBody:
         flushed = await self._weights.flush(self._token(context))
         return json_body({"success": True, "message": f"{flushed} pages flushed"})
@@ -219,7 +329,45 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
                 "version": version(),
                 "weight_version": _version(found),
                 "workers": {worker: _told(status) for worker, status in found.items()},
+                "vllm_config": self._as_vllm(),
             }
+        )
+
+    def _as_vllm(self) -> dict[str, object]:
+        """What vLLM's trainers read of its configuration."""
+        served = self._models.first
+        infos = [one.info for one in self._weights.fleet.workers() if one.info is not None]
+        infos = [one for one in infos if one.model == served.model.name] or infos
+        limits = [one.adapters for one in infos if one.HasField("adapters")]
+        lora = {
+            "max_lora_rank": min((one.max_rank for one in limits), default=0),
+            "max_loras": min((one.max_device_adapters for one in limits), default=0),
+        }
+        dtype = infos[0].dtype if infos else ""
+        return {
+            "model_config": {
+                "dtype": f"torch.{dtype}",
+                "max_model_len": served.context_tokens,
+            },
+            "lora_config": lora if limits else None,
+            # The gateway brings each call to all workers.
+            "parallel_config": {"data_parallel_size": 1},
+        }
+
+    async def _body(self, kind: type[B], request: HttpBody, context: Context) -> B:
+        """Raises as `_token` before the body is read."""
+        self._token(context)
+        facts = call_facts(context, "weights")
+        body, _ = await self._bodies.parse(kind, _or_empty(request), _same)
+        await begin_answer(context, facts.request_id)
+        return body
+
+    def _pickled(self, context: Context) -> WeftError:
+        self._token(context)
+        return invalid(
+            "serialized_named_tensors",
+            "its tensors are pickled, and unpickling runs what their sender wants: use "
+            "/update_weights_from_distributed or /update_weights_from_disk",
         )
 
     def _token(self, context: Context) -> str:
@@ -245,6 +393,17 @@ async def _encoded(writer: SglangWriter | VllmWriter, make: Callable[[], object]
     if writer.num_tokens < _LARGE_TOKENS:
         return to_json(make())
     return await asyncio.to_thread(lambda: large_to_json(make()))
+
+
+def _tensors(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[SentTensor]:
+    if not len(names) == len(dtypes) == len(shapes):
+        raise invalid("names", "names, dtypes and shapes must be of one length")
+    return [
+        SentTensor(name=name, dtype=dtype.removeprefix("torch."), shape=list(shape))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
 
 
 def _same(body: object) -> None: ...
@@ -277,6 +436,8 @@ def _told(status: WeightStatus) -> dict[str, object]:
         "model_digest": status.model_digest.hex(),
         "pause": status.pause,
         "updates": status.num_updates,
+        "ranks": status.num_ranks,
+        "groups": status.groups,
         "problem": status.problem,
     }
     if status.packed_digest:

@@ -1,0 +1,83 @@
+"""Tensors that a trainer sends: their digests, and in which order and form they fill a model."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from weft.contract.errors import ModelError
+from weft.engine.model.loader import load_model
+from weft.engine.model.weights.sent import SentTensors, content_digest
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.senders import described, tensors_of
+
+
+def put_all(sent: SentTensors, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+    for one in names:
+        sent.put(one, tensors[one])
+
+
+IN_EVERY_RUN = ("gemma2",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.full)
+        for name in FAMILIES
+    ],
+)
+def test_sent_in_any_order_a_model_is_a_fresh_load(name: str, tmp_path: Path) -> None:
+    first, second = (make_family(name, tmp_path / str(seed), seed) for seed in (1, 2))
+    model, fresh = load_model(first, "float32"), load_model(second, "float32")
+    tensors = tensors_of(second)
+    names, digests = list(tensors), set[bytes]()
+    for _ in range(2):
+        random.shuffle(names)
+        sent = model.refit.expect()
+        sent.check(described({name: tensors[name] for name in names}))
+        sender = threading.Thread(target=put_all, args=(sent, tensors, list(names)))
+        sender.start()
+        digests.add(model.refit.from_sent(sent))
+        sender.join()
+        assert sent.lacking == []
+    assert len(digests) == 1
+    assert digests.isdisjoint({model.digest, fresh.digest})
+    assert model.refit.packed_digest() == fresh.refit.packed_digest()
+
+
+def test_a_digest_is_of_each_number_and_its_place() -> None:
+    long = torch.randint(-100, 100, (200_001,), dtype=torch.int16)
+    right = content_digest(long)
+    assert content_digest(long.clone()) == right
+    # Wherever it lies in memory.
+    assert content_digest(torch.cat([torch.zeros(1, dtype=torch.int16), long])[1:]) == right
+    others = [long.view(1, -1), long.to(torch.int32), long[:-1], long.flip(0)]
+    for at in (0, 1, 131_072, 200_000):
+        changed = long.clone()
+        changed[at] ^= 1
+        others.append(changed)
+    swapped = long.clone()
+    swapped[:4], swapped[4:8] = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7, 8])
+    back = swapped.clone()
+    back[:4], back[4:8] = swapped[4:8], swapped[:4]
+    found = [content_digest(one) for one in [long, *others, swapped, back]]
+    assert len(set(found)) == len(found)
+    assert content_digest(torch.empty(0)) != content_digest(torch.empty(0, 1))
+
+
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    folder = make_family("gemma2", tmp_path / "model", 1)
+    model, tensors = load_model(folder, "float32"), tensors_of(folder)
+    last = list(tensors)[-1]
+    tensors[last] = tensors[last].clone()
+    tensors[last].view(-1)[-1] = float("nan")
+    sent = model.refit.expect()
+    for name, one in tensors.items():
+        sent.put(name, one)
+    with pytest.raises(ModelError, match=f"{last} has a number that is not finite"):
+        model.refit.from_sent(sent)

@@ -1,0 +1,256 @@
+"""Weights that a trainer sends through a process group: what an engine generates afterwards, and
+what becomes of updates that do not end.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weft.contract.errors import (
+    ConfigError,
+    GroupFailed,
+    ModelError,
+    RefitRunning,
+    WeightsIncomplete,
+)
+from weft.contract.request import StopCriteria
+from weft.contract.weights import WeightGroup
+from weft.engine.loop.llm import LLM
+from weft.testing.models.senders import Sender, described, free_port, packed, tensors_of
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+SIZES = {"num_attention_heads": 8, "vocab_size": 517}
+PROMPTS = [list(range(3, 43)), list(range(5, 20))]
+SETTINGS = {"page_size": 8, "prefill_chunk_tokens": 24, "num_pages": 64, "dtype": "float32"}
+STOP = StopCriteria(max_tokens=40, ignore_eos=True)
+NAME = "trainer"
+
+
+def model(path: Path, seed: int) -> Path:
+    return make_tiny("llama", path, seed, tokenizer=True, **SIZES)
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [one.token_ids for one in llm.generate(PROMPTS, stop=STOP)]
+
+
+def group_at(port: int, ranks: int = 1, wait_s: float = 60.0) -> WeightGroup:
+    return WeightGroup(
+        name=NAME,
+        address="127.0.0.1",
+        port=port,
+        rank=1,
+        size=1 + ranks,
+        backend="gloo",
+        wait_s=wait_s,
+    )
+
+
+def beside(work: Callable[[], Any], command: Callable[[], Any]) -> Any:
+    """What a trainer's thread returns that works while an engine obeys."""
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(work)
+        command()
+        return done.result(60)
+
+
+@contextmanager
+def joined(llm: LLM, ranks: int = 1) -> Iterator[Sender]:
+    port = free_port()
+    sender = beside(
+        lambda: Sender(port, 1 + ranks),
+        lambda: llm.command_weights("join", group=group_at(port, ranks)),
+    )
+    assert isinstance(sender, Sender)
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+def send(llm: LLM, sender: Sender, tensors: dict[str, torch.Tensor], **options: Any) -> None:
+    beside(
+        lambda: sender.send(tensors.values()),
+        lambda: llm.command_weights(
+            "receive", group_name=NAME, tensors=described(tensors), **options
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.full),
+        pytest.param({"tp": 2}, marks=pytest.mark.full),
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.full),
+    ],
+)
+def test_text_after_sent_weights_is_a_fresh_workers(
+    settings: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    with LLM(second, **(SETTINGS | settings)) as fresh:
+        right = texts(fresh)
+        in_memory = fresh.engine.parts.local.refits.packed_digest()
+    new, old = tensors_of(second), tensors_of(first)
+    ranks = settings.get("tp", 1)
+    with LLM(first, **(SETTINGS | settings)) as llm, joined(llm, ranks) as sender:
+        before = texts(llm)
+        assert before != right
+        known = llm.weights.model_digest
+        assert llm.weights.groups == [NAME]
+        llm.command_weights("begin")
+        send(llm, sender, new)
+        with pytest.raises(RefitRunning):
+            llm.resume()
+        status = llm.command_weights("end", version="sent")
+        assert (status.state, status.version) == ("ready", "sent")
+        digest = status.model_digest
+        assert digest != known
+        assert llm.engine.parts.local.refits.packed_digest() == in_memory
+        hits = llm.engine.scheduler.num_prefix_hit_tokens
+        assert texts(llm) == right
+        assert llm.engine.scheduler.num_prefix_hit_tokens == hits
+        # In parts, in another order, and without a beginning: the last tensor ends the update.
+        names = list(old)
+        random.shuffle(names)
+        for part in (names[:5], names[5:]):
+            send(llm, sender, {name: old[name] for name in part}, version="back")
+        assert llm.weights.version == "back"
+        assert texts(llm) == before
+        # The same bytes in another order have the same name, so their pages are found again.
+        many = packed([new[name] for name in reversed(new)], 20_000)
+        assert 1 < len(many) < len(new)
+        turned = {name: new[name] for name in reversed(new)}
+        beside(
+            lambda: sender.send(many),
+            lambda: llm.command_weights(
+                "receive", group_name=NAME, tensors=described(turned), packed_bytes=20_000
+            ),
+        )
+        assert llm.weights.model_digest == digest
+        assert texts(llm) == right
+        assert llm.engine.scheduler.num_prefix_hit_tokens > hits
+        llm.command_weights("leave", group_name=NAME)
+        assert llm.weights.groups == []
+
+
+def test_what_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path, seed: int) -> None:
+    first = model(tmp_path / "first", seed)
+    tensors = tensors_of(first)
+    name = "model.embed_tokens.weight"
+    wrong: Sequence[tuple[dict[str, torch.Tensor], str]] = [
+        ({"model.no_such.weight": torch.zeros(2)}, "no tensor model.no_such.weight"),
+        ({name: torch.zeros(3, 3)}, "is sent as"),
+        ({name: tensors[name].to(torch.int32)}, "int32"),
+    ]
+    with LLM(first, **SETTINGS) as llm:
+        right = texts(llm)
+        with pytest.raises(GroupFailed, match="no group"):
+            llm.command_weights("receive", group_name=NAME, tensors=described(tensors))
+        for sent, problem in wrong:
+            with joined(llm), pytest.raises(ModelError, match=problem):
+                llm.command_weights("receive", group_name=NAME, tensors=described(sent))
+            # The trainer may have begun to send, so that the group is of no more use.
+            assert llm.weights.groups == []
+            assert llm.weights.state == "ready"
+            assert texts(llm) == right
+        group = group_at(free_port())
+        group.backend = "nccl"
+        with pytest.raises(ConfigError, match="nccl needs GPUs"):
+            llm.command_weights("join", group=group)
+        with pytest.raises(GroupFailed, match="did not form"):
+            llm.command_weights("join", group=group_at(free_port(), wait_s=0.2))
+        assert texts(llm) == right
+
+
+@pytest.mark.full
+def test_a_trainer_killed_in_the_middle_leaves_a_worker_that_refuses_until_an_update_ends(
+    tmp_path: Path, seed: int
+) -> None:
+    first = model(tmp_path / "first", seed)
+    tensors = tensors_of(model(tmp_path / "second", seed + 1))
+    port = free_port()
+    trainer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(
+                f"""
+                import signal, os
+                from pathlib import Path
+                from weft.testing.models.senders import Sender, tensors_of
+                tensors = list(tensors_of(Path({str(tmp_path / "second")!r})).values())
+                sender = Sender({port}, 2)
+                sender.send(tensors[: len(tensors) // 2])
+                print("half", flush=True)
+                signal.pause()
+                """
+            ),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    with LLM(first, **SETTINGS) as llm:
+        right = texts(llm)
+        llm.command_weights("join", group=group_at(port))
+
+        def kill() -> None:
+            assert trainer.stdout is not None
+            trainer.stdout.readline()
+            trainer.send_signal(signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(GroupFailed, match="did not end"):
+            llm.command_weights("receive", group_name=NAME, tensors=described(tensors))
+        killer.join(60)
+        trainer.wait(60)
+        assert llm.weights.state == "failed"
+        assert llm.weights.model_digest == b""
+        with pytest.raises(WeightsIncomplete, match="did not end"):
+            texts(llm)
+        # Neither a resume nor a folder that does not fit makes the mixture good.
+        llm.resume()
+        with pytest.raises(ModelError):
+            llm.refit(tmp_path / "nothing")
+        with pytest.raises(WeightsIncomplete):
+            texts(llm)
+        llm.refit(first)
+        assert texts(llm) == right
+
+
+def test_a_trainer_that_says_no_more_ends_its_update_with_its_pause(
+    tmp_path: Path, seed: int
+) -> None:
+    first = model(tmp_path / "first", seed)
+    tensors = tensors_of(model(tmp_path / "second", seed + 1))
+    half = dict(list(tensors.items())[: len(tensors) // 2])
+    with LLM(first, **SETTINGS) as llm:
+        right = texts(llm)
+        # Nothing was sent, so the old weights go on.
+        llm.command_weights("begin", limit_s=1.0)
+        assert texts(llm) == right
+        assert llm.weights.state == "ready"
+        with joined(llm) as sender:
+            llm.command_weights("begin", limit_s=1.0)
+            send(llm, sender, half)
+        with pytest.raises(WeightsIncomplete, match="not ended its update in time"):
+            texts(llm)
+        assert llm.weights.state == "failed"
+        llm.refit(first)
+        assert texts(llm) == right
