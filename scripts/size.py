@@ -17,7 +17,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = (
     *("contract", "checkpoint", "kernels", "pages", "engine"),
-    *(f"services/{name}" for name in ("common", "gateway", "prefill", "decode", "kvstore")),
+    *(
+        f"services/{name}"
+        for name in ("common", "gateway", "prefill", "decode", "kvstore", "planner")
+    ),
     *("cli", "chaos"),
 )
 _C_SUFFIXES = {".c", ".h", ".cu"}

@@ -53,7 +53,7 @@ def test_contracts_of_import_linter_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("package", ["weft.gateway", "weft.kvstore"])
+@pytest.mark.parametrize("package", ["weft.gateway", "weft.kvstore", "weft.planner"])
 def test_gateway_and_store_need_no_torch(package: str) -> None:
     import_all(package, "torch,triton,transformers,safetensors,nixl,gguf")
 

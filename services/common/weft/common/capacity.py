@@ -1,4 +1,4 @@
-"""What workers can carry, by their measured speeds: one model for admission, routing and planning."""
+"""What workers can carry, by their measured speeds: the one model of admission and planning."""
 
 from __future__ import annotations
 

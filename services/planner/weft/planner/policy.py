@@ -1,0 +1,291 @@
+"""Decides how many workers of each role a model should have. It reads no clock and sends nothing.
+
+demand of the last minute misses with what is there          -> more, at once
+the worst demand of a window would be met with one less      -> less
+one role has too many and the other too few                  -> roles change, at once
+no data | a change had no effect | somebody else changed it  -> nothing changes, and it is told
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from weft.planner.forecast import (
+    Demand,
+    Speed,
+    Targets,
+    meets_first_token,
+    meets_inter_token,
+    need,
+)
+
+AlarmName = Literal["no_data", "no_effect", "foreign_edit", "over_budget", "uneven"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How fast a plan follows, in seconds."""
+
+    demand_s: tuple[float, ...] = (30.0, 90.0, 240.0)
+    """Arrivals of so long are looked at: of any of them for more workers, of the longest for
+    fewer."""
+    calm_s: float = 240.0
+    """Demand must have been low for so long before there are fewer."""
+    role_calm_s: float = 120.0
+    """The same before a worker of a role that has too many changes to the other."""
+    effect_s: float = 600.0
+    """Time in which a change must be seen."""
+    silent_s: float = 30.0
+    """Age from which what is known of the mesh is no data."""
+    sureness: float = 2.5
+    """Standard deviations of counted arrivals by which demand is taken to be lower before it makes
+    more workers necessary: arrivals scatter."""
+    reserve: float = 0.5
+    """The same by which it is taken to be higher to say how many."""
+    least_prefill: int = 1
+    least_decode: int = 1
+    budget: int = 0
+    """Most workers of all roles; 0 = no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What is known of one model at a time."""
+
+    time_s: float
+    """Of the newest news of the mesh, on the planner's clock."""
+    requests: int
+    """That have arrived since a fixed time, refused ones included."""
+    sizes: tuple[tuple[float, float], ...]
+    """As `Demand.sizes`, of arrivals lately."""
+    output_tokens: float
+    queued_tokens: float
+    prefill: int
+    """Workers of the role, starting ones included."""
+    decode: int
+    ready: int
+    """Workers of both roles that serve."""
+    speed: Speed
+    worst_share: float = 0.0
+    """KV pages in use at the fullest worker, as a share."""
+    mean_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    name: AlarmName
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a model should have."""
+
+    prefill: int
+    decode: int
+    why: str
+    alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+
+@dataclass(slots=True)
+class _Past:
+    """What was needed at a time, at the demand's higher bound."""
+
+    time_s: float
+    prefill: int
+    decode: int
+
+
+@dataclass(slots=True)
+class ModelPlanner:
+    """Plans for one model."""
+
+    targets: Targets
+    rules: Rules = field(default_factory=Rules)
+    _counts: deque[tuple[float, int]] = field(default_factory=deque)
+    _past: deque[_Past] = field(default_factory=deque)
+    _plan: Plan | None = None
+    _planned_at: float = 0.0
+    _seen: tuple[int, int] = (0, 0)
+    _was_met: bool = True
+    num_changes: int = 0
+    """Times that the wanted numbers changed."""
+
+    def decide(self, now_s: float, seen: Observation | None) -> Plan:
+        """What is wanted now. `seen` is None while nothing is known of the model."""
+        if seen is None or now_s - seen.time_s > self.rules.silent_s:
+            return self._alarmed("no_data", "nothing is heard of the mesh; nothing changes", seen)
+        if not seen.speed.is_known:
+            return self._alarmed("no_data", "workers have not told their speeds yet", seen)
+        foreign = self._find_foreign(now_s, seen)
+        if foreign is not None:
+            # Plans go on from what is there now, so that nobody is fought.
+            self._take(now_s, seen.prefill, seen.decode, foreign.text)
+            self._past.clear()
+        self._count(seen)
+        lows, highs = zip(
+            *(self._bounds(seen, span_s) for span_s in self.rules.demand_s), strict=True
+        )
+        calm = need(highs[-1], seen.speed, self.targets)
+        if self._plan is None:
+            self._take(now_s, seen.prefill, seen.decode, "as found")
+        assert self._plan is not None
+        fast_prefill, fast_decode, why = 0, 0, calm.why
+        for low, high in zip(lows, highs, strict=True):
+            is_met = (
+                meets_first_token(low, seen.speed, self.targets, self._plan.prefill),
+                meets_inter_token(low, seen.speed, self.targets, self._plan.decode),
+            )
+            if all(is_met):
+                continue
+            found = need(high, seen.speed, self.targets)
+            why = found.why
+            if not is_met[0]:
+                fast_prefill = max(fast_prefill, found.prefill, self._plan.prefill + 1)
+            if not is_met[1]:
+                fast_decode = max(fast_decode, found.decode, self._plan.decode + 1)
+        # What made more necessary keeps them for as long as what is calm.
+        self._remember(now_s, max(calm.prefill, fast_prefill), max(calm.decode, fast_decode))
+        prefill = self._next("prefill", now_s, self._plan.prefill, fast_prefill)
+        decode = self._next("decode", now_s, self._plan.decode, fast_decode)
+        prefill, decode = self._convert(now_s, prefill, decode)
+        prefill = max(prefill, self.rules.least_prefill)
+        decode = max(decode, self.rules.least_decode)
+        alarms = [] if foreign is None else [foreign]
+        prefill, decode, over = self._within_budget(prefill, decode)
+        alarms += over
+        if (prefill, decode) != (self._plan.prefill, self._plan.decode):
+            self.num_changes += 1
+            self._take(now_s, prefill, decode, why)
+        alarms += self._find_ineffective(now_s, seen)
+        if seen.worst_share > 0.9 and seen.mean_share < 0.5:
+            text = (
+                f"the fullest worker has {seen.worst_share:.0%} of its pages in use, all together "
+                f"{seen.mean_share:.0%}: routing, not numbers, is uneven"
+            )
+            alarms.append(Alarm(name="uneven", text=text))
+        self._seen = (seen.prefill, seen.decode)
+        self._plan = replace(self._plan, why=why, alarms=tuple(alarms))
+        return self._plan
+
+    def _count(self, seen: Observation) -> None:
+        self._counts.append((seen.time_s, seen.requests))
+        if self._counts[0][1] > seen.requests:
+            # The gateway was restarted, and counts anew.
+            self._counts.clear()
+            self._counts.append((seen.time_s, seen.requests))
+        longest_s = max(self.rules.demand_s)
+        while len(self._counts) > 2 and seen.time_s - self._counts[1][0] >= longest_s:
+            self._counts.popleft()
+
+    def _bounds(self, seen: Observation, span_s: float) -> tuple[Demand, Demand]:
+        """Lower and higher bound of the demand of so long."""
+        began_s, before = next(
+            (one for one in reversed(self._counts) if seen.time_s - one[0] >= span_s),
+            self._counts[0],
+        )
+        span_s = max(seen.time_s - began_s, 1.0)
+        arrived = seen.requests - before
+        mean = sum(tokens * share for tokens, share in seen.sizes)
+        squares = sum(tokens * tokens * share for tokens, share in seen.sizes)
+        scatter = squares / mean**2 if mean > 0 else 1.0
+        demand = Demand(
+            requests_per_s=arrived / span_s,
+            sizes=seen.sizes,
+            output_tokens=seen.output_tokens,
+            queued_tokens=seen.queued_tokens,
+        )
+        spread = math.sqrt(scatter / max(arrived, 1))
+        high = replace(demand.times(1 + self.rules.reserve * spread), queued_tokens=0.0)
+        return demand.times(max(0.0, 1 - self.rules.sureness * spread)), high
+
+    def _remember(self, now_s: float, prefill: int, decode: int) -> None:
+        self._past.append(_Past(now_s, prefill, decode))
+        while self._past and now_s - self._past[0].time_s > self.rules.calm_s:
+            self._past.popleft()
+
+    def _most(self, role: Literal["prefill", "decode"], now_s: float, span_s: float) -> int | None:
+        """Most workers that were needed in a time; None: it is not known for so long."""
+        assert self._past, "the present need is remembered first"
+        if now_s - self._past[0].time_s < 0.9 * span_s:
+            return None
+        recent = (one for one in self._past if now_s - one.time_s <= span_s)
+        return max(one.prefill if role == "prefill" else one.decode for one in recent)
+
+    def _next(
+        self, role: Literal["prefill", "decode"], now_s: float, have: int, wanted: int
+    ) -> int:
+        if wanted > have:
+            return wanted
+        calm = self._most(role, now_s, self.rules.calm_s)
+        return have if calm is None else min(have, calm)
+
+    def _convert(self, now_s: float, prefill: int, decode: int) -> tuple[int, int]:
+        """Workers that one role can spare, which take less time to change than to start."""
+        assert self._plan is not None
+        more = (prefill - self._plan.prefill, decode - self._plan.decode)
+        spared = {
+            role: self._most(role, now_s, self.rules.role_calm_s) for role in ("prefill", "decode")
+        }
+        if more[1] > 0 and more[0] == 0 and (calm := spared["prefill"]) is not None:
+            prefill -= min(more[1], max(0, self._plan.prefill - calm))
+        if more[0] > 0 and more[1] == 0 and (calm := spared["decode"]) is not None:
+            decode -= min(more[0], max(0, self._plan.decode - calm))
+        return prefill, decode
+
+    def _within_budget(self, prefill: int, decode: int) -> tuple[int, int, list[Alarm]]:
+        budget = self.rules.budget
+        if not budget or prefill + decode <= budget:
+            return prefill, decode, []
+        text = f"{prefill} prefill and {decode} decode workers are needed, and {budget} are allowed"
+        kept = max(1, round(budget * prefill / (prefill + decode))) if budget > 1 else 0
+        kept = min(kept, max(0, budget - self.rules.least_decode))
+        return kept, budget - kept, [Alarm(name="over_budget", text=text)]
+
+    def _find_foreign(self, now_s: float, seen: Observation) -> Alarm | None:
+        """Somebody else changed the numbers: they moved away from what is wanted."""
+        plan, before = self._plan, self._seen
+        if plan is None or before == (0, 0) or (seen.prefill, seen.decode) == before:
+            return None
+        was = abs(before[0] - plan.prefill) + abs(before[1] - plan.decode)
+        now = abs(seen.prefill - plan.prefill) + abs(seen.decode - plan.decode)
+        if now <= was:
+            return None
+        text = (
+            f"there are {seen.prefill} prefill and {seen.decode} decode workers after "
+            f"{before[0]} and {before[1]}, which this planner has not asked for"
+        )
+        return Alarm(name="foreign_edit", text=text)
+
+    def _find_ineffective(self, now_s: float, seen: Observation) -> list[Alarm]:
+        plan = self._plan
+        assert plan is not None
+        if (seen.prefill, seen.decode) == (plan.prefill, plan.decode):
+            self._planned_at = now_s
+            return []
+        if now_s - self._planned_at <= self.rules.effect_s:
+            return []
+        text = (
+            f"{plan.prefill} prefill and {plan.decode} decode workers are wanted since "
+            f"{now_s - self._planned_at:.0f} s, and there are {seen.prefill} and {seen.decode}"
+        )
+        return [Alarm(name="no_effect", text=text)]
+
+    def _take(self, now_s: float, prefill: int, decode: int, why: str) -> None:
+        self._plan = Plan(prefill=prefill, decode=decode, why=why)
+        self._planned_at = now_s
+
+    def _alarmed(self, name: AlarmName, text: str, seen: Observation | None) -> Plan:
+        """Everything stays as it is."""
+        alarm = Alarm(name=name, text=text)
+        if self._plan is not None:
+            return replace(self._plan, alarms=(alarm,))
+        have = (0, 0) if seen is None else (seen.prefill, seen.decode)
+        return Plan(prefill=have[0], decode=have[1], why=text, alarms=(alarm,))

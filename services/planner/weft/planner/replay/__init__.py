@@ -1,0 +1,1 @@
+"""Plans for recorded and made-up days, in virtual time."""

@@ -1,0 +1,173 @@
+"""Each complaint about autoscalers as a case, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from weft.planner.forecast import Speed, Targets
+from weft.planner.policy import ModelPlanner, Observation, Plan, Rules
+from weft.planner.replay.fleet import Fleet
+from weft.planner.replay.replay import INTERVAL_S, replay
+from weft.planner.replay.traces import Arrival, made_day
+
+SPEED = Speed(prefill_tokens_per_s=2500.0, step_base_s=0.015, step_request_s=0.0012)
+TARGETS = Targets(first_token_s=3.0, inter_token_s=0.05, is_enforced=True)
+SIZES = ((1000.0, 0.8), (3000.0, 0.2))
+
+
+class Told:
+    """A mesh that tells a planner of steady arrivals."""
+
+    def __init__(self, prefill: int = 2, decode: int = 1, rules: Rules | None = None) -> None:
+        self.planner = ModelPlanner(TARGETS, rules or Rules())
+        self.now_s = 0.0
+        self.seen = Observation(
+            time_s=0.0,
+            requests=0,
+            sizes=SIZES,
+            output_tokens=150.0,
+            queued_tokens=0.0,
+            prefill=prefill,
+            decode=decode,
+            ready=prefill + decode,
+            speed=SPEED,
+        )
+        self.plan: Plan
+
+    def run(
+        self, span_s: float, requests_per_s: float, *, obeys: bool = True, **now: float
+    ) -> Plan:
+        for _ in range(int(span_s / INTERVAL_S)):
+            self.now_s += INTERVAL_S
+            arrived = self.seen.requests + round(requests_per_s * INTERVAL_S)
+            self.seen = replace(self.seen, time_s=self.now_s, requests=arrived, **now)  # type: ignore[arg-type]
+            self.plan = self.planner.decide(self.now_s, self.seen)
+            if obeys:
+                self.seen = replace(self.seen, prefill=self.plan.prefill, decode=self.plan.decode)
+        return self.plan
+
+    def alarms(self) -> set[str]:
+        return {alarm.name for alarm in self.plan.alarms}
+
+
+def test_refused_requests_are_demand() -> None:
+    """dynamo#10528, #8861: what is counted where answers leave shows no overload."""
+    day = [Arrival(0.1 * number, 2000, 150) for number in range(3000)]
+    outcome = replay(day, SPEED, TARGETS, first=(1, 1), start_s=30.0)
+    (first, *_) = outcome.changes
+    # One worker serves 1.25 of the 10 requests a second, and refuses the others.
+    assert first.time_s <= 30.0
+    assert outcome.changes[-1].prefill >= 8
+    late = outcome.tally.refused / outcome.tally.requests
+    assert late < 0.2
+
+
+def test_the_rate_decides_and_no_single_request() -> None:
+    """dynamo#11624: a floor by one request's first token never falls."""
+    told = Told(prefill=6, decode=1)
+    with_giant = ((1000.0, 0.999), (1_000_000.0, 0.001))
+    told.seen = replace(told.seen, sizes=with_giant)
+    assert told.run(600, 1.0).prefill < 6
+
+
+def test_fewer_only_if_fewer_would_do() -> None:
+    """dynamo#9294: 2 <-> 1."""
+    for rate in (0.8, 1.6, 2.4):
+        told = Told(prefill=1, decode=1)
+        told.run(900, rate)
+        settled = told.planner.num_changes
+        told.run(900, rate)
+        assert told.planner.num_changes == settled, rate
+
+
+def test_steady_load_changes_nothing_in_an_hour() -> None:
+    day = made_day("steady", requests_per_s=3.0, hours=1.4)
+    outcome = replay(day, SPEED, TARGETS, first=(3, 2))
+    late = [change for change in outcome.changes if change.time_s > 0.4 * 3600]
+    assert late == []
+    assert outcome.tally.goodput > 0.95
+
+
+def test_somebody_elses_change_is_told_and_not_fought() -> None:
+    """dynamo#4420, #13238."""
+    told = Told(prefill=2, decode=1)
+    told.run(600, 1.0)
+    assert told.alarms() == set()
+    told.seen = replace(told.seen, prefill=told.seen.prefill + 3)
+    told.run(INTERVAL_S, 1.0)
+    assert told.alarms() == {"foreign_edit"}
+    before = told.seen.prefill
+    told.run(60, 1.0)
+    assert told.seen.prefill == before
+    # What is not needed goes in time.
+    assert told.run(600, 1.0).prefill < before
+
+
+def test_a_change_without_effect_is_told() -> None:
+    """llm-d#2310: inert, and all is green."""
+    told = Told(prefill=1, decode=1)
+    told.run(300, 6.0, obeys=False)
+    assert "no_effect" not in told.alarms()
+    assert told.plan.prefill > 1
+    told.run(900, 6.0, obeys=False)
+    assert "no_effect" in told.alarms()
+
+
+def test_no_news_change_nothing_and_are_told() -> None:
+    told = Told(prefill=2, decode=1)
+    plan = told.run(600, 1.0)
+    told.plan = told.planner.decide(told.now_s + 3600, told.seen)
+    assert told.alarms() == {"no_data"}
+    assert (told.plan.prefill, told.plan.decode) == (plan.prefill, plan.decode)
+    fresh = ModelPlanner(TARGETS)
+    assert [alarm.name for alarm in fresh.decide(0.0, None).alarms] == ["no_data"]
+    slow = replace(told.seen, speed=replace(SPEED, prefill_tokens_per_s=0.0))
+    assert [one.name for one in fresh.decide(told.now_s, slow).alarms] == ["no_data"]
+
+
+def test_the_fullest_worker_counts() -> None:
+    """llm-d-autoscaling#1249: on average 11 % full, one 95 %."""
+    told = Told()
+    told.run(60, 1.0, worst_share=0.95, mean_share=0.11)
+    assert told.alarms() == {"uneven"}
+
+
+def test_a_budget_is_kept_and_told() -> None:
+    told = Told(rules=Rules(budget=4))
+    plan = told.run(600, 20.0)
+    assert plan.total == 4
+    assert plan.decode >= 1
+    assert "over_budget" in told.alarms()
+
+
+def test_roles_change_before_workers_start() -> None:
+    """Prompts become short and answers long."""
+    told = Told(prefill=1, decode=1)
+    told.seen = replace(told.seen, sizes=((3000.0, 1.0),), output_tokens=50.0)
+    before = told.run(600, 6.0)
+    told.seen = replace(told.seen, sizes=((300.0, 1.0),))
+    told.run(150, 6.0)
+    told.seen = replace(told.seen, output_tokens=400.0)
+    after = told.run(INTERVAL_S, 6.0)
+    assert after.decode > before.decode
+    assert after.total == before.total
+
+
+def test_a_restarted_gateway_counts_anew() -> None:
+    told = Told(prefill=3, decode=1)
+    plan = told.run(600, 3.0)
+    told.seen = replace(told.seen, requests=0)
+    again = told.run(60, 3.0)
+    assert (again.prefill, again.decode) == (plan.prefill, plan.decode)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(3, 1), (1, 3)])
+def test_a_fleet_keeps_its_running_requests_when_numbers_change(prefill: int, decode: int) -> None:
+    fleet = Fleet(SPEED, TARGETS, 2, 2, switch_s=1.0)
+    for number in range(40):
+        fleet.offer(Arrival(number * 0.5, 500, 40))
+    fleet.change(prefill, decode)
+    fleet.run_until(60.0)
+    assert (fleet.prefill, fleet.decode) == (prefill, decode)
+    assert fleet.tally.good + fleet.tally.slow == 40
