@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from weft.cli.up.devices import with_devices
+from weft.cli.up.devices import with_devices, with_gateways
 from weft.cli.up.plan import ModelFolder, plan_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
@@ -134,3 +134,34 @@ def test_auto_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_settings(UpSettings, ["--device", "auto,cuda:1"], {})
     assert "auto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "num_cores", "expected"),
+    [
+        ("--gateways auto", 0, 128, 1),  # workers on the CPU need no more
+        ("--gateways auto", 1, 16, 1),
+        ("--gateways auto", 8, 128, 6),  # two of eight only prefill
+        ("--gateways auto", 8, 24, 4),  # 8 of 24 cores are left
+        ("--gateways auto", 8, 8, 1),
+        ("--gateways auto --tp 4", 8, 128, 1),
+        ("--gateways auto --decode 30 --prefill 0", 8, 256, 16),
+        ("--gateways auto --device cpu,cuda:0 --decode 4", 1, 128, 1),
+        ("--gateways auto --rest-port 8000 --grpc-port 8002", 8, 128, 2),
+        ("--gateways 3", 8, 4, 3),
+        ("", 8, 128, 1),
+    ],
+)
+def test_gateways_are_as_many_as_workers_and_cores_ask_for(
+    flags: str, num_gpus: int, num_cores: int, expected: int
+) -> None:
+    settings = load_settings(UpSettings, flags.split(), {})
+    settings = with_devices(settings, num_gpus, lambda text: None)
+    found = with_gateways(settings, num_cores)
+    assert (found.num_gateways, found.gateways) == (expected, expected)
+
+
+@pytest.mark.parametrize("value", ["0", "17", "many"])
+def test_other_numbers_of_gateways_are_refused(value: str) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(UpSettings, ["--gateways", value], {})

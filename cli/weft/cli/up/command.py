@@ -20,7 +20,7 @@ from weft.cli.output import SteadyOutput, finish_output
 from weft.cli.rest_binary import find_rest_binary
 from weft.cli.up.checks import check_workers
 from weft.cli.up.console import ConsoleReporter
-from weft.cli.up.devices import with_devices
+from weft.cli.up.devices import with_devices, with_gateways
 from weft.cli.up.exits import report_exit
 from weft.cli.up.flags import check_flags
 from weft.cli.up.liveness import health_checker
@@ -34,6 +34,7 @@ from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.cli.up.summary import keep_summary
 from weft.common.admin import read_token
 from weft.common.settings import load_settings, require_paths
+from weft.contract.cores import num_cores
 from weft.contract.errors import AdapterError, ConfigError, WeftError
 from weft.engine.base.gpus import num_usable_gpus
 from weft.engine.base.triton_compiler import ensure_triton_compiles
@@ -50,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(file=cast("IO[str]", SteadyOutput()))
     try:
         _check_platform()
-        for index in range(settings.gateways):
-            check_free(settings.host, settings.grpc_port + index, "--grpc-port")
+        _check_grpc_ports(settings, 0)
         with locked_state_folder(settings.state_folder()) as state:
             return _run(settings, state, console)
     except WeftError as error:
@@ -61,9 +61,17 @@ def main(argv: Sequence[str]) -> int:
         finish_output()
 
 
+def _check_grpc_ports(settings: UpSettings, first: int) -> None:
+    for index in range(first, settings.num_gateways):
+        check_free(settings.host, settings.grpc_port + index, "--grpc-port")
+
+
 def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
     reporter = ConsoleReporter(console, is_plain=settings.plain)
     settings = with_devices(settings, num_usable_gpus(), reporter.notice)
+    if settings.gateways == "auto":
+        settings = with_gateways(settings, num_cores())
+        _check_grpc_ports(settings, 1)
     if any(device.startswith("cuda") for device in settings.device):
         ensure_triton_compiles()
     rest_binary = _rest_binary(settings, reporter)
@@ -177,7 +185,7 @@ def _rest_binary(settings: UpSettings, reporter: ConsoleReporter) -> Path | None
             "REST is off: there is no weft-rest; in a checkout `make rest` builds it (needs Go)"
         )
     else:
-        for index in range(settings.gateways):
+        for index in range(settings.num_gateways):
             check_free(settings.host, settings.rest_port + index, "--rest-port")
     return binary
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.cli.up.settings import UpSettings
+from weft.cli.up.settings import MAX_GATEWAYS, UpSettings
 from weft.contract.errors import ConfigError
 from weft.engine.base.gpus import check_device
 
+CORES_A_WORKER = 2
+"""Cores that a worker on a GPU keeps busy: its engine and its service."""
+CORES_A_GATEWAY = 2
+"""Cores that a gateway and its REST edge keep busy at their limit."""
 GPUS_A_FILLER = 4
 """One GPU in this many prefills for the others. Decode workers also prefill where that is
 faster.
@@ -51,6 +55,25 @@ def with_devices(settings: UpSettings, num_gpus: int, notice: Callable[[str], No
         num_fillers = max(1, each // GPUS_A_FILLER) if each > 1 else 0
         update["prefill"], update["decode"] = num_fillers, each - num_fillers
     return settings.model_copy(update=update)
+
+
+def with_gateways(settings: UpSettings, num_cores: int) -> UpSettings:
+    """Settings, whose devices are resolved, in which the number of gateways `auto` is too.
+
+    A worker on a GPU makes at most about as many tokens a second as one gateway streams, and a
+    worker on the CPU far fewer, so each that owns requests on GPUs gets a gateway, as far as cores
+    are left beside all workers. The number stays while the mesh runs.
+    """
+    if settings.gateways != "auto":
+        return settings
+    num_models, are_gpus = len(settings.model), [device != "cpu" for device in settings.device]
+    num_owners = num_models * (settings.decode + settings.both)
+    num_workers = num_owners + num_models * settings.prefill
+    num_left = num_cores - CORES_A_WORKER * num_workers
+    wanted = min(num_owners if all(are_gpus) else 1, num_left // CORES_A_GATEWAY, MAX_GATEWAYS)
+    if settings.rest:
+        wanted = min(wanted, abs(settings.rest_port - settings.grpc_port))
+    return settings.model_copy(update={"gateways": max(1, wanted)})
 
 
 def _grouped(devices: list[str], tp: int) -> list[str]:

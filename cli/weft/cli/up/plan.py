@@ -124,7 +124,9 @@ def plan_mesh(
             for found in ways.values() if role == "both" else (ways[role],):
                 found += reached
             workers |= {name: at[name] for name in names[role]}
-    suffixes = [f"-{index}" if settings.gateways > 1 else "" for index in range(settings.gateways)]
+    suffixes = (
+        [""] if settings.num_gateways == 1 else [f"-{i}" for i in range(settings.num_gateways)]
+    )
     gateways = {
         f"gateway{suffix}": _reachable(_join(settings.host, settings.grpc_port + index))
         for index, suffix in enumerate(suffixes)
@@ -352,7 +354,7 @@ def _gateway(
                 "model-dir": models[0].folder,
                 "model-name": models[0].name,
                 "models": list_text(further) or None,
-                "replicas": settings.gateways if settings.gateways > 1 else None,
+                "replicas": settings.num_gateways if settings.num_gateways > 1 else None,
                 "host": settings.host,
                 "port": port,
                 "decode": ",".join(decode),

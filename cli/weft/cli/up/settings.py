@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from weft.checkpoint.quantization import AskedFormat
@@ -24,6 +24,7 @@ from weft.engine.base.config import DrafterName, DtypeName, KvDtypeName, TaskNam
 from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
 
+MAX_GATEWAYS = 16
 KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
 
 
@@ -61,8 +62,10 @@ class UpSettings(Settings):
         le=64,
         description="number of KV stores of each model, which share its pages",
     )
-    gateways: int = Field(
-        1, ge=1, le=16, description="number of gateways, each with a REST edge if there is REST"
+    gateways: Annotated[int, Field(ge=1, le=MAX_GATEWAYS)] | Literal["auto"] = Field(
+        1,
+        description="number of gateways, each with a REST edge if there is REST; auto = one for "
+        "each worker on GPUs that owns requests, as far as there are cores",
     )
     model: list[str] = Field(
         ["demo"],
@@ -186,12 +189,17 @@ class UpSettings(Settings):
 
     @model_validator(mode="after")
     def _check_ports(self) -> Self:
-        if self.rest and abs(self.rest_port - self.grpc_port) < self.gateways:
+        if self.rest and abs(self.rest_port - self.grpc_port) < self.num_gateways:
             raise ValueError(
                 f"--rest-port {self.rest_port} and --grpc-port {self.grpc_port} overlap: REST and "
-                f"gRPC take ports of their own, {self.gateways} each (--gateways)"
+                f"gRPC take ports of their own, {self.num_gateways} each (--gateways)"
             )
         return self
+
+    @property
+    def num_gateways(self) -> int:
+        """Number of gateways; 1 while `auto` is not resolved."""
+        return 1 if self.gateways == "auto" else self.gateways
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:

@@ -523,6 +523,10 @@ def _metavar(field: FieldInfo) -> str:
         return "{" + ",".join(str(choice) for choice in typing.get_args(plain)) + "}"
     if _is_list(field):
         return "A,B,..."
+    if typing.get_origin(plain) in (typing.Union, types.UnionType):
+        # A number, or a word in place of it.
+        numbers, words = typing.get_args(plain)
+        return f"{typing.get_args(numbers)[0].__name__.upper()}|{typing.get_args(words)[0]}"
     return getattr(plain, "__name__", "VALUE").upper()
 
 
