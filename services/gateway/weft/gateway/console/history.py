@@ -97,7 +97,7 @@ class MeshHistory:
             failures=sum(value for outcome, value in outcomes if outcome not in _NOT_FAILED),
             prompt_tokens=_total(metrics.prompt_tokens),
             cached_tokens=_total(metrics.cached_prompt_tokens),
-            output_tokens=_total(metrics.generation_tokens),
+            output_tokens=metrics.generation_tokens.value,
             with_target=metrics.num_with_target,
             within_target=metrics.num_within_target,
             first_token=metrics.time_to_first_token.counts,

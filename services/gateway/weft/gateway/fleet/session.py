@@ -266,10 +266,13 @@ class DecodeSession:
                     handler.on_vectors(vectors, now)
         if event.tokens:
             now = asyncio.get_running_loop().time()
+            silent = self._silent
             for tokens in event.tokens:
-                handler = handlers.get(tokens.request_id)
+                request_id = tokens.request_id
+                handler = handlers.get(request_id)
                 if handler is not None and handler.attempt == tokens.attempt:
-                    self._silent.discard(tokens.request_id)
+                    if silent:
+                        silent.discard(request_id)
                     handler.on_tokens(tokens, now)
         for finished in event.finished:
             handler = handlers.get(finished.request_id)

@@ -71,16 +71,11 @@ class SampleOutput:
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes tokens up to the one that completes a stop string; returns the text to show."""
-        renderer = self.renderer
         if len(ids) == 1:
             self.ids.append(ids[0])
-            return renderer.push(ids[0])
-        text = ""
-        for token_id in ids:
-            self.ids.append(token_id)
-            text += renderer.push(token_id)
-            if renderer.is_stopped:
-                break
+            return self.renderer.push(ids[0])
+        text, count = self.renderer.push_all(ids)
+        self.ids += ids if count == len(ids) else ids[:count]
         return text
 
 
@@ -408,10 +403,12 @@ class Generation:
         sample = self.samples[event.sample]
         if sample.finish_reason is not None:
             return
-        if self._missing_scores:
-            self._violated(f"tokens, but {self._missing_scores}")
+        if self.prompt_scores is not None and (missing := self.prompt_scores.missing):
+            self._violated(f"tokens, but {missing}")
             return
         ids: Sequence[int] = event.ids
+        if len(ids) > 1:
+            ids = ids[:]  # A list is read faster.
         logprobs: Sequence[common_pb2.TokenLogprob] = event.logprobs
         num_known = len(sample.ids) - event.first_index
         if num_known:
@@ -423,7 +420,7 @@ class Generation:
             return
         num_before = len(sample.ids)
         text = sample.push(ids)
-        self._metrics.generation_tokens.inc(len(sample.ids) - num_before)
+        self._metrics.generation_tokens.value += len(sample.ids) - num_before
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if logprobs:
             num_used = len(sample.ids) - event.first_index - num_known

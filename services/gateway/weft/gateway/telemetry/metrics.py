@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from weft.v1 import common_pb2
 
@@ -36,6 +41,19 @@ _TRANSPORTS = {
     common_pb2.TRANSPORT_KIND_NIXL: "nixl",
     common_pb2.TRANSPORT_KIND_SHARED: "shared",
 }
+
+
+class LoopCounter(Collector):
+    """A counter for one writer thread, without a lock."""
+
+    def __init__(self, name: str, documentation: str) -> None:
+        self._name = name
+        self._documentation = documentation
+        self.value = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """Collects the value; called by the metrics endpoint's thread."""
+        yield CounterMetricFamily(self._name, self._documentation, value=self.value)
 
 
 class LoopHistogram(Collector):
@@ -148,7 +166,8 @@ class GatewayMetrics:
         self.cached_prompt_tokens = self._counter(
             "weft_cached_prompt_tokens", "Prompt tokens whose KV came from the owner's cache."
         )
-        self.generation_tokens = self._counter("weft_generation_tokens", "Tokens generated.")
+        self.generation_tokens = LoopCounter("weft_generation_tokens", "Tokens generated.")
+        self.registry.register(self.generation_tokens)
 
     def _add_fills(self) -> None:
         self.fills = Counter(

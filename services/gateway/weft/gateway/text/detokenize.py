@@ -27,6 +27,10 @@ class Detokenizer(Protocol):
         """Takes the next token; returns the text that is certain by now, often empty."""
         ...
 
+    def push_all(self, ids: Sequence[int]) -> str:
+        """`push` of each of these tokens."""
+        ...
+
     def finish(self) -> str:
         """Returns the rest, with U+FFFD for a character that was never completed."""
         ...
@@ -62,14 +66,20 @@ class ByteDetokenizer:
     def __init__(
         self, vocabulary: Vocabulary, skip_special_tokens: bool, shown_ids: Collection[int] = ()
     ) -> None:
-        self._token_bytes = vocabulary.token_bytes
+        self._bytes_of = vocabulary.bytes_of
         self._skipped = _skipped(vocabulary, skip_special_tokens, shown_ids)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._decode(self._token_bytes(token_id))
+        return self._decode(self._bytes_of[token_id])
+
+    def push_all(self, ids: Sequence[int]) -> str:
+        bytes_of, skipped = self._bytes_of, self._skipped
+        if not skipped.isdisjoint(ids):
+            ids = [token_id for token_id in ids if token_id not in skipped]
+        return self._decode(b"".join([bytes_of[token_id] for token_id in ids]))
 
     def finish(self) -> str:
         return self._decode(b"", True)
@@ -105,6 +115,9 @@ class WindowDetokenizer:
         if is_open and len(self._ids) - self._split < _MAX_HELD_TOKENS:
             return ""
         return self._advance(text)
+
+    def push_all(self, ids: Sequence[int]) -> str:
+        return "".join(map(self.push, ids))
 
     def finish(self) -> str:
         return self._advance(self._decode(self._ids))

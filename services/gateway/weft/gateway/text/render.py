@@ -56,7 +56,7 @@ class SampleRenderer:
             if plan.reasoning is not None and self._scanner is not None
             else None
         )
-        self._stop_ids = plan.stop_ids
+        self._stop_ids = frozenset(plan.stop_ids)
         self._include_stop = plan.include_stop
         self._min_tokens = plan.min_tokens
         self._told_ids = plan.told_ids
@@ -72,6 +72,20 @@ class SampleRenderer:
         if self.is_stopped and self._scanner is not None:
             return self._scanner.found
         return self._stop_id
+
+    def push_all(self, ids: Sequence[int]) -> tuple[str, int]:
+        """`push` of each of these tokens until one completes a stop string; returns the text to
+        show, and the number of tokens taken.
+        """
+        is_plain = self._scanner is None and self._pending_stop is None
+        if is_plain and self._stop_ids.isdisjoint(ids):
+            return self._detokenizer.push_all(ids), len(ids)
+        text = ""
+        for count, token_id in enumerate(ids, 1):
+            text += self.push(token_id)
+            if self.is_stopped:
+                return text, count
+        return text, len(ids)
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text to show, and sets `is_stopped`."""

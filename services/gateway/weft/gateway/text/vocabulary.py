@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tokenizers import Tokenizer
 from weft.checkpoint.tokenizer_files import decoder_types
 
@@ -16,6 +18,16 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+
+
+class _TokenBytes(dict[int, bytes]):
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._compute(token_id)
+        return found
 
 
 class Vocabulary:
@@ -33,18 +45,16 @@ class Vocabulary:
         """Whether the text of a sequence is the concatenation of its tokens' bytes, decoded as
         UTF-8.
         """
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token contributes; empty for ids outside the vocabulary.
+        self.bytes_of = _TokenBytes(self._compute_bytes)
+        """The bytes that each token contributes, computed when first asked for; empty for ids
+        outside the vocabulary.
 
         Exact for byte-level tokenizers; elsewhere the UTF-8 form of the token decoded alone.
         """
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._compute_bytes(token_id)
-        return found
+        self._texts: dict[int, str] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.bytes_of[token_id]
 
     def token_text(self, token_id: int) -> str:
         """A token as text, for log-probabilities; U+FFFD where its bytes are no whole character."""
