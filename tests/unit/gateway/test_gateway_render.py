@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft.gateway.generation.generation import SampleOutput
 from weft.gateway.text.render import RenderPlan, SampleRenderer
 from weft.gateway.text.stops import StopAutomaton, StopScanner
 from weft.gateway.text.vocabulary import Vocabulary
@@ -88,6 +89,35 @@ def test_renderer_equals_naive_search_over_tokens(
         shown += renderer.finish(by_stop_token=False)
     least = len(_text_of_first(ids, min_tokens))
     assert (shown, renderer.is_stopped) == naive(text, stops, include, least)
+
+
+@given(SMALL, STOPS, st.lists(st.integers(0, 300), max_size=12), st.data())
+def test_tokens_that_come_at_once_are_taken_as_one_by_one(
+    text: str, stops: list[str], others: list[int], data: st.DataObject
+) -> None:
+    ids = vocabulary().tokenizer.encode(text).ids + others
+    plan = RenderPlan(
+        vocabulary(),
+        [],
+        stops=StopAutomaton(stops) if data.draw(st.booleans()) else None,
+        stop_ids=[2, 7],
+        min_tokens=1,
+        include_stop=False,
+        skip_special_tokens=data.draw(st.booleans()),
+    )
+    one, many = (SampleOutput(0, SampleRenderer(plan)) for _ in range(2))
+    shown = ["", ""]
+    while ids and not one.renderer.is_stopped:
+        cut = data.draw(st.integers(1, len(ids)))
+        for token in ids[:cut]:
+            if not one.renderer.is_stopped:
+                shown[0] += one.push([token])
+        shown[1] += many.push(ids[:cut])
+        del ids[:cut]
+    assert (shown[1], many.ids) == (shown[0], one.ids)
+    assert many.renderer.is_stopped == one.renderer.is_stopped
+    if not one.renderer.is_stopped:
+        assert many.renderer.finish(by_stop_token=True) == one.renderer.finish(by_stop_token=True)
 
 
 def _text_of_first(ids: list[int], count: int) -> str:

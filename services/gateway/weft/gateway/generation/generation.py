@@ -409,16 +409,18 @@ class Generation:
         ids: Sequence[int] = event.ids
         if len(ids) > 1:
             ids = ids[:]  # A list is read faster.
-        logprobs: Sequence[common_pb2.TokenLogprob] = event.logprobs
-        num_known = len(sample.ids) - event.first_index
+        logprobs: Sequence[common_pb2.TokenLogprob] = ()
+        if self._request.top_logprobs is not None:
+            logprobs = event.logprobs
+        num_before = len(sample.ids)
+        num_known = num_before - event.first_index
         if num_known:
             if num_known < 0:
-                self._violated(f"tokens {len(sample.ids)} to {event.first_index} are missing")
+                self._violated(f"tokens {num_before} to {event.first_index} are missing")
                 return
             ids, logprobs = ids[num_known:], logprobs[num_known:]
         if not ids:
             return
-        num_before = len(sample.ids)
         text = sample.push(ids)
         self._metrics.generation_tokens.value += len(sample.ids) - num_before
         num_bytes = len(text) if text.isascii() else len(text.encode())

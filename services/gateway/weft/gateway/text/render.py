@@ -51,6 +51,8 @@ class SampleRenderer:
             plan.vocabulary, plan.prompt_ids, plan.skip_special_tokens, plan.shown_ids
         )
         self._scanner = _make_scanner(plan)
+        self._is_plain = self._scanner is None
+        """Whether only tokens end the text."""
         self._gate = (
             ReasoningGate(plan.reasoning, plan.begins_reasoning)
             if plan.reasoning is not None and self._scanner is not None
@@ -77,8 +79,7 @@ class SampleRenderer:
         """`push` of each of these tokens until one completes a stop string; returns the text to
         show, and the number of tokens taken.
         """
-        is_plain = self._scanner is None and self._pending_stop is None
-        if is_plain and self._stop_ids.isdisjoint(ids):
+        if self._is_plain and self._pending_stop is None and self._stop_ids.isdisjoint(ids):
             return self._detokenizer.push_all(ids), len(ids)
         text = ""
         for count, token_id in enumerate(ids, 1):
@@ -89,6 +90,8 @@ class SampleRenderer:
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text to show, and sets `is_stopped`."""
+        if self._is_plain and self._pending_stop is None and token_id not in self._stop_ids:
+            return self._detokenizer.push(token_id)
         text = ""
         # The stop token did not end the sample, so its text is shown like any other.
         if self._pending_stop is not None:
