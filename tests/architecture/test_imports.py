@@ -18,6 +18,12 @@ NEED_LLGUIDANCE = [
     for name in ("domains", "grammar", "masks", "unique", "vocabulary")
 ]
 
+# What is imported for a model that transformers computes.
+NEED_TRANSFORMERS = [
+    f"weft.engine.model.archs.by_transformers.{name}"
+    for name in ("attention", "compare", "model", "names")
+]
+
 # Imports every module of the packages in argv[2] while the modules in argv[1] cannot be imported,
 # but for the modules in argv[3].
 WALK = textwrap.dedent(
@@ -70,7 +76,7 @@ def test_the_gateway_needs_no_valkey_unless_it_is_asked_for() -> None:
 @pytest.mark.parametrize("package", ["weft.kernels", "weft.engine"])
 def test_the_engine_needs_no_wire_format(package: str) -> None:
     absent = "grpc,google,nixl,msgspec,pydantic,opentelemetry,gguf,transformers,llguidance"
-    import_all(package, absent, NEED_LLGUIDANCE)
+    import_all(package, absent, [*NEED_LLGUIDANCE, *NEED_TRANSFORMERS])
 
 
 def test_contract_and_checkpoint_need_no_wire_and_no_torch() -> None:

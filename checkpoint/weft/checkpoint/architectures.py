@@ -10,7 +10,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from weft.checkpoint.refused import unsupported
+from weft.checkpoint.refused import missing_part, unsupported
+from weft.checkpoint.transformers_registry import known_to_transformers, own_class
 from weft.contract.errors import ModelError
 
 ENTRY_POINT_GROUP = "weft.models"
@@ -245,10 +246,24 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted({*_LOCATIONS, *_FAMILIES, *points}))
 
 
-def check_architecture(architecture: str) -> None:
-    """Raises ModelError for an architecture that no class implements; imports no class."""
-    if language_model_name(architecture) not in supported_architectures():
+def check_architecture(architecture: str, raw: Mapping[str, Any] | None = None) -> None:
+    """Raises ModelError for an architecture that no class implements; imports no class. `raw`: the
+    config.json, which may name a class in a file of its directory.
+    """
+    if language_model_name(architecture) in supported_architectures():
+        return
+    if not is_run_by_transformers(architecture, raw or {}):
         raise unsupported(architecture, supported_architectures())
+
+
+def is_run_by_transformers(architecture: str, raw: Mapping[str, Any]) -> bool:
+    """Whether transformers' modelling code, or code of the model's directory, computes an
+    architecture, since no class here does.
+    """
+    if language_model_name(architecture) in supported_architectures():
+        return False
+    is_known = architecture in known_to_transformers() and missing_part(architecture) is None
+    return is_known or bool(own_class(raw))
 
 
 def load_class(architecture: str) -> Any:
@@ -273,9 +288,12 @@ missing, malformed or not supported.
 """
 
 
-def configuration_reader(architecture: str) -> ConfigReader | None:
-    """The function that reads config.json in place of `ModelConfig`, for a family, for encoders, or
-    for a class from another distribution, whose `read_config` it is; None: `ModelConfig` reads it.
+def configuration_reader(
+    architecture: str, raw: Mapping[str, Any] | None = None
+) -> ConfigReader | None:
+    """The function that reads config.json, `raw`, in place of `ModelConfig`, for a family, for
+    encoders, for what transformers computes, or for a class from another distribution, whose
+    `read_config` it is; None: `ModelConfig` reads it.
     """
     if language_model_name(architecture) in _BUILT_IN:
         return None
@@ -286,6 +304,8 @@ def configuration_reader(architecture: str) -> ConfigReader | None:
         return _reader("encoder_config", "read_encoder_config")
     if architecture == _WHISPER:
         return _reader("whisper_config", "read_whisper_config")
+    if is_run_by_transformers(architecture, raw or {}):
+        return _reader("transformers_config", "read_by_transformers")
     reader: ConfigReader | None = getattr(load_class(architecture), "read_config", None)
     return reader
 

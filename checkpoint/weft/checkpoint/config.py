@@ -206,8 +206,8 @@ class ModelConfig:
         architecture = _architecture(fields)
         try:
             # Checked first: errors about fields of an unsupported architecture would mislead.
-            check_architecture(architecture)
-            read_config = configuration_reader(architecture)
+            check_architecture(architecture, raw)
+            read_config = configuration_reader(architecture, raw)
         except ModelError as error:
             raise ModelError(f"{where}: {error.message}", param="architectures") from error
         if read_config is not None:

@@ -18,11 +18,11 @@ _MISSING = {
     "a model without any attention": ("FalconMamba", "Mamba", "Mamba2", "Rwkv", "xLSTM"),
     "gated linear recurrences (RG-LRU)": ("RecurrentGemma",),
     "attention blocks shared by layers": ("Zamba", "Zamba2"),
-    "experts of attention": ("JetMoe",),
-    "experts that are identities": ("LongcatFlash",),
-    "a norm behind experts alone": ("AXK1",),
-    "differential attention": ("DiffLlama",),
     "masks that depend on values": ("Doge",),
+    "attention by transformers' interface": (
+        *("BigBird", "GPTNeoXJapanese", "MegatronBert", "OpenAIGPT", "RemBert", "RoFormer"),
+    ),
+    "biases of scores by positions": ("Inkling",),
     "attention to another sequence": (
         *("BigBirdPegasus", "Bart", "Blenderbot", "MBart", "Marian", "Mllama", "Mvp", "PLBart"),
         *("Pegasus", "ProphetNet", "T5", "TrOCR", "Whisper"),
@@ -32,12 +32,17 @@ _MISSING = {
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 
 
+def missing_part(architecture: str) -> str | None:
+    """The part that a known architecture needs and that is missing; None: none is known."""
+    stem = next((architecture.removesuffix(e) for e in _ENDS if architecture.endswith(e)), "")
+    return next((part for part, stems in _MISSING.items() if stem in stems), None)
+
+
 def unsupported(architecture: str, supported: tuple[str, ...]) -> ModelError:
     """The error about `architectures[0]` of a config.json, which no class implements. `supported`
     are the architectures that have a class.
     """
-    stem = next((architecture.removesuffix(e) for e in _ENDS if architecture.endswith(e)), "")
-    part = next((part for part, stems in _MISSING.items() if stem in stems), None)
+    part = missing_part(architecture)
     reason = "" if part is None else f" (missing: {part})"
     return ModelError(
         f"architectures: {architecture!r} is not supported{reason}; supported: "

@@ -19,6 +19,7 @@ from weft.checkpoint.files import weight_files
 from weft.checkpoint.pooling import TASK_CHOICES
 from weft.checkpoint.quantization import AT_LOAD, Quantization, resolve_quantization
 from weft.checkpoint.resolve import resolve_model
+from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.cli.tables import print_table
 from weft.contract.errors import ModelError, WeftError
 
@@ -97,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         choices=TASK_CHOICES,
         help="what the model is to serve; auto = what its files are for",
+    )
+    verify.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the modelling code that the model's directory brings",
     )
     convert = actions.add_parser("convert", help="convert the demo model, unless that was done")
     convert.add_argument("--force", action="store_true", help="convert it again")
@@ -177,6 +183,7 @@ def _verify(out: Console, err: Console, arguments: argparse.Namespace) -> int:
     folder = demo.demo_dir() if is_demo else _verified_folder(out, model)
     expected = demo.manifest_digests() if is_demo else {}
     config = ModelConfig.load(folder)
+    check_trust(config, trusts=arguments.trust_remote_code)
     chosen = resolve_quantization(quantization, config.quantization)
     resolved = resolve_dtype(arguments.dtype, quantization=chosen)
     weights = weight_files(folder)
@@ -195,11 +202,28 @@ def _verify(out: Console, err: Console, arguments: argparse.Namespace) -> int:
     numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
-    _check_forms(folder, quantization, arguments.task)
+    _check_forms(folder, quantization, arguments.task, arguments.trust_remote_code)
+    out.print(path_of(folder, config), soft_wrap=True, highlight=False)
     return 0
 
 
-def _check_forms(folder: Path, quantization: str, task: str) -> None:
+def path_of(folder: Path, config: ModelConfig) -> str:
+    """Says whose code computes a model. Compares what transformers computes over pages with plain
+    transformers; raises ModelError if it differs.
+    """
+    if not isinstance(config, TransformersConfig):
+        return "computed by Weft's own layers"
+    from weft.engine.model.archs.by_transformers.compare import compare_tokens
+
+    whose = config.remote_class or "transformers' code"
+    found = compare_tokens(folder, config)
+    return (
+        f"computed by {whose} with Weft's attention; {found.equal} of {found.of} next tokens equal "
+        "plain transformers'"
+    )
+
+
+def _check_forms(folder: Path, quantization: str, task: str, trusts: bool) -> None:
     """Checks everything but the weights' numbers: the headers of their files (sizes, names,
     shapes), the tokenizer, the chat template and the defaults of sampling. Raises ModelError, or
     ConfigError if the model does not support this quantisation.
@@ -208,7 +232,7 @@ def _check_forms(folder: Path, quantization: str, task: str) -> None:
     from weft.gateway.text.model_card import load_model_card
 
     load_model_card(folder)
-    check_weights(folder, quantization, task)
+    check_weights(folder, quantization, task, trust_remote_code=trusts)
 
 
 def _fingerprint(quantization: Quantization, dtype: str) -> bytes:

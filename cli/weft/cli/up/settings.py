@@ -83,6 +83,7 @@ class UpSettings(Settings):
     dtype: DtypeName = engine_setting("dtype")
     task: TaskName = engine_setting("task")
     quantization: AskedFormat = engine_setting("quantization")
+    trust_remote_code: bool = engine_setting("trust_remote_code")
     kv_dtype: KvDtypeName = engine_setting("kv_dtype")
     device: list[str] = Field(
         [],

@@ -73,6 +73,11 @@ class EngineConfig(PageConfig):
         "auto",
     )
     quantization: AskedFormat = setting(ASKED_HELP, "auto")
+    trust_remote_code: bool = setting(
+        "run the modelling code that a model's directory brings, if neither Weft nor transformers "
+        "has its architecture: it may do whatever this worker may",
+        False,
+    )
     kv_dtype: KvDtypeName = setting(
         "number format of K and V in pages; auto = that of the activations; fp8_e4m3 and int8 = 8 "
         "bits and a scale for each vector",

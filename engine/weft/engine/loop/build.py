@@ -73,6 +73,7 @@ from weft.engine.loop.intake import Intake
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pools import Pools, describe_context, size_pools
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.interface import can_capture
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.refit import Refit
 from weft.engine.parallel.shards import describe_shards
@@ -362,6 +363,7 @@ def _load_models(
         mtp_head=config.reads_mtp,
         max_context_tokens=config.max_context_tokens,
         images=config.has_tower(model),
+        trust_remote_code=config.trust_remote_code,
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
@@ -404,7 +406,9 @@ def _make_executor(
         max_tokens,
         device,
         max_step_tokens=_max_step_tokens(config, models),
-        cuda_graphs=config.cuda_graphs and models.loaded.config.audio is None,
+        cuda_graphs=config.cuda_graphs
+        and models.loaded.config.audio is None
+        and can_capture(models.loaded.model),
         lora=lora,
         drafted=models.drafted,
         max_drafts=config.most_drafts,

@@ -17,6 +17,7 @@ from weft.checkpoint.mtp_config import missing_head
 from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
 from weft.checkpoint.quantization import resolve_quantization
 from weft.checkpoint.recurrent_config import MambaConfig
+from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.checkpoint.vocabularies import check_same_vocabulary
 from weft.contract.errors import ConfigError, ModelError
 from weft.contract.tasks import Task
@@ -47,6 +48,9 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     dtype = resolve_dtype(config.dtype, config.device, quantization)
     pooling = load_pooling(folder, config.task)
     model = with_head_for(pooling.task, model, folder)
+    check_trust(model, trusts=config.trust_remote_code)
+    if isinstance(model, TransformersConfig):
+        _check_transformers(config, model)
     check_ranks(folder, model, config.task, config.quantization, config.tp, config.ep)
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
@@ -60,6 +64,18 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if config.deterministic:
         _check_determinism(config, model, pooling, dtype)
     return model
+
+
+def _check_transformers(config: EngineConfig, model: TransformersConfig) -> None:
+    by = f"{model.architecture} is computed by transformers' code"
+    refused = (
+        ("tp", config.tp > 1, "whose products are not divided among ranks"),
+        ("enable_lora", config.enable_lora, "whose products take no adapters"),
+        ("deterministic", config.deterministic, "whose sums depend on a step's other tokens"),
+    )
+    for name, is_set, why in refused:
+        if is_set:
+            raise ConfigError(f"{name} = {getattr(config, name)}: {by}, {why}", param=name)
 
 
 def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
@@ -170,6 +186,9 @@ def _check_draft_model(config: EngineConfig, draft_dir: Path, model: ModelConfig
     except ModelError as error:
         message = f"draft_dir = {draft_dir}, which drafter = model loads: {error.message}"
         raise ModelError(message, param="draft_dir") from error
+    if isinstance(draft, TransformersConfig):
+        message = f"draft_dir = {draft_dir}: models that transformers computes draft nothing"
+        raise ConfigError(message, param="draft_dir")
     if draft.decoder is not None and draft.decoder.recurrent_layers:
         message = f"draft_dir = {draft_dir}: models with recurrent layers draft nothing"
         raise ConfigError(message, param="draft_dir")

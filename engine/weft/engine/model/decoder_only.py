@@ -96,22 +96,7 @@ class DecoderOnlyLM:
         return self._lm_head
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
-        groups = []
-        for reach, planes in config.page_planes:
-            name = "target" if reach is None else window_plane(reach)
-            made = (
-                PagedPlane(
-                    name=plane_beside(name, heads, dim) if number else name,
-                    layers=len(layers),
-                    heads=heads,
-                    dim=dim,
-                    dtype=dtype,
-                )
-                for number, (heads, dim, layers) in enumerate(planes)
-            )
-            groups.append(PageGroup(tuple(made), reach))
-        return CacheLayout(page_size, tuple(groups))
+        return paged_layout(self.config.page_planes, self.dtype, page_size)
 
     def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`. `taps` gets
@@ -165,10 +150,42 @@ def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
     return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
+PagePlanes = Sequence[tuple[int | None, list[tuple[int, int, list[int]]]]]
+"""As `ModelConfig.page_planes`."""
+
+
+def paged_layout(page_planes: PagePlanes, dtype: torch.dtype, page_size: int) -> CacheLayout:
+    """The layout of pages of K and V by layer."""
+    groups = []
+    for reach, planes in page_planes:
+        name = "target" if reach is None else window_plane(reach)
+        made = (
+            PagedPlane(
+                name=plane_beside(name, heads, dim) if number else name,
+                layers=len(layers),
+                heads=heads,
+                dim=dim,
+                dtype=str(dtype).removeprefix("torch."),
+            )
+            for number, (heads, dim, layers) in enumerate(planes)
+        )
+        groups.append(PageGroup(tuple(made), reach))
+    return CacheLayout(page_size, tuple(groups))
+
+
 def place_in_pools(config: ModelConfig, layers: Sequence[StackLayer]) -> None:
     """Assigns the layers of a stack to page groups. Call it before runs are made."""
+    places = places_in_pools(config.page_planes)
+    for number in config.attention_layers:
+        layers[number].mixer.move(*places[config.kv_source(number)])
+
+
+def places_in_pools(page_planes: PagePlanes) -> dict[int, tuple[int, int, PlaneInPage | None]]:
+    """The page group, the layer in its pool, and the plane of each layer; None: its group has one
+    plane.
+    """
     places: dict[int, tuple[int, int, PlaneInPage | None]] = {}
-    for group, (_, planes) in enumerate(config.page_planes):
+    for group, (_, planes) in enumerate(page_planes):
         vectors = [2 * heads * len(numbers) for heads, _, numbers in planes]
         widths = [count * dim for count, (_, dim, _) in zip(vectors, planes, strict=True)]
         for index, (heads, dim, numbers) in enumerate(planes):
@@ -176,8 +193,7 @@ def place_in_pools(config: ModelConfig, layers: Sequence[StackLayer]) -> None:
             plane = PlaneInPage(*before, heads, len(numbers), 2, dim)
             for in_plane, number in enumerate(numbers):
                 places[number] = group, in_plane, plane if len(planes) > 1 else None
-    for number in config.attention_layers:
-        layers[number].mixer.move(*places[config.kv_source(number)])
+    return places
 
 
 def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:

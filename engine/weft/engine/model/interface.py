@@ -51,6 +51,18 @@ class WithClasses(Protocol):
 
 
 @runtime_checkable
+class MayCapture(Protocol):
+    """A model whose passes can become CUDA graphs or not, which its code decides."""
+
+    @property
+    def can_capture(self) -> bool: ...
+
+
+def can_capture(model: Model) -> bool:
+    return not isinstance(model, MayCapture) or model.can_capture
+
+
+@runtime_checkable
 class LogitsInParts(Protocol):
     """A model of whose logits each rank can compute a part."""
 

@@ -20,6 +20,7 @@ from weft.checkpoint.files import GGUF_FILE, Progress, weight_files
 from weft.checkpoint.mistral_params import mistral_name
 from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
 from weft.checkpoint.quantization import Quantization, resolve_quantization
+from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.contract.errors import ModelError
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.audio.tower import AudioTower
@@ -103,6 +104,7 @@ def load_model(
     mtp_head: bool = False,
     images: bool = False,
     max_context_tokens: int | None = None,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
     `resolve_model` made for a GGUF file.
@@ -129,6 +131,7 @@ def load_model(
             format that is made at load leaves it in floats.
         max_context_tokens: Longest context that is served, which decides between LongRoPE's
             factors; None: the model's.
+        trust_remote_code: Whether to run modelling code of the model's directory.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind, or has no
@@ -136,6 +139,7 @@ def load_model(
         ConfigError: The dtype or the quantisation is unknown, or not supported on this device.
     """
     config = ModelConfig.load(model_dir, max_context_tokens)
+    check_trust(config, trusts=trust_remote_code)
     config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
     pooling = load_pooling(model_dir, task)
     config = with_head_for(pooling.task, config, model_dir)
@@ -232,12 +236,19 @@ def load_model(
     )
 
 
-def check_weights(model_dir: Path, quantization: str = "auto", task: str = "auto") -> None:
+def check_weights(
+    model_dir: Path,
+    quantization: str = "auto",
+    task: str = "auto",
+    *,
+    trust_remote_code: bool = False,
+) -> None:
     """Compares names and shapes of a directory's tensors with its configuration as `load_model`
     does, with a model and, where it is supported, an image tower on the meta device. It reads
     little beyond the files' headers. Raises what `load_model` raises.
     """
     config, pooling = ModelConfig.load(model_dir), load_pooling(model_dir, task)
+    check_trust(config, trusts=trust_remote_code)
     config = with_head_for(pooling.task, config, model_dir)
     chosen = resolve_quantization(quantization, config.quantization)
     dtype: torch.dtype = getattr(torch, resolve_dtype("auto", quantization=chosen))
@@ -325,6 +336,11 @@ def class_of(config: ModelConfig) -> ModelClass:
     """
     if config.is_encoder and not isinstance(config, EncoderConfig):
         return BidirectionalDecoder
+    if isinstance(config, TransformersConfig):
+        # Imported on this path alone: transformers takes seconds.
+        from weft.engine.model.archs.by_transformers.model import TransformersModel
+
+        return TransformersModel
     return cast(ModelClass, load_class(config.architecture))
 
 
@@ -415,6 +431,8 @@ def _renamed(
     have.
     """
     reader: CheckpointReader = checkpoint
+    if isinstance(config, TransformersConfig):
+        return reader
     if checkpoint.has(mistral_name(_EMBEDDING)):
         reader = Renamed(checkpoint, mistral_name)
     elif not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):

@@ -94,6 +94,11 @@ class Checkpoint:
         self._reads.close()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors of the files."""
+        return tuple(self._tensors)
+
+    @property
     def known(self) -> Mapping[str, KnownTensor]:
         """All tensors, with the reads so far."""
         return {

@@ -53,6 +53,11 @@ class SentTensors:
         self._is_closed = False
         self._problem = ""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors that the model's files have."""
+        return tuple(self._known)
+
     # -- what is sent ------------------------------------------------------------------------------
 
     def check(self, tensors: Sequence[SentTensor]) -> None:

@@ -114,6 +114,12 @@ class Weights:
         below._prefix = f"{self._prefix}{name}."
         return below
 
+    def over(self, reader: CheckpointReader) -> Weights:
+        """The same parameters, read through another reader."""
+        other = copy(self)
+        other.reader = reader
+        return other
+
     def full_name(self, name: str) -> str:
         """The checkpoint's name of a parameter that is called `name` below this prefix."""
         return self._prefix + name

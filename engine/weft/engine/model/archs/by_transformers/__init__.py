@@ -1,0 +1,1 @@
+"""Models that transformers' modelling code computes, with attention over Weft's pages."""

@@ -1,0 +1,218 @@
+"""Architectures that transformers computes over Weft's pages, against plain transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weft.checkpoint.config import ModelConfig
+from weft.cli.model import path_of
+from weft.contract.errors import ConfigError, ModelError
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.engine.base.config import EngineConfig
+from weft.engine.loop.combinations import check_combination
+from weft.engine.loop.llm import LLM
+from weft.engine.model.loader import check_weights, load_model
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import Choices
+from weft.testing.models.paging import PagedDriver, PagedRequest
+from weft.testing.models.quantised_models import round_rows
+from weft.testing.models.threads import one_thread
+from weft.testing.models.unread_models import UNREAD, WITH_EXPERTS, load_unread, make_unread
+
+ALWAYS = ("nanochat", "jetmoe")
+STOP = StopCriteria(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def some(names: tuple[str, ...]) -> list[Any]:
+    marks = {name: () if name in ALWAYS else (pytest.mark.full,) for name in names}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+def prompt_of(count: int) -> list[int]:
+    return [random.randrange(3, 160) for _ in range(count)]
+
+
+def greedy(reference: Any, prompt: list[int], kind: str) -> Choices:
+    return Choices(
+        lambda tokens: reference(torch.tensor([tokens]), use_cache=False).logits[0],
+        prompt,
+        12,
+        reference if kind in WITH_EXPERTS else None,
+    )
+
+
+def texts(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    samples = llm.generate(prompts, SamplingParams(temperature=0.0), STOP)
+    return [sample.token_ids for sample in samples]
+
+
+@pytest.mark.parametrize("kind", some(tuple(UNREAD)))
+def test_tokens_equal_transformers_together_in_chunks_and_behind_cached_pages(
+    kind: str, tmp_path: Path
+) -> None:
+    print(f"seed {(seed := random.randrange(10**6))}")
+    path = make_unread(kind, tmp_path, seed)
+    prompts = [prompt_of(70), prompt_of(19)]
+    reference = load_unread(path)
+    with LLM(path, dtype="float32", num_pages=64, page_size=8, prefill_chunk_tokens=16) as llm:
+        for prompt, found in zip(prompts, texts(llm, prompts), strict=True):
+            assert greedy(reference, prompt, kind) == found
+        again = prompts[0][:48] + prompt_of(9)
+        (found,) = texts(llm, [again])
+        assert greedy(reference, again, kind) == found
+        assert llm.engine.counters()["prefix_hit_tokens"] >= 48
+
+
+@pytest.mark.parametrize("kind", some(tuple(kind for kind in UNREAD if kind != ALWAYS[1])))
+def test_a_prompt_of_another_worker_gets_the_same_text(kind: str, tmp_path: Path) -> None:
+    path = make_unread(kind, tmp_path, random.randrange(10**6))
+    prompt = prompt_of(61)
+    clock = ManualClock()
+    owner, filler = (make_engine(path, role, clock) for role in ("decode", "prefill"))
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        request = pair.submit(prompt, max_tokens=12)
+        (found,) = pair.finish(request)
+        assert greedy(load_unread(path), prompt, kind) == found
+        (fill,) = pair.answers[request].finished[0].timeline.fills
+        assert (fill.accepted_tokens, fill.failure) == (56, "")
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("kind", some(tuple(UNREAD)))
+def test_rows_rounded_to_int8_give_the_tokens_of_rounded_weights(kind: str, tmp_path: Path) -> None:
+    path = make_unread(kind, tmp_path, random.randrange(10**6))
+    loaded = load_model(path, "float32", quantization="int8")
+    assert loaded.weight_format.startswith("int8")
+    reference = load_unread(path)
+    for name, module in reference.named_modules():
+        if type(module) is torch.nn.Linear and not name.endswith(("gate", "router", "layer")):
+            numbers, scales = round_rows(module.weight.detach())
+            module.weight = torch.nn.Parameter(numbers.float() * scales)
+    prompt = prompt_of(30)
+    with LLM(path, dtype="float32", num_pages=64, quantization="int8") as llm:
+        (found,) = texts(llm, [prompt])
+    assert greedy(reference, prompt, kind) == found
+
+
+@pytest.fixture(scope="module")
+def nanochat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_unread("nanochat", tmp_path_factory.mktemp("nanochat"), random.randrange(10**6))
+
+
+def test_other_weights_take_the_place_of_those_that_were_read(
+    nanochat: Path, tmp_path: Path
+) -> None:
+    other = make_unread("nanochat", tmp_path, random.randrange(10**6))
+    prompt = prompt_of(20)
+    loaded, expected = load_model(nanochat, "float32"), load_model(other, "float32")
+    assert loaded.refit.from_folder(other) == expected.digest
+    found, wanted = (
+        PagedDriver(one.model, 8).step([(PagedRequest(), prompt)]) for one in (loaded, expected)
+    )
+    assert torch.equal(found, wanted)
+
+
+def test_verify_says_whose_code_computes_and_compares_tokens(nanochat: Path) -> None:
+    config = ModelConfig.load(nanochat)
+    text = path_of(nanochat, config)
+    assert "transformers' code with Weft's attention" in text
+    assert re.search(r"25[4-6] of 256 next tokens equal", text)
+
+
+@pytest.mark.parametrize("setting", [{"tp": 2}, {"enable_lora": True}, {"deterministic": True}])
+def test_what_transformers_cannot_do_is_refused_before_the_start(
+    setting: dict[str, Any], nanochat: Path
+) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"{name} = .*transformers") as caught:
+        check_combination(EngineConfig(model_dir=nanochat, **setting))
+    assert caught.value.param == name
+
+
+def test_code_of_a_directory_runs_only_if_it_is_trusted(nanochat: Path, tmp_path: Path) -> None:
+    raw = json.loads((nanochat / "config.json").read_text())
+    raw |= {
+        "architectures": ["TrustedForCausalLM"],
+        "model_type": "trusted",
+        "auto_map": {
+            "AutoConfig": "trusted.TrustedConfig",
+            "AutoModelForCausalLM": "trusted.TrustedForCausalLM",
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").write_bytes((nanochat / "model.safetensors").read_bytes())
+    (tmp_path / "trusted.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import NanoChatConfig, NanoChatForCausalLM\n"
+        f"Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "class TrustedConfig(NanoChatConfig):\n    model_type = 'trusted'\n"
+        "class TrustedForCausalLM(NanoChatForCausalLM):\n    config_class = TrustedConfig\n"
+    )
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        check_combination(EngineConfig(model_dir=tmp_path))
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        load_model(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    prompt = prompt_of(20)
+    with LLM(tmp_path, dtype="float32", num_pages=32, trust_remote_code=True) as llm:
+        (found,) = texts(llm, [prompt])
+    assert (tmp_path / "ran").exists()
+    assert greedy(load_unread(nanochat), prompt, "nanochat") == found
+
+
+def test_missing_and_unknown_tensors_are_named(nanochat: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    check_weights(nanochat)
+    tensors = load_file(nanochat / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((nanochat / "config.json").read_bytes())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    lacking = {key: value for key, value in tensors.items() if key != name}
+    save_file(lacking, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"lacks tensors: {name}"):
+        load_model(tmp_path)
+    save_file(tensors | {"model.more": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"does not use: model\.more"):
+        load_model(tmp_path)
+
+
+def test_layers_with_states_are_refused(tmp_path: Path) -> None:
+    """Their tokens depend on one another in other ways than by attention."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 160, "head_dim": 16}
+    config = transformers.LaraMiniConfig(
+        **sizes, layer_types=["sliding_attention", "linear_attention"],
+        num_experts=2, num_experts_per_tok=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    transformers.LaraMiniForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="other ways than by attention"):
+        load_model(tmp_path, "float32")
+
+
+def test_configurations_are_read_without_torch_and_transformers(nanochat: Path) -> None:
+    assert ModelConfig.load(nanochat).max_position_embeddings == 256
+    command = (
+        "import sys; from pathlib import Path; from weft.checkpoint.config import ModelConfig; "
+        f"ModelConfig.load(Path({str(nanochat)!r})); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True)
