@@ -1,8 +1,9 @@
 """Trains a small model against a mesh by policy gradients, as a trainer of reinforcement learning
-does: sample from the mesh, compute the loss here, save the weights, let the mesh take them.
+does: sample from the mesh, compute the loss here, let the mesh take the new weights.
 
 The task is a toy: an answer's reward is the share of its tokens with an even id. The gateway needs
-`--rl`; its host and this one share the folder of the weights.
+`--rl`. The weights go through a folder that this host and the workers' share, or are broadcast over
+gloo to a process group of all workers, as SGLang's trainers do.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 PROMPT = (5, 9, 11, 40, 77, 123)
 TIMEOUT_S = 600.0
+GROUP = "toy"
 KEPT = 2
 """Versions that stay on disk: workers may still read the one before the newest."""
 
@@ -62,7 +68,7 @@ class Mesh:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        choices = self._post("/v1/completions", body)["choices"]
+        choices = self.post("/v1/completions", body)["choices"]
         return Sampled(
             torch.tensor([one["token_ids"] for one in choices]),
             torch.tensor([one["logprobs"]["token_logprobs"] for one in choices]),
@@ -70,14 +76,73 @@ class Mesh:
 
     def update(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder.resolve()), "weight_version": version}
-        answer = self._post("/update_weights_from_disk", body)
+        answer = self.post("/update_weights_from_disk", body)
         assert answer["weight_version"] == version, answer
 
-    def _post(self, path: str, body: object) -> Any:
+    @property
+    def num_ranks(self) -> int:
+        return int(self._client.get("/get_world_size").json()["world_size"])
+
+    def post(self, path: str, body: object) -> Any:
         answer = self._client.post(path, json=body)
         if answer.status_code != 200:
             raise SystemExit(f"{path}: {answer.status_code} {answer.text}")
         return answer.json()
+
+
+class Group:
+    """The process group of this trainer, rank 0, and all ranks of a mesh. Each update is announced
+    by a call, which answers when all workers have received it, while this process broadcasts.
+    """
+
+    def __init__(self, mesh: Mesh, host: str) -> None:
+        self._mesh = mesh
+        with socket.socket() as free:
+            free.bind((host, 0))
+            port = free.getsockname()[1]
+        size = 1 + mesh.num_ranks
+        place = {"master_address": host, "master_port": port, "backend": "gloo"}
+        body = {**place, "rank_offset": 1, "world_size": size, "group_name": GROUP}
+
+        def join() -> None:
+            address = f"tcp://{host}:{port}"
+            wait = timedelta(seconds=TIMEOUT_S)
+            made = dist.rendezvous(address, 0, size, timeout=wait)  # type: ignore[attr-defined]
+            store, _, _ = next(made)
+            # The prefixes that PyTorch gives the keys of a group with this name.
+            for prefix in (GROUP, f"{GROUP}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+            self._group = dist.ProcessGroupGloo(  # type: ignore[attr-defined]
+                store, 0, size, wait
+            )
+
+        self._beside(join, "/init_weights_update_group", body)
+
+    def update(self, weights: dict[str, torch.Tensor], version: str) -> None:
+        body = {
+            "names": list(weights),
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in weights.values()],
+            "shapes": [list(one.shape) for one in weights.values()],
+            "group_name": GROUP,
+            "weight_version": version,
+        }
+
+        def send() -> None:
+            for one in weights.values():
+                self._group.broadcast(one, 0).wait()
+
+        answer = self._beside(send, "/update_weights_from_distributed", body)
+        assert answer["weight_version"] == version, answer
+
+    def close(self) -> None:
+        self._mesh.post("/destroy_weights_update_group", {"group_name": GROUP})
+
+    def _beside(self, work: Callable[[], None], path: str, body: object) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            done = threads.submit(work)
+            answer = self._mesh.post(path, body)
+            done.result(TIMEOUT_S)
+        return answer
 
 
 def logprobs_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -87,8 +152,19 @@ def logprobs_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
 
-def train(mesh: Mesh, folder: Path, out: Path, updates: int, rate: float) -> list[float]:
-    """Returns the mean reward before each update and after the last."""
+def save(weights: dict[str, torch.Tensor], version: Path) -> None:
+    version.mkdir(parents=True)
+    save_file(weights, version / "model.safetensors", metadata={"format": "pt"})
+
+
+def train(
+    mesh: Mesh, folder: Path, out: Path, updates: int, rate: float, group: Group | None
+) -> list[float]:
+    """Returns the mean reward before each update and after the last.
+
+    Args:
+        out: Folder for the versions, unless there is a group.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     found = list[float]()
@@ -106,9 +182,11 @@ def train(mesh: Mesh, folder: Path, out: Path, updates: int, rate: float) -> lis
         (-(gains[:, None] * own).mean()).backward()
         optimizer.step()
         version = out / f"step-{step + 1}"
-        version.mkdir(parents=True)
         weights = {name: one.detach().contiguous() for name, one in model.named_parameters()}
-        save_file(weights, version / "model.safetensors", metadata={"format": "pt"})
+        if group is not None:
+            group.update(weights, version.name)
+            continue
+        save(weights, version)
         mesh.update(version, version.name)
         shutil.rmtree(out / f"step-{step + 1 - KEPT}", ignore_errors=True)
     return found
@@ -121,12 +199,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", required=True, help="its name in requests")
     parser.add_argument("--token-file", type=Path, required=True, help="the operators' token")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder for the weights")
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--out", type=Path, help="a new folder for the weights")
+    way.add_argument("--gloo", metavar="HOST", help="this host's address, for a group over gloo")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--rate", type=float, default=3e-3)
     given = parser.parse_args(arguments)
     mesh = Mesh(given.url, given.token_file.read_text().strip(), given.model)
-    rewards = train(mesh, given.folder, given.out, given.updates, given.rate)
+    group = None if given.gloo is None else Group(mesh, given.gloo)
+    out = given.out or Path()
+    rewards = train(mesh, given.folder, out, given.updates, given.rate, group)
+    if group is not None:
+        group.close()
     return 0 if rewards[-1] > rewards[0] else 1
 
 

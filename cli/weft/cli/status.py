@@ -123,6 +123,10 @@ class WorkerStatus:
     model: str = ""
     dtype: str = ""
     weight_format: str = ""
+    weight_version: str = ""
+    """Empty: they are those of its start."""
+    weight_state: str = ""
+    """updating, failed, or the mode of a trainer's pause; empty: none of them."""
     task: str = ""
     """generate, embed, classify or score."""
     running_requests: int = 0
@@ -317,6 +321,10 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
         status.prefill_tokens_per_second = load.recent_prefill_tokens_per_second
     status.decode_tokens_per_second = load.decode_tokens_per_second
     status.counters = dict(load.counters)
+    if load.weights.updates:
+        status.weight_version = load.weights.version
+    is_ready = load.weights.state == "ready"
+    status.weight_state = load.weights.pause if is_ready else load.weights.state
     if load.draining and not status.problem:
         status.problem = "draining"
     counters = status.counters
@@ -402,10 +410,22 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
         details = [worker.transport_detail, *worker.notices, worker.problem]
         details.append(describe_states(worker.states) if worker.states is not None else "")
         details.append(pinned if worker.sessions else "")
+        details.append(describe_weights(worker))
         details.append(f"task {worker.task}" if worker.task not in ("", "generate") else "")
         for text in dict.fromkeys(detail for detail in details if detail):
             line = f"{worker.worker_id}: {text}"
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def describe_weights(worker: WorkerStatus) -> str:
+    """Empty if no trainer has done anything."""
+    version = f"weights {worker.weight_version}" if worker.weight_version else ""
+    state = worker.weight_state
+    if state in ("updating", "failed"):
+        state = {"updating": "weights are being changed", "failed": "weights are a mixture"}[state]
+    elif state:
+        state = f"paused by a trainer ({state})"
+    return ", ".join(filter(None, (version, state)))
 
 
 def _by_host(workers: Sequence[WorkerStatus]) -> dict[str, list[tuple[str, RankStatus]]]:

@@ -58,6 +58,16 @@ class StateCounts:
     """Pages among them that save a request work: a block follows them or a later page."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsInUse:
+    """The version of the weights, and the pause by a trainer, as in `WeightStatus`."""
+
+    version: str
+    state: str
+    pause: str
+    num_updates: int
+
+
 @dataclass(slots=True, kw_only=True)
 class LoadReport:
     """The engine's state, sent every 100 ms, after important changes, and less often by an engine
@@ -117,6 +127,8 @@ class LoadReport:
     draft_depths: dict[int, int] = field(default_factory=dict)
     """Drafts per request, by the least number of requests in a step for which the entry holds;
     empty if nothing is drafted."""
+    weights: WeightsInUse | None = None
+    """None: the engine is of an older version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

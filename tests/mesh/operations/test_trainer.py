@@ -245,6 +245,41 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
     assert "pickled" in refused.text
 
 
+def test_trls_client_gets_what_it_reads(mesh: TrainedMesh) -> None:
+    """The requests of TRL 1.16's `VLLMClient` and rollout worker, whose server has a URL with a
+    password, since they send no other credentials.
+    """
+    token = (mesh.state / "admin-token").read_text().strip()
+    url = mesh.url.replace("//", f"//trl:{token}@")
+    with httpx.Client(base_url=url, timeout=LONG_S, trust_env=False) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 2048
+        told = client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+        assert told["model_config"]["dtype"] == "torch.float32"
+        assert told["lora_config"] is None
+        assert told["parallel_config"]["data_parallel_size"] == 1
+        assert client.get("/get_world_size").json()["world_size"] == 2
+        assert client.post("/pause", params={"mode": "keep"}).status_code == 200
+        assert client.post("/resume").status_code == 200
+        body = {
+            "model": MODEL,
+            "prompt": PROMPTS[0],
+            "max_tokens": 8,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "repetition_penalty": 1.0,
+            "n": 1,
+            "return_token_ids": True,
+            "logprobs": 0,
+            "seed": 2**63 - 1,
+        }
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
+    with httpx.Client(base_url=mesh.url.replace("//", "//trl:wrong@"), trust_env=False) as client:
+        assert client.get("/get_world_size").status_code == 401
+
+
 @pytest.mark.parametrize("path", ["pause", "resume", "update_weights_from_disk", "flush_cache"])
 def test_trainers_need_the_operators_token(mesh: TrainedMesh, path: str) -> None:
     answer = mesh.call("POST", path, {"model_path": "/tmp"}, has_token=False)
@@ -262,13 +297,17 @@ def test_words_that_are_not_known_are_refused_by_name(mesh: TrainedMesh) -> None
 
 
 @pytest.mark.full
-def test_a_toy_task_is_learnt_in_twenty_updates(mesh: TrainedMesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["folder", "gloo"])
+def test_a_toy_task_is_learnt_in_twenty_updates(
+    way: str, mesh: TrainedMesh, tmp_path: Path
+) -> None:
+    given = ["--out", str(tmp_path / "versions")] if way == "folder" else ["--gloo", "127.0.0.1"]
     mesh.post("update_weights_from_disk", {"model_path": str(mesh.model_dir)})
     done = subprocess.run(
         [
             *(sys.executable, str(SCRIPT), str(mesh.model_dir), "--url", mesh.url),
             *("--model", MODEL, "--token-file", str(mesh.state / "admin-token")),
-            *("--out", str(tmp_path / "versions")),
+            *given,
         ],
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from weft.contract.messages import Inbox
-from weft.contract.reports import LoadReport, TierReport
+from weft.contract.reports import LoadReport, TierReport, WeightsInUse
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.pages.tiers.policy import TierPolicy
@@ -21,7 +21,8 @@ def wants_report(inbox: Inbox) -> bool:
     """Whether a load report is due at once, because the sender of these messages waits for their
     effect.
     """
-    return inbox.hand_back or bool(inbox.drains or inbox.flush_cache or inbox.dump_state)
+    commands = inbox.drains or inbox.flush_cache or inbox.dump_state or inbox.weight_commands
+    return inbox.hand_back or bool(commands)
 
 
 def retry_after_s(engine: Engine) -> float:
@@ -39,6 +40,7 @@ def load_report(engine: Engine) -> LoadReport:
     adapters, gone_adapters = engine.adapters.take_changes()
     gate = scheduler.running_plans.gate
     prefill_rate = engine.costs.local_tokens_per_s
+    weights = engine.weights.status
     report = LoadReport(
         running_requests=len(scheduler.running) + len(scheduler.prefilling),
         waiting_requests=len(scheduler.waiting) + len(scheduler.waitlist),
@@ -69,6 +71,12 @@ def load_report(engine: Engine) -> LoadReport:
         draft_depths={} if gate is None else gate.depths(),
         sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
         pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
+        weights=WeightsInUse(
+            version=weights.version,
+            state=weights.state,
+            pause=weights.pause,
+            num_updates=weights.num_updates,
+        ),
     )
     for companion in engine.parts.companions:
         companion.report(report)

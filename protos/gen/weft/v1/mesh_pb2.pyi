@@ -313,6 +313,8 @@ class MeshMember(_message.Message):
     NOTICES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ROLE_STATE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHT_STATE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Stable id; its address while the gateway has not met it."""
     role: Global___MemberRole.ValueType
@@ -353,6 +355,12 @@ class MeshMember(_message.Message):
     """generate, embed, classify or score."""
     epoch: _builtins.str
     """Incarnation, 16 hex digits."""
+    weight_version: _builtins.str
+    """Version of a worker's weights, once a trainer has changed them."""
+    weight_state: _builtins.str
+    """Set of workers whose weights are being changed or are a mixture: updating, failed. Of paused ones
+    the pause's mode.
+    """
     @_builtins.property
     def start(self) -> Global___MemberStart:
         """Set while it starts, as far as the gateway is told."""
@@ -406,10 +414,12 @@ class MeshMember(_message.Message):
         notices: _abc.Iterable[_builtins.str] | None = ...,
         epoch: _builtins.str = ...,
         role_state: Global___MemberRoleState | None = ...,
+        weight_version: _builtins.str = ...,
+        weight_state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "hit_rate", b"hit_rate", "pages", b"pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "role_state", b"role_state", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "role_state", b"role_state", "running_requests", b"running_requests", "sessions", b"sessions", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "role_state", b"role_state", "running_requests", b"running_requests", "sessions", b"sessions", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format", "weight_state", b"weight_state", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
     _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015

@@ -292,6 +292,7 @@ class GatewayApp:
             self.fleet.has_constraints,
             lambda stub, model: self._make_follower(endpoint, stub, model),
             self.fleet.worker_ids,
+            self.fleet.versions,
             self._identity,
         )
 

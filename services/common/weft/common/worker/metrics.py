@@ -257,3 +257,15 @@ def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
         ),
     ):
         yield GaugeMetricFamily(name, text, value)
+    if (weights := load.weights) is not None:
+        yield CounterMetricFamily(
+            "weft_weight_updates", "Updates of the weights that ended well", weights.num_updates
+        )
+        states = GaugeMetricFamily(
+            "weft_weights_state",
+            "1 for the state of the weights, and for the pause by a trainer, if there is one",
+            labels=["state"],
+        )
+        for state in filter(None, (weights.state, weights.pause and f"paused_{weights.pause}")):
+            states.add_metric([state], 1)
+        yield states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import logging
 import time
@@ -144,10 +145,19 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
 
 
 def bearer(metadata: Any) -> str:
-    """The secret of a call: that of a bearer token, else of `x-api-key`; empty: none."""
+    """The secret of a call: of a bearer token, the password of `Basic`, which clients make of a
+    URL like http://any:SECRET@host, else of `x-api-key`; empty: none.
+    """
     given = {key: value for key, value in metadata or () if isinstance(value, str)}
     scheme, _, key = given.get("authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else given.get("x-api-key", "")
+    if scheme.lower() == "bearer":
+        return key
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(key, validate=True).decode().partition(":")[2]
+        except ValueError:
+            return ""
+    return given.get("x-api-key", "")
 
 
 async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -46,6 +46,10 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
         state.proved, state.changes = report.role.proved, report.role.changes
         if report.role.HasField("lease"):
             state.lease.CopyFrom(report.role.lease)
+    if report.HasField("weights"):
+        weights = report.weights
+        member.weight_version = weights.version if weights.updates else ""
+        member.weight_state = weights.state if weights.state != "ready" else weights.pause
     member.draining = report.draining
     member.running_requests = report.running_requests
     member.waiting_requests = report.waiting_requests

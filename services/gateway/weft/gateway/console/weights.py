@@ -17,6 +17,7 @@ from weft.v1 import admin_pb2, weights_pb2
 
 _log = logging.getLogger(__name__)
 
+_UPDATES = ("Refit", "ReceiveWeights", "EndRefit")
 _FLUSH_TIMEOUT_S = 10.0
 _SHOW_TIMEOUT_S = 60.0
 
@@ -29,7 +30,7 @@ class MeshWeights:
     Raises:
         PeerUnavailable: There is no worker.
         WeftError: What the first worker that did not obey says, with its id. The others have
-            obeyed.
+            obeyed. After an update only those that have its weights get requests.
     """
 
     fleet: Fleet
@@ -127,6 +128,8 @@ class MeshWeights:
         )
         found = await asyncio.gather(*calls, return_exceptions=True)
         answers = dict(zip(requests, found, strict=True))
+        if method in _UPDATES:
+            self._note(answers)
         for worker, answer in answers.items():
             if isinstance(answer, WeftError):
                 _log.warning("a worker did not obey", extra={"worker": worker, "order": method})
@@ -137,6 +140,18 @@ class MeshWeights:
             if isinstance(answer, BaseException):
                 raise answer
         return answers
+
+    def _note(self, answers: Mapping[str, Any]) -> None:
+        """Notes who has ended an update."""
+        digests = {
+            worker: bytes(answer.status.model_digest)
+            for worker, answer in answers.items()
+            if not isinstance(answer, BaseException) and answer.status.state == "ready"
+        }
+        models = {one.info.worker_id: one.model for one in self.fleet.workers() if one.info}
+        for model in set(models.values()):
+            own = {worker: digest for worker, digest in digests.items() if models[worker] == model}
+            self.fleet.versions.update(model, own)
 
     async def _call(
         self, worker: str, method: str, request: Any, token: str, timeout_s: float

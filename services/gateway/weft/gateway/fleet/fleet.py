@@ -12,6 +12,7 @@ from functools import partial
 from weft.common.tasks import log_failure
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role
 from weft.gateway.fleet.pool import WorkerPool
+from weft.gateway.fleet.versions import ServedVersions
 from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.fleet.worker_ids import WorkerIds
 
@@ -98,6 +99,8 @@ class Fleet:
         }
         self.worker_ids = WorkerIds()
         """Which endpoint each worker id belongs to."""
+        self.versions = ServedVersions(lambda: asyncio.get_running_loop().time())
+        """Which workers have the weights of a trainer's last update."""
         self._known_roles: set[Role] = set()
         self._guesses_until: float | None = None
         """Time until which a worker that has not reported its model may serve any of several

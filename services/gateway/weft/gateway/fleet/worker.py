@@ -24,6 +24,7 @@ from weft.gateway.fleet.discovery import Endpoint
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.media_feed import MediaFeed
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
+from weft.gateway.fleet.versions import ServedVersions
 from weft.gateway.fleet.worker_ids import WorkerIds
 from weft.gateway.routing import LoadEstimate, Throughput, WorkerView
 from weft.gateway.settings import GatewaySettings
@@ -60,6 +61,7 @@ class FleetWorker:
         expects_constraints: Callable[[], bool],
         make_follower: Callable[[worker_pb2_grpc.WorkerServiceAsyncStub, str], KvFollower | None],
         worker_ids: WorkerIds,
+        versions: ServedVersions,
         identity: Identity | None = None,
     ) -> None:
         """Stores the settings; opens no connection yet.
@@ -71,6 +73,7 @@ class FleetWorker:
             expects_constraints: Returns whether the gateway has seen constrained requests.
             make_follower: Creates the follower of a worker's KV events, if a policy needs them.
             worker_ids: Ids of all endpoints.
+            versions: Which workers have the weights of the last update.
             identity: None: without TLS.
         """
         self.endpoint = endpoint
@@ -98,6 +101,7 @@ class FleetWorker:
         """Follower of its KV events, with the model whose index it updates."""
         self._following: asyncio.Task[None] | None = None
         self._worker_ids = worker_ids
+        self._versions = versions
         self._is_followed = False
         self.info: worker_pb2.GetInfoResponse | None = None
         self.session: DecodeSession | None = None
@@ -119,6 +123,8 @@ class FleetWorker:
             session = [] if self.session is None else [self.session.run()]
             await run_together(self._watch(), *session)
         finally:
+            if self.info is not None:
+                self._versions.forget(self.info.model, self.info.worker_id)
             self._worker_ids.release(self)
             self._forget()
             await self._channel.close()
@@ -274,8 +280,11 @@ class FleetWorker:
 
     def _take_model(self, digest: bytes) -> None:
         """A trainer may have changed the weights since the worker was asked."""
-        if digest and self.member is not None and self.member.model_digest != digest:
+        if self.member is None:
+            return
+        if digest and self.member.model_digest != digest:
             self.member = replace(self.member, model_digest=digest)
+        self._versions.report(self.model, self.member.worker_id, digest)
 
     def _stale_limit_s(self) -> float:
         """Silence after which the worker is stale: the worker's own limit, within bounds."""
@@ -391,6 +400,12 @@ class FleetWorker:
             return f"no load report for {now - self._load_time:.1f} s"
         if self.session is not None and not self.session.is_open:
             return self.session.problem
+        if load.weights.state == "failed":
+            return "its weights are a mixture, until an update ends"
+        if self.member is not None and self._versions.is_outdated(
+            self.model, self.member.worker_id
+        ):
+            return "has older weights than a trainer's last update; send it the update too"
         return ""
 
     def snapshot(self, now: float) -> dict[str, Any]:

@@ -582,7 +582,12 @@ type MeshMember struct {
 	// Incarnation, 16 hex digits.
 	Epoch string `protobuf:"bytes,27,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// Set of workers that were started with both roles, of which `role` is the present one.
-	RoleState     *MemberRoleState `protobuf:"bytes,28,opt,name=role_state,json=roleState,proto3" json:"role_state,omitempty"`
+	RoleState *MemberRoleState `protobuf:"bytes,28,opt,name=role_state,json=roleState,proto3" json:"role_state,omitempty"`
+	// Version of a worker's weights, once a trainer has changed them.
+	WeightVersion string `protobuf:"bytes,29,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
+	// Set of workers whose weights are being changed or are a mixture: updating, failed. Of paused ones
+	// the pause's mode.
+	WeightState   string `protobuf:"bytes,30,opt,name=weight_state,json=weightState,proto3" json:"weight_state,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -811,6 +816,20 @@ func (x *MeshMember) GetRoleState() *MemberRoleState {
 		return x.RoleState
 	}
 	return nil
+}
+
+func (x *MeshMember) GetWeightVersion() string {
+	if x != nil {
+		return x.WeightVersion
+	}
+	return ""
+}
+
+func (x *MeshMember) GetWeightState() string {
+	if x != nil {
+		return x.WeightState
+	}
+	return ""
 }
 
 // How long a worker has its role, and what has shown it.
@@ -2910,7 +2929,7 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x1f\n" +
 	"\bfraction\x18\x02 \x01(\x01H\x00R\bfraction\x88\x01\x01\x123\n" +
 	"\aelapsed\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\aelapsedB\v\n" +
-	"\t_fraction\"\x8b\b\n" +
+	"\t_fraction\"\xd5\b\n" +
 	"\n" +
 	"MeshMember\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\x12'\n" +
@@ -2944,7 +2963,9 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\anotices\x18\x1a \x03(\tR\anotices\x12\x14\n" +
 	"\x05epoch\x18\x1b \x01(\tR\x05epoch\x127\n" +
 	"\n" +
-	"role_state\x18\x1c \x01(\v2\x18.weft.v1.MemberRoleStateR\troleStateB\x1c\n" +
+	"role_state\x18\x1c \x01(\v2\x18.weft.v1.MemberRoleStateR\troleState\x12%\n" +
+	"\x0eweight_version\x18\x1d \x01(\tR\rweightVersion\x12!\n" +
+	"\fweight_state\x18\x1e \x01(\tR\vweightStateB\x1c\n" +
 	"\x1a_prefill_tokens_per_secondB\v\n" +
 	"\t_hit_rate\"t\n" +
 	"\x0fMemberRoleState\x12/\n" +
