@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -553,6 +554,31 @@ def test_images_have_room_with_their_component(tmp_path: Path) -> None:
     assert int(limits["gateway"].removesuffix("Gi")) << 30 >= 2 * held
     # Four bodies as they come, and in messages for the gateway.
     assert int(limits["rest"].removesuffix("Gi")) << 30 >= 2 * 4 * settings.image_body_bytes
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "NetworkPolicy")}
+    policy = policies["weft-gateway-images"]
+    assert selects(policy["podSelector"], by_service["gateway"].labels)
+    assert policy["policyTypes"] == ["Egress"]
+    for address, is_open in {
+        **{"93.184.216.34": True, "2606:2800:220:1::1": True, "169.254.169.254": False},
+        **{"10.1.2.3": False, "172.20.0.1": False, "192.168.1.1": False, "fd00:ec2::254": False},
+    }.items():
+        assert reaches(policy["egress"], ip_address(address), 443) == is_open
+    for item in objects:
+        kubernetes_validate.validate(item, VERSION, strict=True)
+
+
+def reaches(rules: Sequence[dict[str, Any]], address: Any, port: int) -> bool:
+    """Whether rules of egress that name ranges allow a connection."""
+
+    def is_in(cidr: str) -> bool:
+        return address in ip_network(cidr)
+
+    return any(
+        is_in(peer["ipBlock"]["cidr"]) and not any(map(is_in, peer["ipBlock"].get("except", ())))
+        for rule in rules
+        if port in [one["port"] for one in rule["ports"]]
+        for peer in rule["to"]
+    )
 
 
 def test_embedders_are_added_by_their_component(tmp_path: Path) -> None:

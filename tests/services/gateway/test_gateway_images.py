@@ -248,6 +248,14 @@ async def test_urls_are_fetched_where_that_is_allowed(tmp_path: Path) -> None:
         assert f"User:{WIDE_TEXT}two<end" in last_prompt(mesh)
         counted = await dialect(mesh, "Anthropic", "CountTokens", {"messages": messages})
         assert counted["input_tokens"] == len(mesh.workers[0].prompts[-1])
+        image = gateway_pb2.ImageFile(url=url)
+        parts = [gateway_pb2.ContentPart(image=image), gateway_pb2.ContentPart(text="three")]
+        message = gateway_pb2.ChatMessage(role="user", parts=parts)
+        typed = gateway_pb2.ChatRequest(messages=[message])
+        typed.stop.max_tokens = 2
+        async for _ in mesh.typed.Chat(typed):
+            pass
+        assert f"User:{WIDE_TEXT}three<end" in last_prompt(mesh)
         await mesh.wait(lambda: not mesh.app.images.held.num_bytes)
         outside = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/wide.png"}}
         error = await refusal(chat(mesh, user(outside)))
@@ -338,6 +346,14 @@ async def test_typed_parts(mesh: Harness) -> None:
     for wrong, param in (
         (gateway_pb2.ContentPart(), "messages[0].parts[3]"),
         (gateway_pb2.ContentPart(image=gateway_pb2.ImageFile()), "messages[0].parts[3].image"),
+        *(
+            (gateway_pb2.ContentPart(image=image), "messages[0].parts[3].image.url")
+            for image in (
+                gateway_pb2.ImageFile(url="http://127.0.0.1:1/a.png"),
+                gateway_pb2.ImageFile(url=URL, data=WIDE),
+                gateway_pb2.ImageFile(url="wide.png"),
+            )
+        ),
     ):
         request.messages[0].parts.append(wrong)
 

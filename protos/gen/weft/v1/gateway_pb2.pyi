@@ -184,18 +184,23 @@ class ImageFile(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     COARSE_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
+    """The file. Either this or `url`."""
     coarse: _builtins.bool
     """With few tokens, at less detail."""
+    url: _builtins.str
+    """http or https, where the gateway fetches from the host; or data:."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         coarse: _builtins.bool = ...,
+        url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coarse", b"coarse", "data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coarse", b"coarse", "data", b"data", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

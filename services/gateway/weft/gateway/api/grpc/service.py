@@ -352,10 +352,15 @@ def _content(message: gateway_pb2.ChatMessage, where: str, images: list[ImageFil
         if kind == "text":
             built.add_text(part.text)
         else:
+            url = part.image.url
+            if url and part.image.data:
+                raise invalid(f"{place}.image.url", "contradicts data: give one of them")
+            if url and ":" not in url:
+                raise invalid(f"{place}.image.url", "is no URL")
             built.add_image(
-                part.image.data,
+                url or part.image.data,
                 kind=kind,
-                where=f"{place}.image",
+                where=f"{place}.image.url" if url else f"{place}.image",
                 type_param=f"{place}.image",
                 detail="low" if part.image.coarse else None,
             )
