@@ -65,12 +65,24 @@ def media_digest(kind: MediaKind, processor: str, shape: Sequence[int], data: by
     """Identity of processed media: BLAKE2b-256 over framed fields (test vectors:
     protos/vectors/media_key.json). Content of another shape or processing has another digest.
     """
-    sizes = b"".join(size.to_bytes(8, "little") for size in shape)
-    state = hashlib.blake2b(digest_size=MEDIA_DIGEST_BYTES, person=b"weft-media")
-    for part in (kind.encode(), processor.encode(), b"uint8", sizes, data):
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+    hasher = MediaHasher(kind, processor, shape, len(data))
+    hasher.update(data)
+    return hasher.digest()
+
+
+class MediaHasher:
+    """`media_digest` of content that comes in parts, `num_bytes` in all."""
+
+    def __init__(
+        self, kind: MediaKind, processor: str, shape: Sequence[int], num_bytes: int
+    ) -> None:
+        sizes = b"".join(size.to_bytes(8, "little") for size in shape)
+        state = hashlib.blake2b(digest_size=MEDIA_DIGEST_BYTES, person=b"weft-media")
+        for part in (kind.encode(), processor.encode(), b"uint8", sizes):
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        state.update(num_bytes.to_bytes(8, "little"))
+        self.update, self.digest = state.update, state.digest
 
 
 def spans_within(

@@ -22,6 +22,7 @@ from weft.contract.errors import (
     Overloaded,
     PeerUnavailable,
 )
+from weft.gateway.long_text import LongText
 from weft.gateway.media.forms import TiledForm
 from weft.gateway.media.reader import FetchedFiles, HeldMedia, ImageReader, ProcessedImage
 from weft.gateway.media.sources import Source
@@ -227,22 +228,41 @@ async def test_lines_of_base64_and_urls_are_the_same_file() -> None:
     forms = [plain, f"data:image/png;base64,{plain}", base64.encodebytes(data).decode()]
     async with reading() as reader:
         images = [ImageFile(source=one, where="", kind="image", type_param="") for one in forms]
-        assert len({one.digest for one in await sources_of(reader, images)}) == 1
+        plain_source, of_url, _ = await sources_of(reader, images)
+        assert plain_source.digest == of_url.digest
+        first, *others = await process(reader, images)
+        assert all(one.media == first.media for one in others)
+        assert reader.num_repeated == 0
 
 
-async def test_large_files_are_decoded_as_a_whole() -> None:
-    data = os.urandom(3_000_001)
-    text = base64.b64encode(data).decode()
-    broken = f"{text[:262_140]}AAA={text[262_144:]}"
+async def test_files_that_are_no_base64_are_refused() -> None:
+    text = base64.b64encode(encoded(random_image(1, 60, 61))).decode().rstrip("=")
+    text += "A" * (-len(text) % 4)
+    forms = [
+        f"{text[:400]}AAA={text[404:]}",
+        text[:-1],
+        f"{text}=AAA",
+        f"{text[:-1]}é",
+        "data:;base64,#",
+    ]
     async with reading() as reader:
-        for source in (text, base64.encodebytes(data).decode(), data):
+        for source in (*forms, LongText(forms[0].encode(), 0, len(forms[0]))):
             image = ImageFile(source=source, where="a", kind="image", type_param="a")
-            (found,) = await sources_of(reader, [image])
-            assert found.data == data
-        for source in (broken, text + "=", text[:-1], f"{text}AAAA"):
-            image = ImageFile(source=source, where="a", kind="image", type_param="a")
-            with pytest.raises(InvalidRequest, match="not valid base64"):
-                await sources_of(reader, [image])
+            with pytest.raises(InvalidRequest, match="a: is not valid base64"):
+                await process(reader, [image])
+        image = ImageFile(source="data:;base64,", where="a", kind="image", type_param="a")
+        with pytest.raises(InvalidRequest, match="a: is empty"):
+            await process(reader, [image])
+
+
+async def test_texts_within_a_body_are_the_same_files() -> None:
+    plain = base64.b64encode(encoded(random_image(2, 60, 60)))
+    begin = b"data:image/png;base64,"
+    body = b'["' + begin + plain + b'"]'
+    sources = [LongText(body, 2, len(body) - 2), LongText(plain, 0, len(plain)), plain.decode()]
+    async with reading() as reader:
+        images = [ImageFile(source=one, where="", kind="image", type_param="") for one in sources]
+        assert len({one.digest for one in await sources_of(reader, images)}) == 1
 
 
 async def test_an_error_names_the_part_of_its_own_request() -> None:
@@ -361,7 +381,7 @@ def test_processes_end_with_a_gateway_that_was_killed() -> None:
         "from weft.gateway.media.pool import MediaPool\n"
         "async def main():\n"
         "    pool, until = MediaPool(1, 1, 30.0), asyncio.get_running_loop().time() + 30\n"
-        "    head = {'max_pixels': 1, 'measures': True}\n"
+        "    head = {'max_pixels': 1, 'measures': True, 'is_base64': False}\n"
         "    await pool.run(head, b'x', deadline=until)\n"
         "    print(*pool.pids, flush=True)\n"
         "    await asyncio.sleep(600)\n"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import get_args
 
 from weft.contract.errors import InvalidRequest
-from weft.contract.spans import Media, MediaKind, media_digest
+from weft.contract.spans import Media, MediaHasher, MediaKind
 from weft.v1 import worker_pb2
 
 PART_BYTES = 1 << 20
@@ -33,39 +33,45 @@ async def media_of(
     """Yields each medium once all of it has come. Raises InvalidRequest for parts that make none,
     or whose content is not what its digest names.
     """
-    head, data = worker_pb2.PutMediaRequest.Head(), bytearray()
-    size = -1
+    head, received, size, num_bytes = worker_pb2.PutMediaRequest.Head(), list[bytes](), -1, 0
+    kind: MediaKind = "image"
+    hasher, hashing = MediaHasher(kind, "", (), 0), None
     async for part in parts:
         if part.HasField("head"):
             if size >= 0:
-                raise _refused(f"a medium of {size} bytes ends after {len(data)}")
-            head, data, size = part.head, bytearray(), math.prod(part.head.shape)
+                raise _refused(f"a medium of {size} bytes ends after {num_bytes}")
+            head, received, num_bytes = part.head, [], 0
+            size, hashing = math.prod(head.shape), None
             if head.kind not in get_args(MediaKind) or not 0 < size <= MAX_MEDIUM_BYTES:
                 raise _refused(
                     f"a medium of kind {head.kind[:40]!r} and {size} bytes; media of at most "
                     f"{MAX_MEDIUM_BYTES} are taken"
                 )
-        if size < 0 or len(data) + len(part.data) > size:
+            kind = "audio" if head.kind == "audio" else "image"
+            hasher = MediaHasher(kind, head.processor, head.shape, size)
+        num_bytes += len(part.data)
+        if size < 0 or num_bytes > size:
             raise _refused("a part has bytes that belong to no medium")
-        data += part.data
-        if len(data) == size:
-            yield await asyncio.to_thread(_checked, head, bytes(data))
+        received.append(part.data)
+        # A part is hashed while the next one comes.
+        if hashing is not None:
+            await hashing
+        hashing = asyncio.ensure_future(asyncio.to_thread(hasher.update, received[-1]))
+        if num_bytes == size:
+            await hashing
+            if hasher.digest() != head.digest:
+                raise _refused("the content of a medium is not that of its digest")
+            data = await asyncio.to_thread(b"".join, received)
             size = -1
+            yield Media(
+                kind=kind,
+                processor=head.processor,
+                shape=tuple(head.shape),
+                data=data,
+                digest=head.digest,
+            )
     if size >= 0:
-        raise _refused(f"the last medium has {len(data)} of {size} bytes")
-
-
-def _checked(head: worker_pb2.PutMediaRequest.Head, data: bytes) -> Media:
-    kind: MediaKind = "audio" if head.kind == "audio" else "image"
-    if media_digest(kind, head.processor, head.shape, data) != head.digest:
-        raise _refused("the content of a medium is not that of its digest")
-    return Media(
-        kind=kind,
-        processor=head.processor,
-        shape=tuple(head.shape),
-        data=data,
-        digest=head.digest,
-    )
+        raise _refused(f"the last medium has {num_bytes} of {size} bytes")
 
 
 def _refused(problem: str) -> InvalidRequest:

@@ -15,6 +15,7 @@ from weft.contract.request import CallParams, Constraint, SamplingParams, StopCr
 from weft.contract.spans import Media, MediaSpan
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
+from weft.gateway.long_text import LongText
 
 LoadFormat = Literal["TEXT", "JSON"]
 """Form of the mesh's load in the header of an answer."""
@@ -88,7 +89,7 @@ class TokenPrompt:
 class ImageFile:
     """An image as a client sent it; nothing of it is checked yet."""
 
-    source: str | bytes = field(repr=False)
+    source: str | bytes | LongText = field(repr=False)
     """A URL, base64 alone, or the file itself."""
     where: str
     """Path of the part in the client's body."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,12 @@ from weft.common.rpc.errors import abort
 from weft.contract.errors import Internal, InvalidRequest, WeftError
 
 _log = logging.getLogger(__name__)
+
+_LARGE_BYTES = 1 << 20
+"""Messages with a body that are parsed without copying it."""
+_CONTENT_TYPE_TAG, _DATA_TAG = 1 << 3 | 2, 2 << 3 | 2
+"""First bytes of HttpBody's fields in protobuf's wire format."""
+_MOST_SIZE_BITS = 28
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -59,22 +66,62 @@ class TakenBody:
     """
 
     content_type: str
-    data: bytes
+    message: bytes
+    """Has the data from `start` to `end`."""
+    start: int
+    end: int
+
+    @property
+    def data(self) -> bytes:
+        return self.message[self.start : self.end]
+
+    def remove(self) -> None:
+        self.message, self.start, self.end = b"", 0, 0
 
 
 def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         if deserialize is None:
             return data
+        if len(data) >= _LARGE_BYTES and deserialize == HttpBody.FromString:
+            with suppress(IndexError):
+                if body := _large_body(data):
+                    return body
         try:
             message = deserialize(data)
         except DecodeError as error:
             raise _malformed() from error
         if isinstance(message, HttpBody):
-            return TakenBody(message.content_type, message.data)
+            data = message.data
+            return TakenBody(message.content_type, data, 0, len(data))
         return message
 
     return parse
+
+
+def _large_body(message: bytes) -> TakenBody | None:
+    """Finds the data of an HttpBody of two fields, without a copy, for which protobuf would hold
+    Python's lock; None: it has other fields. Raises IndexError for what is no message.
+    """
+    content_type, at = b"", 0
+    for tag in (_CONTENT_TYPE_TAG, _DATA_TAG):
+        if message[at] != tag:
+            return None
+        size, shift, at = 0, 0, at + 1
+        while True:
+            byte, at = message[at], at + 1
+            size |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+            if shift > _MOST_SIZE_BITS:
+                return None
+        if tag == _CONTENT_TYPE_TAG:
+            content_type, at = message[at : at + size], at + size
+        if at >= len(message):
+            return None
+    is_plain = content_type.isascii() and at + size == len(message)
+    return TakenBody(content_type.decode(), message, at, at + size) if is_plain else None
 
 
 def _malformed() -> InvalidRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.gateway.long_text import LongText
 from weft.gateway.request import ImageFile
 from weft.gateway.text.parts import IMAGE, Content, Part, instead_of, text_part
 from weft.gateway.validate import invalid
@@ -26,7 +27,7 @@ class ContentBuilder:
 
     def add_image(
         self,
-        source: str | bytes | None,
+        source: str | bytes | LongText | None,
         *,
         kind: str,
         where: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import io
 
 from PIL import Image
@@ -22,6 +23,21 @@ _TRANSPOSED = {
 """What turns the pixels upright, by the orientation of EXIF."""
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 _WHITE = (255, 255, 255, 255)
+
+
+def from_base64(text: bytearray) -> bytes:
+    """Raises BadImage if it is no base64."""
+    try:
+        data = binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:
+        # Some encoders break lines.
+        try:
+            data = binascii.a2b_base64(b"".join(text.split()), strict_mode=True)
+        except ValueError:
+            raise BadImage("is not valid base64") from None
+    if not data:
+        raise BadImage("is empty")
+    return data
 
 
 def open_image(data: bytes | bytearray, max_pixels: int) -> Image.Image:

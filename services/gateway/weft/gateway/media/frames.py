@@ -17,7 +17,9 @@ class PeerGone(Exception):
     """The other end has closed the socket, or sent what is no message."""
 
 
-def send(peer: socket.socket, head: Mapping[str, Any], body: bytes, deadline: float) -> None:
+def send(
+    peer: socket.socket, head: Mapping[str, Any], body: bytes | memoryview, deadline: float
+) -> None:
     """Sends one message. Raises TimeoutError at `deadline`, by `time.monotonic`, and PeerGone."""
     text = json.dumps(head).encode()
     sizes = len(text).to_bytes(_HEAD_BYTES, "little") + len(body).to_bytes(_BODY_BYTES, "little")

@@ -55,7 +55,7 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def run(self, head: Mapping[str, Any], data: bytes, deadline: float) -> Reply:
+    def run(self, head: Mapping[str, Any], data: memoryview, deadline: float) -> Reply:
         frames.send(self._peer, head, data, deadline)
         return frames.receive(self._peer, deadline)
 
@@ -96,7 +96,7 @@ class MediaPool:
         return [process.pid for process in list(self._all)]
 
     async def run(
-        self, head: Mapping[str, Any], data: bytes, *, deadline: float, tenant: str = ""
+        self, head: Mapping[str, Any], data: memoryview, *, deadline: float, tenant: str = ""
     ) -> Reply:
         """Runs one job. `deadline`, in the event loop's time, bounds the wait for a process.
 
@@ -125,7 +125,7 @@ class MediaPool:
         for process in list(self._all):
             process.end()
 
-    def _run(self, head: Mapping[str, Any], data: bytes) -> Reply:
+    def _run(self, head: Mapping[str, Any], data: memoryview) -> Reply:
         deadline = time.monotonic() + self._timeout_s
         process = self._take()
         try:

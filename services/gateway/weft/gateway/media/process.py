@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from weft.gateway.media.decode import open_image, to_rgb, upright_size
+from weft.gateway.media.decode import from_base64, open_image, to_rgb, upright_size
 from weft.gateway.media.forms import FORMS, BadImage
 from weft.gateway.media.frames import PeerGone, receive, send
 
@@ -38,7 +38,8 @@ def serve(peer: socket.socket) -> None:
 
 def _answer(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes]:
     try:
-        image = open_image(data, head["max_pixels"])
+        file = from_base64(data) if head["is_base64"] else data
+        image = open_image(file, head["max_pixels"])
         size = upright_size(image)
         form = FORMS[head["form"]](**head["options"])
         form.plan(*size, is_coarse=head["is_coarse"])

@@ -298,6 +298,7 @@ class ImageReader:
             "is_coarse": image.is_coarse,
             "max_pixels": self._max_pixels,
             "measures": measures,
+            "is_base64": source.is_base64,
         }
         reply, data = await self.pool.run(head, source.data, deadline=deadline, tenant=tenant)
         if "bad" in reply:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import binascii
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from weft.contract.errors import InvalidRequest
+from weft.gateway.long_text import LongText
 from weft.gateway.request import ImageFile
 from weft.gateway.validate import invalid
 
 _SHOWN_CHARS = 40
-_PIECE_CHARS = 1 << 18
-"""A multiple of 4."""
+_MAX_BEGIN_CHARS = 1024
+"""Within which a data URL has its first comma."""
 
 
 class ImageRefused(InvalidRequest):
@@ -45,15 +45,17 @@ class SourceLimits(NamedTuple):
 class Source(NamedTuple):
     """The file of an image."""
 
-    data: bytes
+    data: memoryview
+    is_base64: bool
+    """Whether `data` are the file's text in base64, which media processes decode."""
     digest: bytes
-    """BLAKE2b-256 of the data."""
+    """Names both within this gateway."""
 
 
 def url_of(image: ImageFile) -> str:
     """The URL from which an image must be fetched; empty: it comes with the request."""
     source = image.source
-    if isinstance(source, bytes):
+    if not isinstance(source, str):
         return ""
     scheme, colon, _ = source[:_SHOWN_CHARS].partition(":")
     return source if colon and scheme.lower() in ("http", "https") else ""
@@ -77,67 +79,58 @@ def too_large(image: ImageFile, max_bytes: int) -> InvalidRequest:
 def read_sources(
     images: Sequence[ImageFile], limits: SourceLimits, fetched: Mapping[str, bytes]
 ) -> list[Source]:
-    """The files of images, decoded where they are in base64, or `fetched` by their URLs. Raises
-    ImageRefused if one has another form, InvalidRequest if they are too large.
+    """The files of images, or `fetched` by their URLs. Raises ImageRefused if one has another form,
+    InvalidRequest if they are too large.
     """
-    encoded = [_encoded(image, fetched) for image in images]
+    found = [_content(image, fetched) for image in images]
     total = 0
-    for image, text in zip(images, encoded, strict=True):
-        num_bytes = len(text) if isinstance(text, bytes) else len(text) * 3 // 4
+    for image, (data, is_base64) in zip(images, found, strict=True):
+        num_bytes = len(data) * 3 // 4 if is_base64 else len(data)
         total += num_bytes
         if num_bytes > limits.max_file_bytes:
             told = f"has {num_bytes} bytes; at most {limits.max_file_bytes} are accepted"
             raise invalid(image.where, told)
         if total > limits.max_bytes:
             raise too_large(image, limits.max_bytes)
-    return [_source(image, text) for image, text in zip(images, encoded, strict=True)]
+        if not data:
+            raise ImageRefused(image, "is empty")
+    return [
+        Source(data, is_base64, hashlib.sha256(data).digest() + bytes([is_base64]))
+        for data, is_base64 in found
+    ]
 
 
-def _encoded(image: ImageFile, fetched: Mapping[str, bytes]) -> str | bytes:
+def _content(image: ImageFile, fetched: Mapping[str, bytes]) -> tuple[memoryview, bool]:
+    """The bytes of a file, or of its text in base64, and whether they are the latter."""
     source = image.source
     if url := url_of(image):
-        return fetched[url]
+        return memoryview(fetched[url]), False
     if not source:
         raise ImageRefused(image, "is missing; give an image as data:image/...;base64,...")
     if isinstance(source, bytes):
-        return source
-    scheme, colon, _ = source[:_SHOWN_CHARS].partition(":")
+        return memoryview(source), False
+    start = _start_of_base64(image, _head_of(source, _MAX_BEGIN_CHARS))
+    if isinstance(source, LongText):
+        return source.bytes_from(start), True
+    return memoryview(source.encode("ascii", "replace"))[start:], True
+
+
+def _head_of(source: str | LongText, num_chars: int) -> str:
+    return source.head(num_chars) if isinstance(source, LongText) else source[:num_chars]
+
+
+def _start_of_base64(image: ImageFile, head: str) -> int:
+    """Where the data begin, in a text that begins so."""
+    scheme, colon, _ = head[:_SHOWN_CHARS].partition(":")
     if not colon:
-        return source
+        return 0
     if scheme.lower() != "data":
         raise ImageRefused(
             image,
             f"is a URL of `{scheme[:_SHOWN_CHARS]}:`, which is not read; give "
             "data:image/...;base64,...",
         )
-    begin, comma, text = source.partition(",")
-    if not comma or not begin.lower().endswith(";base64"):
+    begin, comma, _ = head.partition(",")
+    if not comma or not begin.isascii() or not begin.lower().endswith(";base64"):
         raise ImageRefused(image, "must have the form data:image/...;base64,...")
-    return text
-
-
-def _source(image: ImageFile, text: str | bytes) -> Source:
-    try:
-        data = text if isinstance(text, bytes) else _decode(text)
-    except ValueError:  # binascii's errors are of this kind
-        raise ImageRefused(image, "is not valid base64") from None
-    if not data:
-        raise ImageRefused(image, "is empty")
-    return Source(data, hashlib.blake2b(data, digest_size=32).digest())
-
-
-def _decode(text: str) -> bytes:
-    try:
-        return b"".join(_pieces(text))
-    except ValueError:
-        # Some encoders break lines.
-        return b"".join(_pieces("".join(text.split())))
-
-
-def _pieces(text: str) -> Iterator[bytes]:
-    """Decodes in pieces, since each call holds Python's lock. Raises ValueError."""
-    for start in range(0, len(text), _PIECE_CHARS):
-        piece, end = text[start : start + _PIECE_CHARS], start + _PIECE_CHARS
-        if end < len(text) and piece.endswith("="):
-            raise ValueError("padding within the text")
-        yield binascii.a2b_base64(piece, strict_mode=True)
+    return len(begin) + 1

@@ -144,6 +144,12 @@ class ThreadBody(StrictPart):
 class PromptBody(DialectBody):
     """Fields common to messages and the count of their tokens."""
 
+    image_fields = tuple(
+        ("messages", *("*", "content") * depth, "*", "source", name)
+        for depth in (1, 2)
+        for name in ("data", "url")
+    )
+
     messages: Many[MessageBody] = Field(description="the conversation, at least one message")
     system: str | Many[BlockBody] | None = Field(None, description="a text, or text blocks")
     tools: Few[Tool] | None = Field(None, description="tools that the model may call")

@@ -22,6 +22,7 @@ from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.parameters import client_names, given_parameters
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
+from weft.gateway.long_text import LongText
 from weft.gateway.request import CallFacts, ChatPrompt, ImageFile, RawRequest
 from weft.gateway.text.parts import Content
 from weft.gateway.validate import invalid, unsupported
@@ -253,7 +254,7 @@ def _add_image(content: ContentBuilder, block: BlockBody, where: str) -> None:
     name = {"base64": "data", "url": "url"}.get(str(source.get("type")), "data")
     given = source.get(name)
     content.add_image(
-        given if isinstance(given, str) else None,
+        given if isinstance(given, str | LongText) else None,
         kind=block.type,
         where=f"{where}.source.{name}",
         type_param=f"{where}.type",

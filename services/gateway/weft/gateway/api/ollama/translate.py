@@ -31,6 +31,7 @@ from weft.gateway.api.tools import (
     use_tools,
 )
 from weft.gateway.api.unserved import leave_out
+from weft.gateway.long_text import LongText
 from weft.gateway.request import (
     CallFacts,
     ChatPrompt,
@@ -230,7 +231,7 @@ def _content(
     """Images come ahead of a user's text, as Ollama has them."""
     for number, image in enumerate(images or ()):
         content.add_image(
-            image if isinstance(image, str) else None,
+            image if isinstance(image, str | LongText) else None,
             kind="image",
             where=f"{where}[{number}]",
             type_param=where,

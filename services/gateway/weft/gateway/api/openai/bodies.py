@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 from weft.gateway.api.hosted import HostedTool, kind_of_tool
 from weft.gateway.api.openai.foreign import (
@@ -24,6 +33,7 @@ from weft.gateway.api.openai.foreign import (
 )
 from weft.gateway.api.parameters import Ids, Int, parameter_field, with_parameters
 from weft.gateway.api.unserved import unserved_fields, unused
+from weft.gateway.long_text import LongText
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_CHOICES,
@@ -88,6 +98,21 @@ class Part(NamedTuple):
     """As `Body.of_others`."""
 
 
+if TYPE_CHECKING:
+    ImageText = str | LongText
+else:
+
+    def _is_text(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+        return value if isinstance(value, LongText) else validate(value)
+
+    ImageText = Annotated[str, WrapValidator(_is_text)]
+
+_IMAGE_FIELDS = (
+    ("messages", "*", "content", "*", "image_url", "url"),
+    ("messages", "*", "content", "*", "image_url"),
+)
+
+
 class Body(BaseModel):
     """Base of all bodies."""
 
@@ -99,6 +124,8 @@ class Body(BaseModel):
     """Whether the parsed body has its unknown fields, which `settle` judges."""
     parts: ClassVar[tuple[Part, ...]] = ()
     """Objects that decide what is generated; messages are not among them."""
+    image_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Paths of fields that may be a `LongText`, as in `objects_at`."""
 
     model: str | None = Field(None, description="a served model; may be absent where there is one")
 
@@ -133,7 +160,7 @@ class ImageUrlBody(BaseModel):
 
     model_config = _HISTORY
 
-    url: str = Field(description="`data:image/...;base64,...`; other URLs are not fetched")
+    url: ImageText = Field(description="`data:image/...;base64,...`; other URLs are not fetched")
     detail: str | None = Field(None, description="`low`: fewer tokens, where the model allows it")
 
 
@@ -147,7 +174,7 @@ class ContentPart(BaseModel):
         "not supported"
     )
     text: str | None = Field(None, description="of a text part")
-    image_url: ImageUrlBody | str | None = Field(None, description="of an image")
+    image_url: ImageUrlBody | ImageText | None = Field(None, description="of an image")
     refusal: str | None = Field(None, description="of a refusal, which counts as text")
 
 
@@ -403,6 +430,7 @@ class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     parts = (*GenerationBody.parts, *_TOOL_PARTS)
+    image_fields = _IMAGE_FIELDS
 
     messages: Messages = Field(description="the conversation, at least one message")
     max_completion_tokens: Int | None = parameter_field("max_tokens", "newer name of max_tokens")
@@ -465,6 +493,7 @@ class TokenizeBody(Body):
     """Body of POST /tokenize, as vLLM's. Either `prompt` or `messages`."""
 
     parts = _TOOL_PARTS
+    image_fields = _IMAGE_FIELDS
 
     prompt: str | None = Field(None, description="a text")
     messages: Messages | None = Field(None, description="a conversation")

@@ -7,9 +7,9 @@ import contextvars
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from google.api.httpbody_pb2 import HttpBody
 from pydantic import BaseModel, ValidationError
@@ -19,6 +19,7 @@ from weft.contract.errors import InvalidRequest
 from weft.gateway.api.hosted import blank_hosted
 from weft.gateway.api.openai.bodies import OWN_TOOLS, Body, names_of
 from weft.gateway.api.openai.foreign import objects_at
+from weft.gateway.long_text import BodyBytes, cut
 from weft.gateway.validate import invalid
 
 B = TypeVar("B", bound=Body)
@@ -35,7 +36,6 @@ _MAX_BRACKETS = 1 << 18
 """Most opening brackets: lists and objects take far more memory than their text. Brackets inside
 strings count as well; a text with this many has more tokens than a context.
 """
-_PIECE_BYTES = 1 << 20
 _MAX_DEPTH = 200
 """Levels of lists and objects that the parser surely takes."""
 _ALIKE = 0.7
@@ -70,8 +70,12 @@ class BodyParser:
         `translate` refuses.
         """
 
-        data = request.data
-        request.data = b""
+        if isinstance(request, TakenBody):
+            data = BodyBytes(request.message, request.start, request.end)
+            request.remove()
+        else:
+            data = BodyBytes.of(request.data)
+            request.data = b""
 
         def work() -> tuple[B, T]:
             body = parse_body(cls, data, self._max_bytes, ignores_unknown=self._ignores_unknown)
@@ -90,25 +94,29 @@ class BodyParser:
         )
 
 
-def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bool = False) -> B:
+def parse_body(
+    cls: type[B], body_bytes: BodyBytes | bytes, max_bytes: int, *, ignores_unknown: bool = False
+) -> B:
     """Raises InvalidRequest if the body is too large or too deep, is not JSON, or a field has a
     wrong type, is one of another server that would change the answer, or is unknown.
     `ignores_unknown` lets unknown fields pass where the body does not forbid them.
     """
+    data = body_bytes if isinstance(body_bytes, BodyBytes) else BodyBytes.of(body_bytes)
     if len(data) > max_bytes:
         raise BodyTooLarge(
             f"the body has {len(data)} bytes; at most {max_bytes} are accepted", stage="validate"
         )
-    # In pieces, since each call holds Python's lock.
-    starts = range(0, len(data), _PIECE_BYTES)
-    num_brackets = sum(data.count(one, at, at + _PIECE_BYTES) for one in b"[{" for at in starts)
+    num_brackets = sum(map(data.count, b"[{"))
     if num_brackets > _MAX_BRACKETS:
         raise InvalidRequest(
             f"the body has {num_brackets} opening brackets; at most {_MAX_BRACKETS} are accepted",
             stage="validate",
         )
+    short = cut(data)
     try:
-        value = from_json(data)
+        value = from_json(short.data)
+        if short.texts:
+            value = short.put_back(value, _image_fields(cls, value))
     except ValueError as error:
         problem = f"is not valid JSON: {error}"
         if str(error).startswith("recursion limit"):
@@ -126,6 +134,12 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int, *, ignores_unknown: bo
         if not ignores_unknown:
             _refuse_unknown(cls, judged)
     return body
+
+
+def _image_fields(cls: type[Body], value: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    for path in cls.image_fields:
+        for _, parent in objects_at(value, path[:-1]):
+            yield cast("dict[str, Any]", parent), path[-1]
 
 
 def _refuse_unknown(cls: type[Body], value: Mapping[str, Any]) -> None:
