@@ -36,13 +36,17 @@ def warm_up_media(
     media: MediaEmbeddings,
     max_step_tokens: int,
     max_context_tokens: int,
+    *,
+    has_steps: bool,
 ) -> None:
     """Encodes media of several sizes, and computes steps of several sizes with rows of media, all
     in the null page. With several ranks all of them do this at the same time. Call it while no step
-    is under way.
+    is under way. Without `has_steps` nothing but the encoder runs.
     """
     for order in _orders(media):
         executor.order(order)
+    if not has_steps:
+        return
     sees_both_ways = media.encoder.sees_both_ways
     for step in _steps(executor, max_step_tokens, max_context_tokens, sees_both_ways):
         logits = executor.launch(step).logits

@@ -214,7 +214,8 @@ def _load_parts(
     )
     if media is not None and config.is_on_gpu:
         progress(0, 0, "warming up images")
-        warm_up_media(executor, media, config.max_step_tokens, max_tokens)
+        has_steps = loaded.config.audio is None  # Steps with clips write pages of requests.
+        warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
     progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(loaded.config, device)
     # Graphs are captured here, so no other thread may use the device yet.
