@@ -59,7 +59,7 @@ def generate_python(out: Path) -> None:
         f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
     ]
     outputs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    names = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("weft/v1/*.proto"))
+    names = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("weft/*/*.proto"))
     run_protoc([*plugins, *outputs, *names])
 
 

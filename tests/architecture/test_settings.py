@@ -19,6 +19,7 @@ from weft.decode.main import DecodeSettings
 from weft.engine.base.config import SETTINGS
 from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
+from weft.planner.settings import PlannerSettings
 from weft.prefill.main import PrefillSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,7 @@ PROGRAMS: tuple[type[Settings], ...] = (
     DecodeSettings,
     PrefillSettings,
     KvStoreSettings,
+    PlannerSettings,
     RestSettings,
 )
 OTHER_THINGS = {

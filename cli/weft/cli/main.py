@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "up": Command("weft.cli.up.command", "start a mesh on this machine and watch over it"),
-    "serve": Command("weft.cli.serve", "run one service: gateway, prefill, decode, kvstore, rest"),
+    "serve": Command("weft.cli.serve", "run one service: gateway, prefill, decode, kvstore, ..."),
     "chat": Command("weft.cli.chat", "talk to a model in the terminal"),
     "status": Command("weft.cli.status", "show workers, load, pages and transports"),
     "doctor": Command("weft.cli.doctor.command", "what of this host is used, and what holds back"),

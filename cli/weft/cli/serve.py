@@ -15,6 +15,7 @@ MODULES = {
     "prefill": "weft.prefill.main",
     "decode": "weft.decode.main",
     "kvstore": "weft.kvstore.main",
+    "planner": "weft.planner.main",
 }
 
 

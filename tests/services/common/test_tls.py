@@ -31,6 +31,7 @@ from weft.common.rpc.tls import Identity, read_material
 from weft.common.settings import ServiceSettings, load_settings
 from weft.contract.errors import ConfigError, PermissionDenied
 from weft.gateway.settings import GatewaySettings
+from weft.keda import externalscaler_pb2
 from weft.kvstore.settings import KvStoreSettings
 from weft.kvstore.store import KvStore
 from weft.prefill.main import PrefillSettings
@@ -43,6 +44,7 @@ TIMEOUT_S = 20.0
 def contract() -> list[str]:
     """Full paths of all methods that Weft's services have."""
     files: list[FileDescriptor] = [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
+    files.append(externalscaler_pb2.DESCRIPTOR)
     for module in pkgutil.iter_modules(weft.v1.__path__):
         if module.name.endswith("_pb2"):
             files.append(importlib.import_module(f"weft.v1.{module.name}").DESCRIPTOR)

@@ -122,6 +122,7 @@ class TopView:
                 + describe_latency("ITL", picture.latency("between_tokens"))
             ),
             *self._charts(width),
+            *(Text(describe_plan(plan)) for plan in newest.plans),
         ]
         if self._state.notice:
             lines.append(Text(printable(self._state.notice), "yellow"))
@@ -212,6 +213,19 @@ def _member_table(members: Sequence[mesh_pb2.MeshMember], width: int) -> Table:
             row += [Text(printable(one.address)), Text(printable(one.model))]
         table.add_row(*row)
     return table
+
+
+def describe_plan(plan: mesh_pb2.MeshPlan) -> str:
+    """What a planner wants for a model, and what it did."""
+    wanted = (plan.wanted_prefill, plan.wanted_decode)
+    seen = (plan.seen_prefill, plan.seen_decode)
+    there = "as there are" if wanted == seen else f"there are {seen[0]} and {seen[1]}"
+    what = "" if plan.acts else " (advice)"
+    done = f"; last: {plan.last_act}" if plan.last_act else ""
+    alarms = "".join(f"; alarm: {alarm}" for alarm in plan.alarms)
+    return printable(
+        f"plan{what} {plan.model}: {wanted[0]} prefill, {wanted[1]} decode, {there}{done}{alarms}"
+    )
 
 
 def _name(member: mesh_pb2.MeshMember) -> Text:

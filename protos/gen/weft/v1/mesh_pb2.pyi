@@ -111,6 +111,8 @@ class WatchMeshResponse(_message.Message):
     POINTS_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     ENDED_REQUESTS_FIELD_NUMBER: _builtins.int
+    DEMAND_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway whose view this is."""
     can_operate: _builtins.bool
@@ -151,6 +153,14 @@ class WatchMeshResponse(_message.Message):
         before.
         """
 
+    @_builtins.property
+    def demand(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeshDemand]:
+        """What arrives for each model at this gateway."""
+
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeshPlan]:
+        """What planners want, the acting one first."""
+
     def __init__(
         self,
         *,
@@ -164,14 +174,190 @@ class WatchMeshResponse(_message.Message):
         points: _abc.Iterable[Global___MeshPoint] | None = ...,
         running_requests: _abc.Iterable[Global___MeshRequest] | None = ...,
         ended_requests: _abc.Iterable[Global___MeshRequest] | None = ...,
+        demand: _abc.Iterable[Global___MeshDemand] | None = ...,
+        plans: _abc.Iterable[Global___MeshPlan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "can_operate", b"can_operate", "ended_requests", b"ended_requests", "flows", b"flows", "gateway_id", b"gateway_id", "members", b"members", "models", b"models", "points", b"points", "running_requests", b"running_requests", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "can_operate", b"can_operate", "demand", b"demand", "ended_requests", b"ended_requests", "flows", b"flows", "gateway_id", b"gateway_id", "members", b"members", "models", b"models", "plans", b"plans", "points", b"points", "running_requests", b"running_requests", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchMeshResponse: _TypeAlias = WatchMeshResponse  # noqa: Y015
+
+@_typing.final
+class MeshDemand(_message.Message):
+    """What has arrived for a model since the gateway's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    REFUSED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDED_PROMPTS_FIELD_NUMBER: _builtins.int
+    ENDED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    requests: _builtins.int
+    """Requests that passed their checks, those refused for load included."""
+    refused_requests: _builtins.int
+    """Of these, refused for load."""
+    ended_prompts: _builtins.int
+    """Prompts that have ended, tokens of these, and those of them that were cached."""
+    ended_prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    output_tokens: _builtins.int
+    """Generated for these."""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompts by their tokens: at position i those of 2^(i-1) to 2^i - 1. Prompts of requests that were
+        refused before their tokens were counted are missing.
+        """
+
+    @_builtins.property
+    def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of those prompts, by the same sizes."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        refused_requests: _builtins.int = ...,
+        prompts: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        ended_prompts: _builtins.int = ...,
+        ended_prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "ended_prompt_tokens", b"ended_prompt_tokens", "ended_prompts", b"ended_prompts", "model", b"model", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused_requests", b"refused_requests", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshDemand: _TypeAlias = MeshDemand  # noqa: Y015
+
+@_typing.final
+class MeshPlan(_message.Message):
+    """What a planner wants for a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLANNER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ACTS_FIELD_NUMBER: _builtins.int
+    WANTED_PREFILL_FIELD_NUMBER: _builtins.int
+    WANTED_DECODE_FIELD_NUMBER: _builtins.int
+    SEEN_PREFILL_FIELD_NUMBER: _builtins.int
+    SEEN_DECODE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    ALARMS_FIELD_NUMBER: _builtins.int
+    LAST_ACT_FIELD_NUMBER: _builtins.int
+    planner_id: _builtins.str
+    model: _builtins.str
+    acts: _builtins.bool
+    """It may act, and not only advise."""
+    wanted_prefill: _builtins.int
+    """Prefill workers that it wants."""
+    wanted_decode: _builtins.int
+    """Decode workers that it wants."""
+    seen_prefill: _builtins.int
+    """Prefill workers that it sees, starting ones included."""
+    seen_decode: _builtins.int
+    """Decode workers that it sees, those of both roles and starting ones included."""
+    why: _builtins.str
+    """Why, in words."""
+    last_act: _builtins.str
+    """Its last act, in words; empty = none."""
+    @_builtins.property
+    def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is wrong, in words."""
+
+    def __init__(
+        self,
+        *,
+        planner_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        acts: _builtins.bool = ...,
+        wanted_prefill: _builtins.int = ...,
+        wanted_decode: _builtins.int = ...,
+        seen_prefill: _builtins.int = ...,
+        seen_decode: _builtins.int = ...,
+        why: _builtins.str = ...,
+        alarms: _abc.Iterable[_builtins.str] | None = ...,
+        last_act: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "alarms", b"alarms", "last_act", b"last_act", "model", b"model", "planner_id", b"planner_id", "seen_decode", b"seen_decode", "seen_prefill", b"seen_prefill", "wanted_decode", b"wanted_decode", "wanted_prefill", b"wanted_prefill", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshPlan: _TypeAlias = MeshPlan  # noqa: Y015
+
+@_typing.final
+class TellPlanRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLANS_FIELD_NUMBER: _builtins.int
+    PLANNER_ID_FIELD_NUMBER: _builtins.int
+    WANTS_TO_ACT_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    planner_id: _builtins.str
+    wants_to_act: _builtins.bool
+    """It wants to act."""
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeshPlan]:
+        """Of one planner; `acts` of them is ignored."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """Until when what is told counts, 1 s to 600 s."""
+
+    def __init__(
+        self,
+        *,
+        plans: _abc.Iterable[Global___MeshPlan] | None = ...,
+        planner_id: _builtins.str = ...,
+        wants_to_act: _builtins.bool = ...,
+        lease: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "planner_id", b"planner_id", "plans", b"plans", "wants_to_act", b"wants_to_act"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TellPlanRequest: _TypeAlias = TellPlanRequest  # noqa: Y015
+
+@_typing.final
+class TellPlanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTS_FIELD_NUMBER: _builtins.int
+    HOLDER_ID_FIELD_NUMBER: _builtins.int
+    acts: _builtins.bool
+    """It may act until its lease ends."""
+    holder_id: _builtins.str
+    """The planner that may."""
+    def __init__(
+        self,
+        *,
+        acts: _builtins.bool = ...,
+        holder_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "holder_id", b"holder_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TellPlanResponse: _TypeAlias = TellPlanResponse  # noqa: Y015
 
 @_typing.final
 class PageCounts(_message.Message):
@@ -315,6 +501,7 @@ class MeshMember(_message.Message):
     ROLE_STATE_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     WEIGHT_STATE_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Stable id; its address while the gateway has not met it."""
     role: Global___MemberRole.ValueType
@@ -383,6 +570,10 @@ class MeshMember(_message.Message):
     def role_state(self) -> Global___MemberRoleState:
         """Set of workers that were started with both roles, of which `role` is the present one."""
 
+    @_builtins.property
+    def speed(self) -> Global___WorkerSpeed:
+        """Of a worker: as measured; absent = not known."""
+
     def __init__(
         self,
         *,
@@ -416,10 +607,11 @@ class MeshMember(_message.Message):
         role_state: Global___MemberRoleState | None = ...,
         weight_version: _builtins.str = ...,
         weight_state: _builtins.str = ...,
+        speed: Global___WorkerSpeed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "hit_rate", b"hit_rate", "pages", b"pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "role_state", b"role_state", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "hit_rate", b"hit_rate", "pages", b"pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "role_state", b"role_state", "speed", b"speed", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "role_state", b"role_state", "running_requests", b"running_requests", "sessions", b"sessions", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format", "weight_state", b"weight_state", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "_prefill_tokens_per_second", b"_prefill_tokens_per_second", "adapters", b"adapters", "address", b"address", "breaker", b"breaker", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "filling_requests", b"filling_requests", "healthy", b"healthy", "hit_rate", b"hit_rate", "member_id", b"member_id", "model", b"model", "notices", b"notices", "pages", b"pages", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "problem", b"problem", "queued_tokens", b"queued_tokens", "role", b"role", "role_state", b"role_state", "running_requests", b"running_requests", "sessions", b"sessions", "speed", b"speed", "start", b"start", "task", b"task", "tiers", b"tiers", "transports", b"transports", "waiting_requests", b"waiting_requests", "weight_format", b"weight_format", "weight_state", b"weight_state", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
     _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015
@@ -431,6 +623,40 @@ class MeshMember(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_per_second) -> _WhichOneofReturnType__prefill_tokens_per_second | None: ...
 
 Global___MeshMember: _TypeAlias = MeshMember  # noqa: Y015
+
+@_typing.final
+class WorkerSpeed(_message.Message):
+    """The cost model of one worker, by its reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    STEP_BASE_FIELD_NUMBER: _builtins.int
+    STEP_REQUEST_FIELD_NUMBER: _builtins.int
+    prefill_tokens_per_second: _builtins.float
+    """0 = not known."""
+    @_builtins.property
+    def step_base(self) -> _duration_pb2.Duration:
+        """Of a decode step without requests."""
+
+    @_builtins.property
+    def step_request(self) -> _duration_pb2.Duration:
+        """What each request adds."""
+
+    def __init__(
+        self,
+        *,
+        prefill_tokens_per_second: _builtins.float = ...,
+        step_base: _duration_pb2.Duration | None = ...,
+        step_request: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_base", b"step_base", "step_request", b"step_request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_tokens_per_second", b"prefill_tokens_per_second", "step_base", b"step_base", "step_request", b"step_request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerSpeed: _TypeAlias = WorkerSpeed  # noqa: Y015
 
 @_typing.final
 class MemberRoleState(_message.Message):

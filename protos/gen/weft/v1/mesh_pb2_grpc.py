@@ -78,6 +78,11 @@ class MeshServiceStub:
                 request_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleResponse.FromString,
                 _registered_method=True)
+        self.TellPlan = channel.unary_unary(
+                '/weft.v1.MeshService/TellPlan',
+                request_serializer=weft_dot_v1_dot_mesh__pb2.TellPlanRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_mesh__pb2.TellPlanResponse.FromString,
+                _registered_method=True)
         self.StartMeshProfile = channel.unary_unary(
                 '/weft.v1.MeshService/StartMeshProfile',
                 request_serializer=weft_dot_v1_dot_mesh__pb2.StartMeshProfileRequest.SerializeToString,
@@ -169,6 +174,14 @@ class MeshServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TellPlan(self, request, context):
+        """A planner tells what it wants, and asks whether it may act: one at a time may, while its lease
+        lasts. What it tells is part of WatchMesh until then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartMeshProfile(self, request, context):
         """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
         them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
@@ -242,6 +255,11 @@ def add_MeshServiceServicer_to_server(servicer, server):
                     servicer.SetMemberRole,
                     request_deserializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleRequest.FromString,
                     response_serializer=weft_dot_v1_dot_mesh__pb2.SetMemberRoleResponse.SerializeToString,
+            ),
+            'TellPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellPlan,
+                    request_deserializer=weft_dot_v1_dot_mesh__pb2.TellPlanRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_mesh__pb2.TellPlanResponse.SerializeToString,
             ),
             'StartMeshProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartMeshProfile,
@@ -467,6 +485,33 @@ class MeshService:
             '/weft.v1.MeshService/SetMemberRole',
             weft_dot_v1_dot_mesh__pb2.SetMemberRoleRequest.SerializeToString,
             weft_dot_v1_dot_mesh__pb2.SetMemberRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.MeshService/TellPlan',
+            weft_dot_v1_dot_mesh__pb2.TellPlanRequest.SerializeToString,
+            weft_dot_v1_dot_mesh__pb2.TellPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,10 @@ class MeshServiceStub:
     """As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
     be left to decode.
     """
+    TellPlan: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.TellPlanRequest, _mesh_pb2.TellPlanResponse]
+    """A planner tells what it wants, and asks whether it may act: one at a time may, while its lease
+    lasts. What it tells is part of WatchMesh until then.
+    """
     StartMeshProfile: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.StartMeshProfileRequest, _mesh_pb2.StartMeshProfileResponse]
     """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
     them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
@@ -108,6 +112,10 @@ class MeshServiceAsyncStub(MeshServiceStub):
     SetMemberRole: _aio.UnaryUnaryMultiCallable[_mesh_pb2.SetMemberRoleRequest, _mesh_pb2.SetMemberRoleResponse]  # type: ignore[assignment]
     """As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
     be left to decode.
+    """
+    TellPlan: _aio.UnaryUnaryMultiCallable[_mesh_pb2.TellPlanRequest, _mesh_pb2.TellPlanResponse]  # type: ignore[assignment]
+    """A planner tells what it wants, and asks whether it may act: one at a time may, while its lease
+    lasts. What it tells is part of WatchMesh until then.
     """
     StartMeshProfile: _aio.UnaryUnaryMultiCallable[_mesh_pb2.StartMeshProfileRequest, _mesh_pb2.StartMeshProfileResponse]  # type: ignore[assignment]
     """Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
@@ -194,6 +202,16 @@ class MeshServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_mesh_pb2.SetMemberRoleResponse, _abc.Awaitable[_mesh_pb2.SetMemberRoleResponse]]:
         """As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
         be left to decode.
+        """
+
+    @_abc_1.abstractmethod
+    def TellPlan(
+        self,
+        request: _mesh_pb2.TellPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.TellPlanResponse, _abc.Awaitable[_mesh_pb2.TellPlanResponse]]:
+        """A planner tells what it wants, and asks whether it may act: one at a time may, while its lease
+        lasts. What it tells is part of WatchMesh until then.
         """
 
     @_abc_1.abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from weft.common.adapters.manifest import Entry
@@ -17,6 +17,7 @@ from weft.gateway.admission.slo.admission import LatencyAdmission
 from weft.gateway.fleet.fleet import ModelFleet
 from weft.gateway.request import ResolvedAdapter
 from weft.gateway.routing.router import Router
+from weft.gateway.telemetry.demand import ModelDemand
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.prepare import Preparer
 from weft.gateway.validate import invalid
@@ -39,6 +40,7 @@ class ServedModel:
     router: Router
     latency_admission: LatencyAdmission
     """Holds back or refuses requests for the sake of latency targets."""
+    demand: ModelDemand = field(default_factory=ModelDemand)
 
     @property
     def context_tokens(self) -> int:

@@ -32,7 +32,7 @@ class Rules:
     demand_s: tuple[float, ...] = (30.0, 90.0, 240.0)
     """Arrivals of so long are looked at: of any of them for more workers, of the longest for
     fewer."""
-    calm_s: float = 240.0
+    hold_s: float = 240.0
     """Demand must have been low for so long before there are fewer."""
     role_calm_s: float = 120.0
     """The same before a worker of a role that has too many changes to the other."""
@@ -208,7 +208,7 @@ class ModelPlanner:
 
     def _remember(self, now_s: float, prefill: int, decode: int) -> None:
         self._past.append(_Past(now_s, prefill, decode))
-        while self._past and now_s - self._past[0].time_s > self.rules.calm_s:
+        while self._past and now_s - self._past[0].time_s > self.rules.hold_s:
             self._past.popleft()
 
     def _most(self, role: Literal["prefill", "decode"], now_s: float, span_s: float) -> int | None:
@@ -224,7 +224,7 @@ class ModelPlanner:
     ) -> int:
         if wanted > have:
             return wanted
-        calm = self._most(role, now_s, self.rules.calm_s)
+        calm = self._most(role, now_s, self.rules.hold_s)
         return have if calm is None else min(have, calm)
 
     def _convert(self, now_s: float, prefill: int, decode: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ _FILLED = frozenset({"decode", "prefill"})
 OPERATORS = frozenset({"cli"})
 _WATCHERS = frozenset({"gateway", "cli"})
 _CONSOLE = frozenset({"rest", "cli"})
+_SCALERS = frozenset({"client", "cli"})
 
 CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/Chat": _FRONT,
@@ -122,6 +123,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.MeshService/FlushMember": _CONSOLE,
     "/weft.v1.MeshService/SetMemberLogLevel": _CONSOLE,
     "/weft.v1.MeshService/SetMemberRole": _CONSOLE,
+    "/weft.v1.MeshService/TellPlan": _CONSOLE,
     "/weft.v1.MeshService/StartMeshProfile": _CONSOLE,
     "/weft.v1.MeshService/StopMeshProfile": _CONSOLE,
     "/weft.v1.MeshService/ReadMeshProfile": _CONSOLE,
@@ -173,6 +175,10 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.AdminService/ClearFaults": OPERATORS,
     # Gateways ask the services that they call.
     "/weft.v1.TraceService/ListSpans": _WATCHERS,
+    "/externalscaler.ExternalScaler/IsActive": _SCALERS,
+    "/externalscaler.ExternalScaler/StreamIsActive": _SCALERS,
+    "/externalscaler.ExternalScaler/GetMetricSpec": _SCALERS,
+    "/externalscaler.ExternalScaler/GetMetrics": _SCALERS,
     "/grpc.health.v1.Health/Check": _ALL,
     "/grpc.health.v1.Health/List": _ALL,
     "/grpc.health.v1.Health/Watch": _ALL,

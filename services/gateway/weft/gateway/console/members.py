@@ -41,6 +41,11 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     report = worker.report
     if report is None:
         return member
+    if worker.load.speed != (0.0, 0.0, 0.0):
+        rate, base_s, request_s = worker.load.speed
+        member.speed.prefill_tokens_per_second = rate
+        member.speed.step_base.FromNanoseconds(int(base_s * 1e9))
+        member.speed.step_request.FromNanoseconds(int(request_s * 1e9))
     if report.HasField("role"):
         state = member.role_state
         state.proved, state.changes = report.role.proved, report.role.changes

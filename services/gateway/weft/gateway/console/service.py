@@ -26,6 +26,8 @@ from weft.v1 import admin_pb2, gateway_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
 
 _DEFAULT_INTERVAL_S = 1.0
 _RELAY_TIMEOUT_S = 10.0
+_MIN_PLAN_S, _MAX_PLAN_S = 1.0, 600.0
+_MAX_ID_CHARS = 64
 _LEVELS = {
     "debug": admin_pb2.LOG_LEVEL_DEBUG,
     "info": admin_pb2.LOG_LEVEL_INFO,
@@ -154,6 +156,22 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         answer = await self._administer(request.member_id, context, "SetLogLevel", order)
         return mesh_pb2.SetMemberLogLevelResponse(
             previous_level=_LEVEL_NAMES.get(answer.previous_level, "")
+        )
+
+    async def TellPlan(
+        self, request: mesh_pb2.TellPlanRequest, context: Context
+    ) -> mesh_pb2.TellPlanResponse:
+        self._access.check_operate(context)
+        if not 1 <= len(request.planner_id) <= _MAX_ID_CHARS:
+            raise invalid("planner_id", f"must have 1 to {_MAX_ID_CHARS} characters")
+        lease_s = request.lease.ToNanoseconds() / 1e9
+        if not _MIN_PLAN_S <= lease_s <= _MAX_PLAN_S:
+            raise invalid("lease", f"must be {_MIN_PLAN_S:g} s to {_MAX_PLAN_S:g} s")
+        holder = self._view.plans.tell(
+            request.planner_id, request.plans, lease_s, wants_to_act=request.wants_to_act
+        )
+        return mesh_pb2.TellPlanResponse(
+            acts=holder == request.planner_id and bool(holder), holder_id=holder
         )
 
     async def StartMeshProfile(

@@ -16,6 +16,7 @@ from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.console.flows import MeshFlows
 from weft.gateway.console.history import SPAN_S, MeshHistory, page_counts
 from weft.gateway.console.members import describe_store, describe_worker
+from weft.gateway.console.plans import PlanBoard
 from weft.gateway.console.recent import MAX_REQUESTS, RecentRequests, RequestHandles, describe
 from weft.gateway.console.stores import StoreWatch
 from weft.gateway.fleet.fleet import Fleet
@@ -68,6 +69,8 @@ class MeshView:
         self._history = MeshHistory(metrics, fleet, pipeline.load)
         self.stores = StoreWatch(fleet, identity)
         """The KV stores; known while somebody watches."""
+        self.plans = PlanBoard()
+        """What planners want."""
         self._asking: asyncio.Task[None] | None = None
         self._num_watchers = {True: 0, False: 0}
         self._handles = RequestHandles()
@@ -149,6 +152,8 @@ class MeshView:
         message.flows.extend(self._flows.describe(self.stores.ids()))
         message.models.extend(_describe_model(served, self._images, now) for served in self._models)
         message.adapters.extend(self._known_adapters(now))
+        message.demand.extend(served.demand.describe(served.model.name) for served in self._models)
+        message.plans.extend(self.plans.plans())
         message.running_requests.extend(
             describe(answer) for answer in self._pipeline.open_requests(MAX_REQUESTS)
         )

@@ -230,6 +230,7 @@ class RequestPipeline:
             adapter=resolved.adapter,
         )
         answer.complete(request)
+        served.demand.arrived()
         answer.charge = self.limits.begin(tenant, terms, answer.arrival)
         with answer.trace.stage("queue"):
             admitted = await self._admission.admit(
@@ -260,6 +261,8 @@ class RequestPipeline:
         loop, served, request = asyncio.get_running_loop(), resolved.served, answer.request
         with answer.trace.stage("prepare"):
             prompts = await self._prepare(answer, served, card)
+        for prompt in prompts:
+            served.demand.sized(len(prompt.ids))
         answer.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
         await self._find_worker(served, request.adapter, answer.first_token_deadline)
         assert answer.charge is not None, "a request is charged before it is admitted"
@@ -439,7 +442,16 @@ class RequestPipeline:
         if answer.served is not None:
             metrics.model_requests.labels(answer.served.model.name, answer.outcome).inc()
         if not answer.has_begun:
+            if answer.served is not None:
+                answer.served.demand.failed(answer.failure)
             return
+        if answer.served is not None:
+            answer.served.demand.ended(
+                len(answer.generations),
+                answer.num_prompt_tokens,
+                answer.num_cached_tokens,
+                answer.num_output_tokens,
+            )
         metrics.request_duration.observe(answer.duration_s)
         metrics.prompt_tokens.inc(answer.num_prompt_tokens)
         metrics.cached_prompt_tokens.inc(answer.num_cached_tokens)

@@ -164,6 +164,13 @@ class LoadEstimate:
         self._steps.observe(speed.step_requests, speed.step_s)
         self._show_speed()
 
+    @property
+    def speed(self) -> tuple[float, float, float]:
+        """Prompt tokens a second, time of an empty step, time that each request adds; 0:
+        unknown.
+        """
+        return self._tokens_per_s, self._steps.base_s, self._steps.request_s
+
     def report(self, num_requests: int, queued_tokens: int, num_tokens: int) -> None:
         """Takes the worker's report of its load, which includes the requests sent before it."""
         self._reported = (num_requests, queued_tokens, num_tokens)

@@ -209,6 +209,10 @@ type WatchMeshResponse struct {
 	// In the order of their ends: in the first message the last 200, later those since the message
 	// before.
 	EndedRequests []*MeshRequest `protobuf:"bytes,10,rep,name=ended_requests,json=endedRequests,proto3" json:"ended_requests,omitempty"`
+	// What arrives for each model at this gateway.
+	Demand []*MeshDemand `protobuf:"bytes,11,rep,name=demand,proto3" json:"demand,omitempty"`
+	// What planners want, the acting one first.
+	Plans         []*MeshPlan `protobuf:"bytes,12,rep,name=plans,proto3" json:"plans,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -313,6 +317,386 @@ func (x *WatchMeshResponse) GetEndedRequests() []*MeshRequest {
 	return nil
 }
 
+func (x *WatchMeshResponse) GetDemand() []*MeshDemand {
+	if x != nil {
+		return x.Demand
+	}
+	return nil
+}
+
+func (x *WatchMeshResponse) GetPlans() []*MeshPlan {
+	if x != nil {
+		return x.Plans
+	}
+	return nil
+}
+
+// What has arrived for a model since the gateway's start.
+type MeshDemand struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Model string                 `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// Requests that passed their checks, those refused for load included.
+	Requests uint64 `protobuf:"varint,2,opt,name=requests,proto3" json:"requests,omitempty"`
+	// Of these, refused for load.
+	RefusedRequests uint64 `protobuf:"varint,3,opt,name=refused_requests,json=refusedRequests,proto3" json:"refused_requests,omitempty"`
+	// Prompts by their tokens: at position i those of 2^(i-1) to 2^i - 1. Prompts of requests that were
+	// refused before their tokens were counted are missing.
+	Prompts []uint64 `protobuf:"varint,4,rep,packed,name=prompts,proto3" json:"prompts,omitempty"`
+	// Tokens of those prompts, by the same sizes.
+	PromptTokens []uint64 `protobuf:"varint,5,rep,packed,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	// Prompts that have ended, tokens of these, and those of them that were cached.
+	EndedPrompts      uint64 `protobuf:"varint,6,opt,name=ended_prompts,json=endedPrompts,proto3" json:"ended_prompts,omitempty"`
+	EndedPromptTokens uint64 `protobuf:"varint,7,opt,name=ended_prompt_tokens,json=endedPromptTokens,proto3" json:"ended_prompt_tokens,omitempty"`
+	CachedTokens      uint64 `protobuf:"varint,8,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
+	// Generated for these.
+	OutputTokens  uint64 `protobuf:"varint,9,opt,name=output_tokens,json=outputTokens,proto3" json:"output_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MeshDemand) Reset() {
+	*x = MeshDemand{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MeshDemand) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MeshDemand) ProtoMessage() {}
+
+func (x *MeshDemand) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MeshDemand.ProtoReflect.Descriptor instead.
+func (*MeshDemand) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *MeshDemand) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *MeshDemand) GetRequests() uint64 {
+	if x != nil {
+		return x.Requests
+	}
+	return 0
+}
+
+func (x *MeshDemand) GetRefusedRequests() uint64 {
+	if x != nil {
+		return x.RefusedRequests
+	}
+	return 0
+}
+
+func (x *MeshDemand) GetPrompts() []uint64 {
+	if x != nil {
+		return x.Prompts
+	}
+	return nil
+}
+
+func (x *MeshDemand) GetPromptTokens() []uint64 {
+	if x != nil {
+		return x.PromptTokens
+	}
+	return nil
+}
+
+func (x *MeshDemand) GetEndedPrompts() uint64 {
+	if x != nil {
+		return x.EndedPrompts
+	}
+	return 0
+}
+
+func (x *MeshDemand) GetEndedPromptTokens() uint64 {
+	if x != nil {
+		return x.EndedPromptTokens
+	}
+	return 0
+}
+
+func (x *MeshDemand) GetCachedTokens() uint64 {
+	if x != nil {
+		return x.CachedTokens
+	}
+	return 0
+}
+
+func (x *MeshDemand) GetOutputTokens() uint64 {
+	if x != nil {
+		return x.OutputTokens
+	}
+	return 0
+}
+
+// What a planner wants for a model.
+type MeshPlan struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	PlannerId string                 `protobuf:"bytes,1,opt,name=planner_id,json=plannerId,proto3" json:"planner_id,omitempty"`
+	Model     string                 `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// It may act, and not only advise.
+	Acts bool `protobuf:"varint,3,opt,name=acts,proto3" json:"acts,omitempty"`
+	// Prefill workers that it wants.
+	WantedPrefill uint32 `protobuf:"varint,4,opt,name=wanted_prefill,json=wantedPrefill,proto3" json:"wanted_prefill,omitempty"`
+	// Decode workers that it wants.
+	WantedDecode uint32 `protobuf:"varint,5,opt,name=wanted_decode,json=wantedDecode,proto3" json:"wanted_decode,omitempty"`
+	// Prefill workers that it sees, starting ones included.
+	SeenPrefill uint32 `protobuf:"varint,6,opt,name=seen_prefill,json=seenPrefill,proto3" json:"seen_prefill,omitempty"`
+	// Decode workers that it sees, those of both roles and starting ones included.
+	SeenDecode uint32 `protobuf:"varint,7,opt,name=seen_decode,json=seenDecode,proto3" json:"seen_decode,omitempty"`
+	// Why, in words.
+	Why string `protobuf:"bytes,8,opt,name=why,proto3" json:"why,omitempty"`
+	// What is wrong, in words.
+	Alarms []string `protobuf:"bytes,9,rep,name=alarms,proto3" json:"alarms,omitempty"`
+	// Its last act, in words; empty = none.
+	LastAct       string `protobuf:"bytes,10,opt,name=last_act,json=lastAct,proto3" json:"last_act,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MeshPlan) Reset() {
+	*x = MeshPlan{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MeshPlan) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MeshPlan) ProtoMessage() {}
+
+func (x *MeshPlan) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MeshPlan.ProtoReflect.Descriptor instead.
+func (*MeshPlan) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *MeshPlan) GetPlannerId() string {
+	if x != nil {
+		return x.PlannerId
+	}
+	return ""
+}
+
+func (x *MeshPlan) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *MeshPlan) GetActs() bool {
+	if x != nil {
+		return x.Acts
+	}
+	return false
+}
+
+func (x *MeshPlan) GetWantedPrefill() uint32 {
+	if x != nil {
+		return x.WantedPrefill
+	}
+	return 0
+}
+
+func (x *MeshPlan) GetWantedDecode() uint32 {
+	if x != nil {
+		return x.WantedDecode
+	}
+	return 0
+}
+
+func (x *MeshPlan) GetSeenPrefill() uint32 {
+	if x != nil {
+		return x.SeenPrefill
+	}
+	return 0
+}
+
+func (x *MeshPlan) GetSeenDecode() uint32 {
+	if x != nil {
+		return x.SeenDecode
+	}
+	return 0
+}
+
+func (x *MeshPlan) GetWhy() string {
+	if x != nil {
+		return x.Why
+	}
+	return ""
+}
+
+func (x *MeshPlan) GetAlarms() []string {
+	if x != nil {
+		return x.Alarms
+	}
+	return nil
+}
+
+func (x *MeshPlan) GetLastAct() string {
+	if x != nil {
+		return x.LastAct
+	}
+	return ""
+}
+
+type TellPlanRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of one planner; `acts` of them is ignored.
+	Plans     []*MeshPlan `protobuf:"bytes,1,rep,name=plans,proto3" json:"plans,omitempty"`
+	PlannerId string      `protobuf:"bytes,2,opt,name=planner_id,json=plannerId,proto3" json:"planner_id,omitempty"`
+	// It wants to act.
+	WantsToAct bool `protobuf:"varint,3,opt,name=wants_to_act,json=wantsToAct,proto3" json:"wants_to_act,omitempty"`
+	// Until when what is told counts, 1 s to 600 s.
+	Lease         *durationpb.Duration `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TellPlanRequest) Reset() {
+	*x = TellPlanRequest{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TellPlanRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TellPlanRequest) ProtoMessage() {}
+
+func (x *TellPlanRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TellPlanRequest.ProtoReflect.Descriptor instead.
+func (*TellPlanRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *TellPlanRequest) GetPlans() []*MeshPlan {
+	if x != nil {
+		return x.Plans
+	}
+	return nil
+}
+
+func (x *TellPlanRequest) GetPlannerId() string {
+	if x != nil {
+		return x.PlannerId
+	}
+	return ""
+}
+
+func (x *TellPlanRequest) GetWantsToAct() bool {
+	if x != nil {
+		return x.WantsToAct
+	}
+	return false
+}
+
+func (x *TellPlanRequest) GetLease() *durationpb.Duration {
+	if x != nil {
+		return x.Lease
+	}
+	return nil
+}
+
+type TellPlanResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// It may act until its lease ends.
+	Acts bool `protobuf:"varint,1,opt,name=acts,proto3" json:"acts,omitempty"`
+	// The planner that may.
+	HolderId      string `protobuf:"bytes,2,opt,name=holder_id,json=holderId,proto3" json:"holder_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TellPlanResponse) Reset() {
+	*x = TellPlanResponse{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TellPlanResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TellPlanResponse) ProtoMessage() {}
+
+func (x *TellPlanResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TellPlanResponse.ProtoReflect.Descriptor instead.
+func (*TellPlanResponse) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *TellPlanResponse) GetActs() bool {
+	if x != nil {
+		return x.Acts
+	}
+	return false
+}
+
+func (x *TellPlanResponse) GetHolderId() string {
+	if x != nil {
+		return x.HolderId
+	}
+	return ""
+}
+
 // KV pages of a worker's pool or of a store's arena.
 type PageCounts struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -332,7 +716,7 @@ type PageCounts struct {
 
 func (x *PageCounts) Reset() {
 	*x = PageCounts{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[2]
+	mi := &file_weft_v1_mesh_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -344,7 +728,7 @@ func (x *PageCounts) String() string {
 func (*PageCounts) ProtoMessage() {}
 
 func (x *PageCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[2]
+	mi := &file_weft_v1_mesh_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -357,7 +741,7 @@ func (x *PageCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageCounts.ProtoReflect.Descriptor instead.
 func (*PageCounts) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{2}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *PageCounts) GetTotal() uint32 {
@@ -410,7 +794,7 @@ type MemberTier struct {
 
 func (x *MemberTier) Reset() {
 	*x = MemberTier{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[3]
+	mi := &file_weft_v1_mesh_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -422,7 +806,7 @@ func (x *MemberTier) String() string {
 func (*MemberTier) ProtoMessage() {}
 
 func (x *MemberTier) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[3]
+	mi := &file_weft_v1_mesh_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -435,7 +819,7 @@ func (x *MemberTier) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberTier.ProtoReflect.Descriptor instead.
 func (*MemberTier) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{3}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *MemberTier) GetName() string {
@@ -481,7 +865,7 @@ type MemberStart struct {
 
 func (x *MemberStart) Reset() {
 	*x = MemberStart{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -493,7 +877,7 @@ func (x *MemberStart) String() string {
 func (*MemberStart) ProtoMessage() {}
 
 func (x *MemberStart) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -506,7 +890,7 @@ func (x *MemberStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStart.ProtoReflect.Descriptor instead.
 func (*MemberStart) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{4}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *MemberStart) GetPhase() string {
@@ -587,14 +971,16 @@ type MeshMember struct {
 	WeightVersion string `protobuf:"bytes,29,opt,name=weight_version,json=weightVersion,proto3" json:"weight_version,omitempty"`
 	// Set of workers whose weights are being changed or are a mixture: updating, failed. Of paused ones
 	// the pause's mode.
-	WeightState   string `protobuf:"bytes,30,opt,name=weight_state,json=weightState,proto3" json:"weight_state,omitempty"`
+	WeightState string `protobuf:"bytes,30,opt,name=weight_state,json=weightState,proto3" json:"weight_state,omitempty"`
+	// Of a worker: as measured; absent = not known.
+	Speed         *WorkerSpeed `protobuf:"bytes,31,opt,name=speed,proto3" json:"speed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MeshMember) Reset() {
 	*x = MeshMember{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[5]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -606,7 +992,7 @@ func (x *MeshMember) String() string {
 func (*MeshMember) ProtoMessage() {}
 
 func (x *MeshMember) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[5]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -619,7 +1005,7 @@ func (x *MeshMember) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshMember.ProtoReflect.Descriptor instead.
 func (*MeshMember) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{5}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *MeshMember) GetMemberId() string {
@@ -832,6 +1218,77 @@ func (x *MeshMember) GetWeightState() string {
 	return ""
 }
 
+func (x *MeshMember) GetSpeed() *WorkerSpeed {
+	if x != nil {
+		return x.Speed
+	}
+	return nil
+}
+
+// The cost model of one worker, by its reports.
+type WorkerSpeed struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 0 = not known.
+	PrefillTokensPerSecond float64 `protobuf:"fixed64,1,opt,name=prefill_tokens_per_second,json=prefillTokensPerSecond,proto3" json:"prefill_tokens_per_second,omitempty"`
+	// Of a decode step without requests.
+	StepBase *durationpb.Duration `protobuf:"bytes,2,opt,name=step_base,json=stepBase,proto3" json:"step_base,omitempty"`
+	// What each request adds.
+	StepRequest   *durationpb.Duration `protobuf:"bytes,3,opt,name=step_request,json=stepRequest,proto3" json:"step_request,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WorkerSpeed) Reset() {
+	*x = WorkerSpeed{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WorkerSpeed) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WorkerSpeed) ProtoMessage() {}
+
+func (x *WorkerSpeed) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WorkerSpeed.ProtoReflect.Descriptor instead.
+func (*WorkerSpeed) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *WorkerSpeed) GetPrefillTokensPerSecond() float64 {
+	if x != nil {
+		return x.PrefillTokensPerSecond
+	}
+	return 0
+}
+
+func (x *WorkerSpeed) GetStepBase() *durationpb.Duration {
+	if x != nil {
+		return x.StepBase
+	}
+	return nil
+}
+
+func (x *WorkerSpeed) GetStepRequest() *durationpb.Duration {
+	if x != nil {
+		return x.StepRequest
+	}
+	return nil
+}
+
 // How long a worker has its role, and what has shown it.
 type MemberRoleState struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -847,7 +1304,7 @@ type MemberRoleState struct {
 
 func (x *MemberRoleState) Reset() {
 	*x = MemberRoleState{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -859,7 +1316,7 @@ func (x *MemberRoleState) String() string {
 func (*MemberRoleState) ProtoMessage() {}
 
 func (x *MemberRoleState) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -872,7 +1329,7 @@ func (x *MemberRoleState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberRoleState.ProtoReflect.Descriptor instead.
 func (*MemberRoleState) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{6}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *MemberRoleState) GetLease() *durationpb.Duration {
@@ -919,7 +1376,7 @@ type MeshFlow struct {
 
 func (x *MeshFlow) Reset() {
 	*x = MeshFlow{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[7]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -931,7 +1388,7 @@ func (x *MeshFlow) String() string {
 func (*MeshFlow) ProtoMessage() {}
 
 func (x *MeshFlow) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[7]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -944,7 +1401,7 @@ func (x *MeshFlow) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshFlow.ProtoReflect.Descriptor instead.
 func (*MeshFlow) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{7}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *MeshFlow) GetSourceId() string {
@@ -1027,7 +1484,7 @@ type MeshModel struct {
 
 func (x *MeshModel) Reset() {
 	*x = MeshModel{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1039,7 +1496,7 @@ func (x *MeshModel) String() string {
 func (*MeshModel) ProtoMessage() {}
 
 func (x *MeshModel) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1052,7 +1509,7 @@ func (x *MeshModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshModel.ProtoReflect.Descriptor instead.
 func (*MeshModel) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *MeshModel) GetName() string {
@@ -1133,7 +1590,7 @@ type MeshImages struct {
 
 func (x *MeshImages) Reset() {
 	*x = MeshImages{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1145,7 +1602,7 @@ func (x *MeshImages) String() string {
 func (*MeshImages) ProtoMessage() {}
 
 func (x *MeshImages) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1158,7 +1615,7 @@ func (x *MeshImages) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshImages.ProtoReflect.Descriptor instead.
 func (*MeshImages) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *MeshImages) GetMaxImages() uint32 {
@@ -1202,7 +1659,7 @@ type MeshAdapter struct {
 
 func (x *MeshAdapter) Reset() {
 	*x = MeshAdapter{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1214,7 +1671,7 @@ func (x *MeshAdapter) String() string {
 func (*MeshAdapter) ProtoMessage() {}
 
 func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1227,7 +1684,7 @@ func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapter.ProtoReflect.Descriptor instead.
 func (*MeshAdapter) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *MeshAdapter) GetName() string {
@@ -1295,7 +1752,7 @@ type MeshAdapterHolder struct {
 
 func (x *MeshAdapterHolder) Reset() {
 	*x = MeshAdapterHolder{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1307,7 +1764,7 @@ func (x *MeshAdapterHolder) String() string {
 func (*MeshAdapterHolder) ProtoMessage() {}
 
 func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1320,7 +1777,7 @@ func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapterHolder.ProtoReflect.Descriptor instead.
 func (*MeshAdapterHolder) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *MeshAdapterHolder) GetMemberId() string {
@@ -1390,7 +1847,7 @@ type MeshPoint struct {
 
 func (x *MeshPoint) Reset() {
 	*x = MeshPoint{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1402,7 +1859,7 @@ func (x *MeshPoint) String() string {
 func (*MeshPoint) ProtoMessage() {}
 
 func (x *MeshPoint) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1415,7 +1872,7 @@ func (x *MeshPoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshPoint.ProtoReflect.Descriptor instead.
 func (*MeshPoint) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *MeshPoint) GetTime() *timestamppb.Timestamp {
@@ -1545,7 +2002,7 @@ type LatencyQuantiles struct {
 
 func (x *LatencyQuantiles) Reset() {
 	*x = LatencyQuantiles{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1557,7 +2014,7 @@ func (x *LatencyQuantiles) String() string {
 func (*LatencyQuantiles) ProtoMessage() {}
 
 func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1570,7 +2027,7 @@ func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LatencyQuantiles.ProtoReflect.Descriptor instead.
 func (*LatencyQuantiles) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *LatencyQuantiles) GetP50S() float64 {
@@ -1624,7 +2081,7 @@ type MeshRequest struct {
 
 func (x *MeshRequest) Reset() {
 	*x = MeshRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1636,7 +2093,7 @@ func (x *MeshRequest) String() string {
 func (*MeshRequest) ProtoMessage() {}
 
 func (x *MeshRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1649,7 +2106,7 @@ func (x *MeshRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshRequest.ProtoReflect.Descriptor instead.
 func (*MeshRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *MeshRequest) GetRequestId() string {
@@ -1748,7 +2205,7 @@ type ListRequestSpansRequest struct {
 
 func (x *ListRequestSpansRequest) Reset() {
 	*x = ListRequestSpansRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1760,7 +2217,7 @@ func (x *ListRequestSpansRequest) String() string {
 func (*ListRequestSpansRequest) ProtoMessage() {}
 
 func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1773,7 +2230,7 @@ func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ListRequestSpansRequest) GetId() string {
@@ -1805,7 +2262,7 @@ type ListRequestSpansResponse struct {
 
 func (x *ListRequestSpansResponse) Reset() {
 	*x = ListRequestSpansResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1817,7 +2274,7 @@ func (x *ListRequestSpansResponse) String() string {
 func (*ListRequestSpansResponse) ProtoMessage() {}
 
 func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1830,7 +2287,7 @@ func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListRequestSpansResponse) GetSpans() []*Span {
@@ -1864,7 +2321,7 @@ type DrainMemberRequest struct {
 
 func (x *DrainMemberRequest) Reset() {
 	*x = DrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1876,7 +2333,7 @@ func (x *DrainMemberRequest) String() string {
 func (*DrainMemberRequest) ProtoMessage() {}
 
 func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1889,7 +2346,7 @@ func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*DrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *DrainMemberRequest) GetMemberId() string {
@@ -1909,7 +2366,7 @@ type DrainMemberResponse struct {
 
 func (x *DrainMemberResponse) Reset() {
 	*x = DrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1921,7 +2378,7 @@ func (x *DrainMemberResponse) String() string {
 func (*DrainMemberResponse) ProtoMessage() {}
 
 func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1934,7 +2391,7 @@ func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*DrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DrainMemberResponse) GetRunningRequests() uint32 {
@@ -1954,7 +2411,7 @@ type UndrainMemberRequest struct {
 
 func (x *UndrainMemberRequest) Reset() {
 	*x = UndrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1966,7 +2423,7 @@ func (x *UndrainMemberRequest) String() string {
 func (*UndrainMemberRequest) ProtoMessage() {}
 
 func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1979,7 +2436,7 @@ func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*UndrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *UndrainMemberRequest) GetMemberId() string {
@@ -1997,7 +2454,7 @@ type UndrainMemberResponse struct {
 
 func (x *UndrainMemberResponse) Reset() {
 	*x = UndrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2009,7 +2466,7 @@ func (x *UndrainMemberResponse) String() string {
 func (*UndrainMemberResponse) ProtoMessage() {}
 
 func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2022,7 +2479,7 @@ func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*UndrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
 }
 
 type FlushMemberRequest struct {
@@ -2034,7 +2491,7 @@ type FlushMemberRequest struct {
 
 func (x *FlushMemberRequest) Reset() {
 	*x = FlushMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2046,7 +2503,7 @@ func (x *FlushMemberRequest) String() string {
 func (*FlushMemberRequest) ProtoMessage() {}
 
 func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2059,7 +2516,7 @@ func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberRequest.ProtoReflect.Descriptor instead.
 func (*FlushMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *FlushMemberRequest) GetMemberId() string {
@@ -2079,7 +2536,7 @@ type FlushMemberResponse struct {
 
 func (x *FlushMemberResponse) Reset() {
 	*x = FlushMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2091,7 +2548,7 @@ func (x *FlushMemberResponse) String() string {
 func (*FlushMemberResponse) ProtoMessage() {}
 
 func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2104,7 +2561,7 @@ func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberResponse.ProtoReflect.Descriptor instead.
 func (*FlushMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *FlushMemberResponse) GetFlushedPages() uint32 {
@@ -2130,7 +2587,7 @@ type SetMemberRoleRequest struct {
 
 func (x *SetMemberRoleRequest) Reset() {
 	*x = SetMemberRoleRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2142,7 +2599,7 @@ func (x *SetMemberRoleRequest) String() string {
 func (*SetMemberRoleRequest) ProtoMessage() {}
 
 func (x *SetMemberRoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2155,7 +2612,7 @@ func (x *SetMemberRoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberRoleRequest.ProtoReflect.Descriptor instead.
 func (*SetMemberRoleRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SetMemberRoleRequest) GetMemberId() string {
@@ -2198,7 +2655,7 @@ type SetMemberRoleResponse struct {
 
 func (x *SetMemberRoleResponse) Reset() {
 	*x = SetMemberRoleResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2210,7 +2667,7 @@ func (x *SetMemberRoleResponse) String() string {
 func (*SetMemberRoleResponse) ProtoMessage() {}
 
 func (x *SetMemberRoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2223,7 +2680,7 @@ func (x *SetMemberRoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberRoleResponse.ProtoReflect.Descriptor instead.
 func (*SetMemberRoleResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SetMemberRoleResponse) GetPreviousRole() string {
@@ -2251,7 +2708,7 @@ type SetMemberLogLevelRequest struct {
 
 func (x *SetMemberLogLevelRequest) Reset() {
 	*x = SetMemberLogLevelRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2263,7 +2720,7 @@ func (x *SetMemberLogLevelRequest) String() string {
 func (*SetMemberLogLevelRequest) ProtoMessage() {}
 
 func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2276,7 +2733,7 @@ func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *SetMemberLogLevelRequest) GetMemberId() string {
@@ -2303,7 +2760,7 @@ type SetMemberLogLevelResponse struct {
 
 func (x *SetMemberLogLevelResponse) Reset() {
 	*x = SetMemberLogLevelResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2315,7 +2772,7 @@ func (x *SetMemberLogLevelResponse) String() string {
 func (*SetMemberLogLevelResponse) ProtoMessage() {}
 
 func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2328,7 +2785,7 @@ func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *SetMemberLogLevelResponse) GetPreviousLevel() string {
@@ -2353,7 +2810,7 @@ type StartMeshProfileRequest struct {
 
 func (x *StartMeshProfileRequest) Reset() {
 	*x = StartMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2365,7 +2822,7 @@ func (x *StartMeshProfileRequest) String() string {
 func (*StartMeshProfileRequest) ProtoMessage() {}
 
 func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2378,7 +2835,7 @@ func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *StartMeshProfileRequest) GetMemberIds() []string {
@@ -2424,7 +2881,7 @@ type StartMeshProfileResponse struct {
 
 func (x *StartMeshProfileResponse) Reset() {
 	*x = StartMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2436,7 +2893,7 @@ func (x *StartMeshProfileResponse) String() string {
 func (*StartMeshProfileResponse) ProtoMessage() {}
 
 func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2449,7 +2906,7 @@ func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *StartMeshProfileResponse) GetProfileId() string {
@@ -2490,7 +2947,7 @@ type StopMeshProfileRequest struct {
 
 func (x *StopMeshProfileRequest) Reset() {
 	*x = StopMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2502,7 +2959,7 @@ func (x *StopMeshProfileRequest) String() string {
 func (*StopMeshProfileRequest) ProtoMessage() {}
 
 func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2515,7 +2972,7 @@ func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *StopMeshProfileRequest) GetProfileId() string {
@@ -2536,7 +2993,7 @@ type StopMeshProfileResponse struct {
 
 func (x *StopMeshProfileResponse) Reset() {
 	*x = StopMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2548,7 +3005,7 @@ func (x *StopMeshProfileResponse) String() string {
 func (*StopMeshProfileResponse) ProtoMessage() {}
 
 func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2561,7 +3018,7 @@ func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *StopMeshProfileResponse) GetProfileId() string {
@@ -2587,7 +3044,7 @@ type ReadMeshProfileRequest struct {
 
 func (x *ReadMeshProfileRequest) Reset() {
 	*x = ReadMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2599,7 +3056,7 @@ func (x *ReadMeshProfileRequest) String() string {
 func (*ReadMeshProfileRequest) ProtoMessage() {}
 
 func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2612,7 +3069,7 @@ func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ReadMeshProfileRequest) GetProfileId() string {
@@ -2634,7 +3091,7 @@ type ReadMeshProfileResponse struct {
 
 func (x *ReadMeshProfileResponse) Reset() {
 	*x = ReadMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2646,7 +3103,7 @@ func (x *ReadMeshProfileResponse) String() string {
 func (*ReadMeshProfileResponse) ProtoMessage() {}
 
 func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2659,7 +3116,7 @@ func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ReadMeshProfileResponse) GetSummary() *ProfileSummary {
@@ -2691,7 +3148,7 @@ type LoadMeshAdapterRequest struct {
 
 func (x *LoadMeshAdapterRequest) Reset() {
 	*x = LoadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[33]
+	mi := &file_weft_v1_mesh_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2703,7 +3160,7 @@ func (x *LoadMeshAdapterRequest) String() string {
 func (*LoadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[33]
+	mi := &file_weft_v1_mesh_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2716,7 +3173,7 @@ func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{33}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *LoadMeshAdapterRequest) GetName() string {
@@ -2764,7 +3221,7 @@ type LoadMeshAdapterResponse struct {
 
 func (x *LoadMeshAdapterResponse) Reset() {
 	*x = LoadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[34]
+	mi := &file_weft_v1_mesh_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2776,7 +3233,7 @@ func (x *LoadMeshAdapterResponse) String() string {
 func (*LoadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[34]
+	mi := &file_weft_v1_mesh_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2789,7 +3246,7 @@ func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{34}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *LoadMeshAdapterResponse) GetDigest() string {
@@ -2808,7 +3265,7 @@ type UnloadMeshAdapterRequest struct {
 
 func (x *UnloadMeshAdapterRequest) Reset() {
 	*x = UnloadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[35]
+	mi := &file_weft_v1_mesh_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2820,7 +3277,7 @@ func (x *UnloadMeshAdapterRequest) String() string {
 func (*UnloadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[35]
+	mi := &file_weft_v1_mesh_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2833,7 +3290,7 @@ func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{35}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *UnloadMeshAdapterRequest) GetName() string {
@@ -2853,7 +3310,7 @@ type UnloadMeshAdapterResponse struct {
 
 func (x *UnloadMeshAdapterResponse) Reset() {
 	*x = UnloadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[36]
+	mi := &file_weft_v1_mesh_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2865,7 +3322,7 @@ func (x *UnloadMeshAdapterResponse) String() string {
 func (*UnloadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[36]
+	mi := &file_weft_v1_mesh_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2878,7 +3335,7 @@ func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{36}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *UnloadMeshAdapterResponse) GetDigest() string {
@@ -2894,7 +3351,7 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\n" +
 	"\x12weft/v1/mesh.proto\x12\aweft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15weft/v1/profile.proto\x1a\x13weft/v1/trace.proto\"I\n" +
 	"\x10WatchMeshRequest\x125\n" +
-	"\binterval\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\binterval\"\xe3\x03\n" +
+	"\binterval\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\binterval\"\xb9\x04\n" +
 	"\x11WatchMeshResponse\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x1d\n" +
 	"\n" +
@@ -2908,7 +3365,44 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x06points\x18\b \x03(\v2\x12.weft.v1.MeshPointR\x06points\x12?\n" +
 	"\x10running_requests\x18\t \x03(\v2\x14.weft.v1.MeshRequestR\x0frunningRequests\x12;\n" +
 	"\x0eended_requests\x18\n" +
-	" \x03(\v2\x14.weft.v1.MeshRequestR\rendedRequests\"\x84\x01\n" +
+	" \x03(\v2\x14.weft.v1.MeshRequestR\rendedRequests\x12+\n" +
+	"\x06demand\x18\v \x03(\v2\x13.weft.v1.MeshDemandR\x06demand\x12'\n" +
+	"\x05plans\x18\f \x03(\v2\x11.weft.v1.MeshPlanR\x05plans\"\xc7\x02\n" +
+	"\n" +
+	"MeshDemand\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12\x1a\n" +
+	"\brequests\x18\x02 \x01(\x04R\brequests\x12)\n" +
+	"\x10refused_requests\x18\x03 \x01(\x04R\x0frefusedRequests\x12\x18\n" +
+	"\aprompts\x18\x04 \x03(\x04R\aprompts\x12#\n" +
+	"\rprompt_tokens\x18\x05 \x03(\x04R\fpromptTokens\x12#\n" +
+	"\rended_prompts\x18\x06 \x01(\x04R\fendedPrompts\x12.\n" +
+	"\x13ended_prompt_tokens\x18\a \x01(\x04R\x11endedPromptTokens\x12#\n" +
+	"\rcached_tokens\x18\b \x01(\x04R\fcachedTokens\x12#\n" +
+	"\routput_tokens\x18\t \x01(\x04R\foutputTokens\"\xa8\x02\n" +
+	"\bMeshPlan\x12\x1d\n" +
+	"\n" +
+	"planner_id\x18\x01 \x01(\tR\tplannerId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12\x12\n" +
+	"\x04acts\x18\x03 \x01(\bR\x04acts\x12%\n" +
+	"\x0ewanted_prefill\x18\x04 \x01(\rR\rwantedPrefill\x12#\n" +
+	"\rwanted_decode\x18\x05 \x01(\rR\fwantedDecode\x12!\n" +
+	"\fseen_prefill\x18\x06 \x01(\rR\vseenPrefill\x12\x1f\n" +
+	"\vseen_decode\x18\a \x01(\rR\n" +
+	"seenDecode\x12\x10\n" +
+	"\x03why\x18\b \x01(\tR\x03why\x12\x16\n" +
+	"\x06alarms\x18\t \x03(\tR\x06alarms\x12\x19\n" +
+	"\blast_act\x18\n" +
+	" \x01(\tR\alastAct\"\xac\x01\n" +
+	"\x0fTellPlanRequest\x12'\n" +
+	"\x05plans\x18\x01 \x03(\v2\x11.weft.v1.MeshPlanR\x05plans\x12\x1d\n" +
+	"\n" +
+	"planner_id\x18\x02 \x01(\tR\tplannerId\x12 \n" +
+	"\fwants_to_act\x18\x03 \x01(\bR\n" +
+	"wantsToAct\x12/\n" +
+	"\x05lease\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x05lease\"C\n" +
+	"\x10TellPlanResponse\x12\x12\n" +
+	"\x04acts\x18\x01 \x01(\bR\x04acts\x12\x1b\n" +
+	"\tholder_id\x18\x02 \x01(\tR\bholderId\"\x84\x01\n" +
 	"\n" +
 	"PageCounts\x12\x14\n" +
 	"\x05total\x18\x01 \x01(\rR\x05total\x12\x12\n" +
@@ -2929,7 +3423,7 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x1f\n" +
 	"\bfraction\x18\x02 \x01(\x01H\x00R\bfraction\x88\x01\x01\x123\n" +
 	"\aelapsed\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\aelapsedB\v\n" +
-	"\t_fraction\"\xd5\b\n" +
+	"\t_fraction\"\x81\t\n" +
 	"\n" +
 	"MeshMember\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\x12'\n" +
@@ -2965,9 +3459,14 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\n" +
 	"role_state\x18\x1c \x01(\v2\x18.weft.v1.MemberRoleStateR\troleState\x12%\n" +
 	"\x0eweight_version\x18\x1d \x01(\tR\rweightVersion\x12!\n" +
-	"\fweight_state\x18\x1e \x01(\tR\vweightStateB\x1c\n" +
+	"\fweight_state\x18\x1e \x01(\tR\vweightState\x12*\n" +
+	"\x05speed\x18\x1f \x01(\v2\x14.weft.v1.WorkerSpeedR\x05speedB\x1c\n" +
 	"\x1a_prefill_tokens_per_secondB\v\n" +
-	"\t_hit_rate\"t\n" +
+	"\t_hit_rate\"\xbe\x01\n" +
+	"\vWorkerSpeed\x129\n" +
+	"\x19prefill_tokens_per_second\x18\x01 \x01(\x01R\x16prefillTokensPerSecond\x126\n" +
+	"\tstep_base\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bstepBase\x12<\n" +
+	"\fstep_request\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\vstepRequest\"t\n" +
 	"\x0fMemberRoleState\x12/\n" +
 	"\x05lease\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05lease\x12\x16\n" +
 	"\x06proved\x18\x02 \x01(\bR\x06proved\x12\x18\n" +
@@ -3137,7 +3636,8 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x15FLOW_KIND_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FLOW_KIND_REQUESTS\x10\x01\x12\x13\n" +
 	"\x0fFLOW_KIND_PAGES\x10\x02\x12\x12\n" +
-	"\x0eFLOW_KIND_PUTS\x10\x032\xdc\t\n" +
+	"\x0eFLOW_KIND_PUTS\x10\x032\x9d\n" +
+	"\n" +
 	"\vMeshService\x12Y\n" +
 	"\tWatchMesh\x12\x19.weft.v1.WatchMeshRequest\x1a\x1a.weft.v1.WatchMeshResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/watch0\x01\x12l\n" +
 	"\x10ListRequestSpans\x12 .weft.v1.ListRequestSpansRequest\x1a!.weft.v1.ListRequestSpansResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/spans\x12`\n" +
@@ -3146,7 +3646,8 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\vFlushMember\x12\x1b.weft.v1.FlushMemberRequest\x1a\x1c.weft.v1.FlushMemberResponse\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/mesh/flush\x12v\n" +
 	"\x11SetMemberLogLevel\x12!.weft.v1.SetMemberLogLevelRequest\x1a\".weft.v1.SetMemberLogLevelResponse\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/mesh/log_level\x12e\n" +
 	"\rSetMemberRole\x12\x1d.weft.v1.SetMemberRoleRequest\x1a\x1e.weft.v1.SetMemberRoleResponse\"\x15\x82\xd3\xe4\x93\x02\x0f:\x01*\"\n" +
-	"/mesh/role\x12W\n" +
+	"/mesh/role\x12?\n" +
+	"\bTellPlan\x12\x18.weft.v1.TellPlanRequest\x1a\x19.weft.v1.TellPlanResponse\x12W\n" +
 	"\x10StartMeshProfile\x12 .weft.v1.StartMeshProfileRequest\x1a!.weft.v1.StartMeshProfileResponse\x12T\n" +
 	"\x0fStopMeshProfile\x12\x1f.weft.v1.StopMeshProfileRequest\x1a .weft.v1.StopMeshProfileResponse\x12V\n" +
 	"\x0fReadMeshProfile\x12\x1f.weft.v1.ReadMeshProfileRequest\x1a .weft.v1.ReadMeshProfileResponse0\x01\x12s\n" +
@@ -3166,116 +3667,130 @@ func file_weft_v1_mesh_proto_rawDescGZIP() []byte {
 }
 
 var file_weft_v1_mesh_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_weft_v1_mesh_proto_goTypes = []any{
 	(MemberRole)(0),                   // 0: weft.v1.MemberRole
 	(FlowKind)(0),                     // 1: weft.v1.FlowKind
 	(*WatchMeshRequest)(nil),          // 2: weft.v1.WatchMeshRequest
 	(*WatchMeshResponse)(nil),         // 3: weft.v1.WatchMeshResponse
-	(*PageCounts)(nil),                // 4: weft.v1.PageCounts
-	(*MemberTier)(nil),                // 5: weft.v1.MemberTier
-	(*MemberStart)(nil),               // 6: weft.v1.MemberStart
-	(*MeshMember)(nil),                // 7: weft.v1.MeshMember
-	(*MemberRoleState)(nil),           // 8: weft.v1.MemberRoleState
-	(*MeshFlow)(nil),                  // 9: weft.v1.MeshFlow
-	(*MeshModel)(nil),                 // 10: weft.v1.MeshModel
-	(*MeshImages)(nil),                // 11: weft.v1.MeshImages
-	(*MeshAdapter)(nil),               // 12: weft.v1.MeshAdapter
-	(*MeshAdapterHolder)(nil),         // 13: weft.v1.MeshAdapterHolder
-	(*MeshPoint)(nil),                 // 14: weft.v1.MeshPoint
-	(*LatencyQuantiles)(nil),          // 15: weft.v1.LatencyQuantiles
-	(*MeshRequest)(nil),               // 16: weft.v1.MeshRequest
-	(*ListRequestSpansRequest)(nil),   // 17: weft.v1.ListRequestSpansRequest
-	(*ListRequestSpansResponse)(nil),  // 18: weft.v1.ListRequestSpansResponse
-	(*DrainMemberRequest)(nil),        // 19: weft.v1.DrainMemberRequest
-	(*DrainMemberResponse)(nil),       // 20: weft.v1.DrainMemberResponse
-	(*UndrainMemberRequest)(nil),      // 21: weft.v1.UndrainMemberRequest
-	(*UndrainMemberResponse)(nil),     // 22: weft.v1.UndrainMemberResponse
-	(*FlushMemberRequest)(nil),        // 23: weft.v1.FlushMemberRequest
-	(*FlushMemberResponse)(nil),       // 24: weft.v1.FlushMemberResponse
-	(*SetMemberRoleRequest)(nil),      // 25: weft.v1.SetMemberRoleRequest
-	(*SetMemberRoleResponse)(nil),     // 26: weft.v1.SetMemberRoleResponse
-	(*SetMemberLogLevelRequest)(nil),  // 27: weft.v1.SetMemberLogLevelRequest
-	(*SetMemberLogLevelResponse)(nil), // 28: weft.v1.SetMemberLogLevelResponse
-	(*StartMeshProfileRequest)(nil),   // 29: weft.v1.StartMeshProfileRequest
-	(*StartMeshProfileResponse)(nil),  // 30: weft.v1.StartMeshProfileResponse
-	(*StopMeshProfileRequest)(nil),    // 31: weft.v1.StopMeshProfileRequest
-	(*StopMeshProfileResponse)(nil),   // 32: weft.v1.StopMeshProfileResponse
-	(*ReadMeshProfileRequest)(nil),    // 33: weft.v1.ReadMeshProfileRequest
-	(*ReadMeshProfileResponse)(nil),   // 34: weft.v1.ReadMeshProfileResponse
-	(*LoadMeshAdapterRequest)(nil),    // 35: weft.v1.LoadMeshAdapterRequest
-	(*LoadMeshAdapterResponse)(nil),   // 36: weft.v1.LoadMeshAdapterResponse
-	(*UnloadMeshAdapterRequest)(nil),  // 37: weft.v1.UnloadMeshAdapterRequest
-	(*UnloadMeshAdapterResponse)(nil), // 38: weft.v1.UnloadMeshAdapterResponse
-	(*durationpb.Duration)(nil),       // 39: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 40: google.protobuf.Timestamp
-	(*Span)(nil),                      // 41: weft.v1.Span
-	(*SilentService)(nil),             // 42: weft.v1.SilentService
-	(*ProfileOptions)(nil),            // 43: weft.v1.ProfileOptions
-	(*ProfileSummary)(nil),            // 44: weft.v1.ProfileSummary
+	(*MeshDemand)(nil),                // 4: weft.v1.MeshDemand
+	(*MeshPlan)(nil),                  // 5: weft.v1.MeshPlan
+	(*TellPlanRequest)(nil),           // 6: weft.v1.TellPlanRequest
+	(*TellPlanResponse)(nil),          // 7: weft.v1.TellPlanResponse
+	(*PageCounts)(nil),                // 8: weft.v1.PageCounts
+	(*MemberTier)(nil),                // 9: weft.v1.MemberTier
+	(*MemberStart)(nil),               // 10: weft.v1.MemberStart
+	(*MeshMember)(nil),                // 11: weft.v1.MeshMember
+	(*WorkerSpeed)(nil),               // 12: weft.v1.WorkerSpeed
+	(*MemberRoleState)(nil),           // 13: weft.v1.MemberRoleState
+	(*MeshFlow)(nil),                  // 14: weft.v1.MeshFlow
+	(*MeshModel)(nil),                 // 15: weft.v1.MeshModel
+	(*MeshImages)(nil),                // 16: weft.v1.MeshImages
+	(*MeshAdapter)(nil),               // 17: weft.v1.MeshAdapter
+	(*MeshAdapterHolder)(nil),         // 18: weft.v1.MeshAdapterHolder
+	(*MeshPoint)(nil),                 // 19: weft.v1.MeshPoint
+	(*LatencyQuantiles)(nil),          // 20: weft.v1.LatencyQuantiles
+	(*MeshRequest)(nil),               // 21: weft.v1.MeshRequest
+	(*ListRequestSpansRequest)(nil),   // 22: weft.v1.ListRequestSpansRequest
+	(*ListRequestSpansResponse)(nil),  // 23: weft.v1.ListRequestSpansResponse
+	(*DrainMemberRequest)(nil),        // 24: weft.v1.DrainMemberRequest
+	(*DrainMemberResponse)(nil),       // 25: weft.v1.DrainMemberResponse
+	(*UndrainMemberRequest)(nil),      // 26: weft.v1.UndrainMemberRequest
+	(*UndrainMemberResponse)(nil),     // 27: weft.v1.UndrainMemberResponse
+	(*FlushMemberRequest)(nil),        // 28: weft.v1.FlushMemberRequest
+	(*FlushMemberResponse)(nil),       // 29: weft.v1.FlushMemberResponse
+	(*SetMemberRoleRequest)(nil),      // 30: weft.v1.SetMemberRoleRequest
+	(*SetMemberRoleResponse)(nil),     // 31: weft.v1.SetMemberRoleResponse
+	(*SetMemberLogLevelRequest)(nil),  // 32: weft.v1.SetMemberLogLevelRequest
+	(*SetMemberLogLevelResponse)(nil), // 33: weft.v1.SetMemberLogLevelResponse
+	(*StartMeshProfileRequest)(nil),   // 34: weft.v1.StartMeshProfileRequest
+	(*StartMeshProfileResponse)(nil),  // 35: weft.v1.StartMeshProfileResponse
+	(*StopMeshProfileRequest)(nil),    // 36: weft.v1.StopMeshProfileRequest
+	(*StopMeshProfileResponse)(nil),   // 37: weft.v1.StopMeshProfileResponse
+	(*ReadMeshProfileRequest)(nil),    // 38: weft.v1.ReadMeshProfileRequest
+	(*ReadMeshProfileResponse)(nil),   // 39: weft.v1.ReadMeshProfileResponse
+	(*LoadMeshAdapterRequest)(nil),    // 40: weft.v1.LoadMeshAdapterRequest
+	(*LoadMeshAdapterResponse)(nil),   // 41: weft.v1.LoadMeshAdapterResponse
+	(*UnloadMeshAdapterRequest)(nil),  // 42: weft.v1.UnloadMeshAdapterRequest
+	(*UnloadMeshAdapterResponse)(nil), // 43: weft.v1.UnloadMeshAdapterResponse
+	(*durationpb.Duration)(nil),       // 44: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 45: google.protobuf.Timestamp
+	(*Span)(nil),                      // 46: weft.v1.Span
+	(*SilentService)(nil),             // 47: weft.v1.SilentService
+	(*ProfileOptions)(nil),            // 48: weft.v1.ProfileOptions
+	(*ProfileSummary)(nil),            // 49: weft.v1.ProfileSummary
 }
 var file_weft_v1_mesh_proto_depIdxs = []int32{
-	39, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
-	40, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
-	7,  // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
-	9,  // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
-	10, // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
-	12, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
-	14, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
-	16, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
-	16, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
-	39, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
-	0,  // 10: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
-	6,  // 11: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
-	4,  // 12: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
-	5,  // 13: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
-	8,  // 14: weft.v1.MeshMember.role_state:type_name -> weft.v1.MemberRoleState
-	39, // 15: weft.v1.MemberRoleState.lease:type_name -> google.protobuf.Duration
-	1,  // 16: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
-	11, // 17: weft.v1.MeshModel.images:type_name -> weft.v1.MeshImages
-	13, // 18: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
-	40, // 19: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
-	39, // 20: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
-	15, // 21: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
-	15, // 22: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
-	4,  // 23: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
-	40, // 24: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
-	39, // 25: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
-	39, // 26: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
-	41, // 27: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
-	42, // 28: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
-	39, // 29: weft.v1.SetMemberRoleRequest.lease:type_name -> google.protobuf.Duration
-	43, // 30: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
-	44, // 31: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
-	2,  // 32: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
-	17, // 33: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
-	19, // 34: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
-	21, // 35: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
-	23, // 36: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
-	27, // 37: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
-	25, // 38: weft.v1.MeshService.SetMemberRole:input_type -> weft.v1.SetMemberRoleRequest
-	29, // 39: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
-	31, // 40: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
-	33, // 41: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
-	35, // 42: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
-	37, // 43: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
-	3,  // 44: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
-	18, // 45: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
-	20, // 46: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
-	22, // 47: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
-	24, // 48: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
-	28, // 49: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
-	26, // 50: weft.v1.MeshService.SetMemberRole:output_type -> weft.v1.SetMemberRoleResponse
-	30, // 51: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
-	32, // 52: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
-	34, // 53: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
-	36, // 54: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
-	38, // 55: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
-	44, // [44:56] is the sub-list for method output_type
-	32, // [32:44] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	44, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
+	45, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
+	11, // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
+	14, // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
+	15, // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
+	17, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
+	19, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
+	21, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
+	21, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
+	4,  // 9: weft.v1.WatchMeshResponse.demand:type_name -> weft.v1.MeshDemand
+	5,  // 10: weft.v1.WatchMeshResponse.plans:type_name -> weft.v1.MeshPlan
+	5,  // 11: weft.v1.TellPlanRequest.plans:type_name -> weft.v1.MeshPlan
+	44, // 12: weft.v1.TellPlanRequest.lease:type_name -> google.protobuf.Duration
+	44, // 13: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
+	0,  // 14: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
+	10, // 15: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
+	8,  // 16: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
+	9,  // 17: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
+	13, // 18: weft.v1.MeshMember.role_state:type_name -> weft.v1.MemberRoleState
+	12, // 19: weft.v1.MeshMember.speed:type_name -> weft.v1.WorkerSpeed
+	44, // 20: weft.v1.WorkerSpeed.step_base:type_name -> google.protobuf.Duration
+	44, // 21: weft.v1.WorkerSpeed.step_request:type_name -> google.protobuf.Duration
+	44, // 22: weft.v1.MemberRoleState.lease:type_name -> google.protobuf.Duration
+	1,  // 23: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
+	16, // 24: weft.v1.MeshModel.images:type_name -> weft.v1.MeshImages
+	18, // 25: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
+	45, // 26: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
+	44, // 27: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
+	20, // 28: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
+	20, // 29: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
+	8,  // 30: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
+	45, // 31: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
+	44, // 32: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
+	44, // 33: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
+	46, // 34: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
+	47, // 35: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
+	44, // 36: weft.v1.SetMemberRoleRequest.lease:type_name -> google.protobuf.Duration
+	48, // 37: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
+	49, // 38: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
+	2,  // 39: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
+	22, // 40: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
+	24, // 41: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
+	26, // 42: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
+	28, // 43: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
+	32, // 44: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
+	30, // 45: weft.v1.MeshService.SetMemberRole:input_type -> weft.v1.SetMemberRoleRequest
+	6,  // 46: weft.v1.MeshService.TellPlan:input_type -> weft.v1.TellPlanRequest
+	34, // 47: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
+	36, // 48: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
+	38, // 49: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
+	40, // 50: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
+	42, // 51: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
+	3,  // 52: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
+	23, // 53: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
+	25, // 54: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
+	27, // 55: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
+	29, // 56: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
+	33, // 57: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
+	31, // 58: weft.v1.MeshService.SetMemberRole:output_type -> weft.v1.SetMemberRoleResponse
+	7,  // 59: weft.v1.MeshService.TellPlan:output_type -> weft.v1.TellPlanResponse
+	35, // 60: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
+	37, // 61: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
+	39, // 62: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
+	41, // 63: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
+	43, // 64: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
+	52, // [52:65] is the sub-list for method output_type
+	39, // [39:52] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_weft_v1_mesh_proto_init() }
@@ -3285,18 +3800,18 @@ func file_weft_v1_mesh_proto_init() {
 	}
 	file_weft_v1_profile_proto_init()
 	file_weft_v1_trace_proto_init()
-	file_weft_v1_mesh_proto_msgTypes[3].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[4].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[5].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[12].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[15].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[7].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[8].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[9].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[17].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[20].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_mesh_proto_rawDesc), len(file_weft_v1_mesh_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   37,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

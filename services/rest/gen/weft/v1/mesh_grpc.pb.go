@@ -26,6 +26,7 @@ const (
 	MeshService_FlushMember_FullMethodName       = "/weft.v1.MeshService/FlushMember"
 	MeshService_SetMemberLogLevel_FullMethodName = "/weft.v1.MeshService/SetMemberLogLevel"
 	MeshService_SetMemberRole_FullMethodName     = "/weft.v1.MeshService/SetMemberRole"
+	MeshService_TellPlan_FullMethodName          = "/weft.v1.MeshService/TellPlan"
 	MeshService_StartMeshProfile_FullMethodName  = "/weft.v1.MeshService/StartMeshProfile"
 	MeshService_StopMeshProfile_FullMethodName   = "/weft.v1.MeshService/StopMeshProfile"
 	MeshService_ReadMeshProfile_FullMethodName   = "/weft.v1.MeshService/ReadMeshProfile"
@@ -64,6 +65,9 @@ type MeshServiceClient interface {
 	// As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
 	// be left to decode.
 	SetMemberRole(ctx context.Context, in *SetMemberRoleRequest, opts ...grpc.CallOption) (*SetMemberRoleResponse, error)
+	// A planner tells what it wants, and asks whether it may act: one at a time may, while its lease
+	// lasts. What it tells is part of WatchMesh until then.
+	TellPlan(ctx context.Context, in *TellPlanRequest, opts ...grpc.CallOption) (*TellPlanResponse, error)
 	// Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
 	// them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
 	StartMeshProfile(ctx context.Context, in *StartMeshProfileRequest, opts ...grpc.CallOption) (*StartMeshProfileResponse, error)
@@ -164,6 +168,16 @@ func (c *meshServiceClient) SetMemberRole(ctx context.Context, in *SetMemberRole
 	return out, nil
 }
 
+func (c *meshServiceClient) TellPlan(ctx context.Context, in *TellPlanRequest, opts ...grpc.CallOption) (*TellPlanResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(TellPlanResponse)
+	err := c.cc.Invoke(ctx, MeshService_TellPlan_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *meshServiceClient) StartMeshProfile(ctx context.Context, in *StartMeshProfileRequest, opts ...grpc.CallOption) (*StartMeshProfileResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(StartMeshProfileResponse)
@@ -254,6 +268,9 @@ type MeshServiceServer interface {
 	// As AdminService.SetRole, of one worker. FAILED_PRECONDITION if no other worker of its model would
 	// be left to decode.
 	SetMemberRole(context.Context, *SetMemberRoleRequest) (*SetMemberRoleResponse, error)
+	// A planner tells what it wants, and asks whether it may act: one at a time may, while its lease
+	// lasts. What it tells is part of WatchMesh until then.
+	TellPlan(context.Context, *TellPlanRequest) (*TellPlanResponse, error)
 	// Begins to profile workers' engines, all at the same time; answers at once. One trace is made of
 	// them and of the spans of that time, in the gateway's folder for profiles. One profile at a time.
 	StartMeshProfile(context.Context, *StartMeshProfileRequest) (*StartMeshProfileResponse, error)
@@ -295,6 +312,9 @@ func (UnimplementedMeshServiceServer) SetMemberLogLevel(context.Context, *SetMem
 }
 func (UnimplementedMeshServiceServer) SetMemberRole(context.Context, *SetMemberRoleRequest) (*SetMemberRoleResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method SetMemberRole not implemented")
+}
+func (UnimplementedMeshServiceServer) TellPlan(context.Context, *TellPlanRequest) (*TellPlanResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method TellPlan not implemented")
 }
 func (UnimplementedMeshServiceServer) StartMeshProfile(context.Context, *StartMeshProfileRequest) (*StartMeshProfileResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method StartMeshProfile not implemented")
@@ -451,6 +471,24 @@ func _MeshService_SetMemberRole_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _MeshService_TellPlan_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(TellPlanRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MeshServiceServer).TellPlan(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MeshService_TellPlan_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MeshServiceServer).TellPlan(ctx, req.(*TellPlanRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _MeshService_StartMeshProfile_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(StartMeshProfileRequest)
 	if err := dec(in); err != nil {
@@ -564,6 +602,10 @@ var MeshService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "SetMemberRole",
 			Handler:    _MeshService_SetMemberRole_Handler,
+		},
+		{
+			MethodName: "TellPlan",
+			Handler:    _MeshService_TellPlan_Handler,
 		},
 		{
 			MethodName: "StartMeshProfile",
