@@ -27,6 +27,7 @@ from weft.checkpoint.int_config import (
 )
 from weft.checkpoint.kv_scheme import read_kv_scheme
 from weft.checkpoint.module_names import matches, names_in
+from weft.checkpoint.nvfp4_config import is_nvfp4, read_nvfp4
 from weft.checkpoint.quantization_files import declared_quantization
 from weft.contract.errors import ConfigError
 
@@ -51,7 +52,7 @@ _OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    format: Literal["int8", "int4", "fp8", "gguf", "mxfp4"]
+    format: Literal["int8", "int4", "fp8", "gguf", "mxfp4", "nvfp4"]
     """Decides which scheme of `weft.engine.model.weights.schemes` reads the weights."""
     source: Literal["checkpoint", "load"]
     """Whether the checkpoint has the format, or it is made from floats at load."""
@@ -145,6 +146,11 @@ def _read(fields: Fields, section: Fields) -> Quantization:
     if method == "mxfp4":
         # Only experts can be quantised so; other listed modules are in floats.
         return Quantization(format="mxfp4", source="checkpoint")
+    if is_nvfp4(section, method):
+        ignore = read_nvfp4(section, method)
+        if isinstance(ignore, str):
+            raise fields.error("quantization_config", ignore)
+        return Quantization(format="nvfp4", source="checkpoint", ignore=(*ignore, ROUTERS))
     if method in FP8_METHODS:
         found = read_fp8(section, method)
     elif method == "compressed-tensors" and is_fp8(section):

@@ -224,7 +224,7 @@ def weights_of(**fields: Any) -> dict[str, Any]:
         (changed("blocks", activation_scheme="none"), "activation_scheme 'none'"),
         (changed("blocks", fmt="e5m2"), "fmt 'e5m2'"),
         (changed("blocks", modules_to_not_convert="lm_head"), "expected a list of names"),
-        (changed("modelopt", quant_algo="NVFP4"), "quant_algo 'NVFP4'"),
+        (changed("modelopt", quant_algo="NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ'"),
         (changed("modelopt", kv_cache_quant_algo="NVFP4"), "kv_cache_quant_algo 'NVFP4'"),
         (changed("channel", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (changed("channel", ignore=["re:("]), r"ignore: 're:\('"),

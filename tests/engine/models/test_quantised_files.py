@@ -227,7 +227,7 @@ def test_files_beside_config_json(kind: str, model_dir: Path, tmp_path: Path) ->
     if kind == "hf_quant_config.json":
         path, _ = fp8_copy(model_dir, tmp_path / "model", "modelopt")
         config = json.loads((path / "config.json").read_text())["quantization_config"]
-        content, bad = modelopt(config), modelopt(config | {"quant_algo": "NVFP4"})
+        content, bad = modelopt(config), modelopt(config | {"quant_algo": "NVFP4_AWQ"})
     elif kind == "quant_config.json":
         path, _ = packed_models(model_dir, tmp_path / "model", LAYOUTS["awq"])
         content = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}

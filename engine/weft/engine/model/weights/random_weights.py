@@ -9,6 +9,9 @@ _MXFP4_SCALE = 121
 """2^-6. Numbers of MXFP4 have a deviation of about 3 before they are scaled."""
 
 
+_NVFP4_DIVISOR = 128.0
+
+
 class RandomWeights:
     """A `CheckpointReader` of random numbers, the same for the same seed and order of reads."""
 
@@ -34,6 +37,10 @@ class RandomWeights:
         """
         if out.dtype == torch.uint8 and part.name.endswith("_scales"):
             out.fill_(_MXFP4_SCALE)
+        elif out.dtype == torch.float8_e4m3fn and part.name.endswith("weight_scale"):
+            out.fill_(1.0)
+        elif part.name.endswith("weight_global_scale"):
+            out.fill_(_NVFP4_DIVISOR)
         elif out.dtype == torch.uint8:
             out.random_(0, 256, generator=self._generator)
         elif part.name.endswith("weight_shape"):

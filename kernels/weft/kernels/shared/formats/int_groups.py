@@ -183,6 +183,18 @@ def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> IntGroups:
     return IntGroups(data, powers, None, columns, MXFP4_GROUP, is_e2m1=True)
 
 
+def nvfp4_floats(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """A matrix in NVFP4 as float32, [N, K].
+
+    Args:
+        data: [N, K / 2] uint8: two numbers in e2m1 each, the first in the lower half.
+        scales: [N, groups] float32, each of K / groups neighbours.
+    """
+    table = torch.tensor(_TWICE_E2M1, dtype=torch.float32, device=data.device) / 2
+    codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1).long()
+    return table[codes] * scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+
+
 def _halved(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Float16 only if it holds all of them exactly."""
     if all(torch.equal(part.half().float(), part) for part in parts):

@@ -10,6 +10,7 @@ from weft.engine.model.weights.schemes.gguf import GgufScheme
 from weft.engine.model.weights.schemes.int4 import IntScheme
 from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.mxfp4 import Mxfp4Scheme
+from weft.engine.model.weights.schemes.nvfp4 import Nvfp4Scheme
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
 
@@ -19,6 +20,7 @@ _SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
     "fp8": Fp8Scheme,
     "gguf": GgufScheme,
     "mxfp4": Mxfp4Scheme,
+    "nvfp4": Nvfp4Scheme,
 }
 
 
