@@ -74,11 +74,12 @@ async def run_answer(
         if is_streamed:
             with relays.stream_of(context, kind) as out:
                 await begin_answer(context, raw.request_id, kind, (*headers, *out.headers))
-                if data := writer.begin():
-                    await out.send(data)
+                if (data := writer.begin()) and (rest := out.send(data)) is not None:
+                    await rest
                 while deltas := await answer.next_deltas():
-                    if data := b"".join([writer.push(delta) for delta in deltas]):
-                        await out.send(data)
+                    data = b"".join([writer.push(delta) for delta in deltas])
+                    if data and (rest := out.send(data)) is not None:
+                        await rest
         else:
             await begin_answer(context, raw.request_id, kind, headers)
             while deltas := await answer.next_deltas():

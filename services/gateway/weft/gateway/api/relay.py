@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -101,6 +101,8 @@ class EdgeRelay:
 class RelayedStream:
     """The events of one answer, on a relay. A context manager: leaving it ends them there."""
 
+    __slots__ = ("_key", "_num_unread", "_relay", "_waiter", "headers")
+
     def __init__(self, relay: EdgeRelay, key: int) -> None:
         self._relay = relay
         self._key = key
@@ -123,20 +125,25 @@ class RelayedStream:
         del self._relay.streams[self._key]
         self._relay.push(self._key, b"")
 
-    async def send(self, data: bytes) -> None:
-        """Sends whole events, and waits while the client does not read. Raises PeerUnavailable if
-        the relay broke.
+    def send(self, data: bytes) -> Awaitable[None] | None:
+        """Sends whole events. Returns what must be awaited before the next ones: that the client
+        reads, or PeerUnavailable if the relay broke; None: nothing.
         """
         relay = self._relay
-        if not relay.is_broken:
-            relay.push(self._key, data)
-            self._num_unread += len(data)
-            while self._num_unread > _MAX_UNREAD_BYTES and not relay.is_broken:
-                self._waiter = asyncio.get_running_loop().create_future()
-                try:
-                    await self._waiter
-                finally:
-                    self._waiter = None
+        if relay.is_broken:
+            return self._wait_until_read()
+        relay.push(self._key, data)
+        self._num_unread += len(data)
+        return self._wait_until_read() if self._num_unread > _MAX_UNREAD_BYTES else None
+
+    async def _wait_until_read(self) -> None:
+        relay = self._relay
+        while self._num_unread > _MAX_UNREAD_BYTES and not relay.is_broken:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         if relay.is_broken:
             raise PeerUnavailable("the connection to the edge was lost", stage="render")
 
@@ -165,9 +172,9 @@ class PlainStream:
 
     def __exit__(self, *raised: object) -> None: ...
 
-    async def send(self, data: bytes) -> None:
-        """Sends whole events."""
-        await self._context.write(HttpBody(content_type=self._content_type, data=data))
+    def send(self, data: bytes) -> Awaitable[None] | None:
+        """Sends whole events, once what it returns is awaited."""
+        return self._context.write(HttpBody(content_type=self._content_type, data=data))
 
 
 class EdgeFace(edge_pb2_grpc.EdgeServiceServicer):

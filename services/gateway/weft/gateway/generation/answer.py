@@ -205,7 +205,12 @@ class Answer(Listener):
                 raise self._failed.error
             if not self._num_open:
                 return []
-            await self._wait()
+            # As `_wait`, in place: this is the course of every token.
+            reader = self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await reader
+            finally:
+                self._reader = None
 
     async def _wait(self) -> None:
         self._reader = asyncio.get_running_loop().create_future()
@@ -215,8 +220,9 @@ class Answer(Listener):
             self._reader = None
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
     def _take(self) -> list[Delta]:
         deltas: list[Delta] = []

@@ -63,6 +63,8 @@ class ByteDetokenizer:
     token.
     """
 
+    __slots__ = ("_bytes_of", "_decode", "_skipped")
+
     def __init__(
         self, vocabulary: Vocabulary, skip_special_tokens: bool, shown_ids: Collection[int] = ()
     ) -> None:

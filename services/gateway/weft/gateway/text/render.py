@@ -46,6 +46,22 @@ class RenderPlan:
 class SampleRenderer:
     """Detokenises one sample and applies its stop strings."""
 
+    # A gateway touches thousands of these in turn, so their memory must be near.
+    __slots__ = (
+        "_detokenizer",
+        "_gate",
+        "_include_stop",
+        "_is_plain",
+        "_min_tokens",
+        "_num_tokens",
+        "_pending_stop",
+        "_scanner",
+        "_stop_id",
+        "_stop_ids",
+        "_told_ids",
+        "is_stopped",
+    )
+
     def __init__(self, plan: RenderPlan) -> None:
         self._detokenizer = make_detokenizer(
             plan.vocabulary, plan.prompt_ids, plan.skip_special_tokens, plan.shown_ids

@@ -134,6 +134,8 @@ class AnswerWriter(ABC):
         """Encodes deltas as consecutive events."""
         if self.usage_so_far is not None:
             self._set_tail(_usage_tail(self.usage_so_far()))
+        if len(deltas) == 1:
+            return self._event(deltas[0])
         return b"".join([self._event(delta) for delta in deltas])
 
     @abstractmethod

@@ -164,8 +164,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         out: RelayedStream | PlainStream,
     ) -> HttpBody:
         while deltas := await answer.next_deltas():
-            if data := writer.events(deltas):
-                await out.send(data)
+            if (data := writer.events(deltas)) and (rest := out.send(data)) is not None:
+                await rest
         fields = {}
         if _includes_usage(body) or body.weft_timeline:
             await answer.settle()

@@ -315,7 +315,9 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
             while deltas := await answer.next_deltas():
                 for delta in deltas:
                     writer.push(delta)
-                await out.send(b"".join([writer.event(delta) for delta in deltas]))
+                data = b"".join([writer.event(delta) for delta in deltas])
+                if (rest := out.send(data)) is not None:
+                    await rest
 
     async def ShowServer(
         self, request: dialects_pb2.ShowServerRequest, context: Context
