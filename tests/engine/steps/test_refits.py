@@ -14,7 +14,10 @@ from weft.contract.messages import Inbox, Outbox
 from weft.contract.request import StopCriteria
 from weft.contract.weights import WeightCommand, WeightReply
 from weft.engine.loop.llm import LLM
-from weft.testing.models.tiny_models import make_tiny
+from weft.engine.loop.reports import load_report
+from weft.testing.models.tiny_adapters import make_adapter
+from weft.testing.models.tiny_drafts import make_tiny_draft
+from weft.testing.models.tiny_models import make_tiny, tiny_config
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -88,6 +91,82 @@ def test_text_after_a_refit_is_a_fresh_workers(
         llm.refit(first)
         assert texts(llm) == before
         assert llm.engine.scheduler.num_prefix_hit_tokens > hits
+
+
+@pytest.mark.full
+def test_no_page_of_old_weights_comes_back_from_host_memory_or_disk(
+    tmp_path: Path, seed: int
+) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    tiers = {
+        "num_pages": 32,
+        "host_cache_bytes": 400 << 10,
+        "disk_cache_dir": tmp_path / "disk",
+        "disk_cache_bytes": 4 << 20,
+        "load_back_threshold": 0,
+    }
+    others = [[3 + (7 * number + at) % 500 for at in range(40)] for number in range(20)]
+
+    def hits(llm: LLM) -> int:
+        return sum(tier.counters["hit_pages"] for tier in load_report(llm.engine).tiers)
+
+    with LLM(second, **SETTINGS) as fresh:
+        right = texts(fresh)
+    with LLM(first, **(SETTINGS | tiers)) as llm:
+        before = texts(llm)
+        llm.generate(others, stop=STOP)
+        known = hits(llm)
+        assert texts(llm) == before
+        assert hits(llm) > known
+        llm.generate(others, stop=STOP)
+        llm.refit(second)
+        known = hits(llm)
+        assert texts(llm) == right
+        assert hits(llm) == known
+        llm.refit(first)
+        assert texts(llm) == before
+        assert hits(llm) > known
+    # The folder outlives the process; its pages keep their names.
+    with LLM(second, **(SETTINGS | tiers)) as llm:
+        assert texts(llm) == right
+
+
+@pytest.mark.full
+def test_adapters_apply_to_the_new_weights(tmp_path: Path, seed: int) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    adapter = make_adapter(tmp_path / "adapter", tiny_config("llama", **SIZES), seed, spread=0.3)
+
+    def with_adapter(llm: LLM) -> list[list[int]]:
+        return texts(llm, adapters=[llm.load_adapter(adapter)] * len(PROMPTS))
+
+    with LLM(second, enable_lora=True, **SETTINGS) as fresh:
+        right, plain = with_adapter(fresh), texts(fresh)
+    with LLM(first, enable_lora=True, **SETTINGS) as llm:
+        assert with_adapter(llm) != right
+        llm.refit(second)
+        assert with_adapter(llm) == right
+        assert texts(llm) == plain != right
+
+
+@pytest.mark.full
+def test_a_head_from_another_folder_keeps_its_weights_and_drafts_for_the_new_ones(
+    tmp_path: Path, seed: int
+) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    head = make_tiny_draft(tmp_path / "head", first, seed)
+    settings = SETTINGS | {"drafter": "eagle3", "draft_dir": head, "draft_gate": "fixed"}
+    with LLM(second, **SETTINGS) as fresh:
+        right = texts(fresh)
+    with LLM(second, **settings) as llm:
+        assert texts(llm) == right
+        drafted = llm.engine.counters()["accepted_tokens"]
+    with LLM(first, **settings) as llm:
+        texts(llm)
+        llm.refit(second)
+        known = llm.engine.counters()["accepted_tokens"]
+        assert texts(llm) == right
+        # The embedding and the head's other shared parts are the new ones.
+        assert llm.engine.counters()["accepted_tokens"] - known == drafted
 
 
 def test_requests_go_on_across_a_refit_with_private_pages(tmp_path: Path, seed: int) -> None:
