@@ -101,10 +101,20 @@ def test_the_root_itself_is_refused_as_such(path: str) -> None:
         components(path)
 
 
-def test_absolute_paths_are_refused_even_inside_the_root(tmp_path: Path, seed: int) -> None:
-    write_adapter(tmp_path / "good", seed)
-    with pytest.raises(InvalidRequest, match="absolute"):
-        add(Registry(tmp_path), str(tmp_path / "good"))
+def test_absolute_paths_name_what_lies_below_the_root_alone(tmp_path: Path, seed: int) -> None:
+    """Trainers name adapters so, and save them in folders like `.vllm_lora`."""
+    root = tmp_path / "root"
+    saved = write_adapter(root / ".saved" / "good", seed)
+    digest = add(Registry(root), str(saved))
+    assert copies(root) == [digest.hex()]
+    for other in (tmp_path / "root-2" / "good", tmp_path / "good"):
+        write_adapter(other, seed)
+        with pytest.raises(InvalidRequest, match="absolute"):
+            add(Registry(root), str(other))
+    with pytest.raises(InvalidRequest):
+        add(Registry(root), f"{root}/../good")
+    with pytest.raises(InvalidRequest):
+        add(Registry(root), str(root / ".weft" / digest.hex()))
 
 
 @pytest.mark.parametrize("link", ["folder", "parent", WEIGHTS, CONFIG])

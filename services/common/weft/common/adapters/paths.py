@@ -45,21 +45,26 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def components(path: str) -> list[str]:
+def components(path: str, root: Path | None = None) -> list[str]:
     """Splits a path into folders below the root.
+
+    Args:
+        root: Absolute paths may begin with it; None: there is none.
 
     Raises:
         InvalidRequest: The path leads out of the root, or into Weft's own folder.
     """
     if not path or len(path) > _MAX_PATH_CHARS or "\0" in path:
         raise _refused(f"give the adapter's folder, at most {_MAX_PATH_CHARS} characters")
+    if root is not None and path.startswith(f"{root.absolute()}/"):
+        path = path.removeprefix(f"{root.absolute()}/").lstrip("/")
     if path.startswith("/"):
-        raise _refused("give it relative to the adapter root, not as an absolute path")
+        raise _refused("give it relative to the adapter root: this absolute path is not below it")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not parts:
         raise _refused("give a folder in the adapter root, not the root itself")
-    if any(part.startswith(".") for part in parts):
-        raise _refused("`..` and hidden folders are not allowed")
+    if ".." in parts or COPIES in parts:
+        raise _refused(f"`..` and {COPIES} are not allowed")
     return parts
 
 
@@ -69,7 +74,7 @@ def copy_adapter(
     """Copies an adapter to its immutable place, unless it is already there; returns its digest.
 
     Args:
-        path: Path of the adapter's folder, relative to the root.
+        path: Path of the adapter's folder, relative to the root or below it.
         digest_of: Checks a folder and gives the digest of its content, 32 bytes.
         max_bytes: A larger adapter is refused.
 
@@ -78,7 +83,7 @@ def copy_adapter(
         Overloaded: The copy cannot be written.
         WeftError: Raised by `digest_of`: the files are not an adapter.
     """
-    parts = components(path)
+    parts = components(path, root)
     copies = root / COPIES
     temporary = copies / f"{_TEMPORARY}{secrets.token_hex(8)}"
     with _opened_folder(root, parts) as folder:

@@ -24,7 +24,7 @@ class LoadAdapterBody(Body):
     model: str | None = Field(None, description="base model; may be absent where there is one")
     lora_name: str = Field(description="what requests will call it")
     base_model_name: str | None = Field(None, description="another name of `model`")
-    lora_path: str = Field(description="folder of a PEFT adapter, relative to the adapter root")
+    lora_path: str = Field(description="folder of a PEFT adapter in the adapter root")
     load_inplace: bool | None = Field(
         None, description="replace other content of that name; default false"
     )
