@@ -249,6 +249,7 @@ EARLY = {
     "executor/adapter_projections.py",
     "loop/combinations.py",
     "parallel/shards.py",
+    "parallel/stages.py",
 }
 """Modules that `check_workers` asks, beside those of `weft.checkpoint`."""
 

@@ -29,7 +29,7 @@ FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
 _STEMS = {"both": "worker"}
 """What the names of workers begin with, where it is not their role."""
-_KEEPERS = frozenset(("draft-width", "tp", "window-pages", "config"))
+_KEEPERS = frozenset(("draft-width", "tp", "pp", "window-pages", "config"))
 """Flags of workers with which they may keep all pages of layers with sliding windows."""
 
 
@@ -236,6 +236,7 @@ def _worker(
                 "port": address.rpartition(":")[2],
                 "dtype": settings.dtype,
                 "tp": settings.tp if settings.tp > 1 else None,
+                "pp": settings.pp if settings.pp > 1 else None,
                 "ep": settings.ep if settings.ep > 1 else None,
                 "quantization": settings.quantization,
                 "trust-remote-code": True if settings.trust_remote_code else None,
@@ -286,7 +287,7 @@ def _frees_windows(settings: UpSettings) -> bool:
     no flag or environment variable of a worker needs all pages. Without prefill workers and KV
     stores each worker decides by itself.
     """
-    if settings.tp > 1 or not (_num_fillers(settings) or settings.kvstore):
+    if settings.tp * settings.pp > 1 or not (_num_fillers(settings) or settings.kvstore):
         return False
     words = shlex.split(settings.decode_args) + shlex.split(settings.prefill_args)
     names = [keeper.upper().replace("-", "_") for keeper in _KEEPERS]

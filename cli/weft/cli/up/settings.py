@@ -93,6 +93,7 @@ class UpSettings(Settings):
         "there, else the CPU",
     )
     tp: int = engine_setting("tp")
+    pp: int = engine_setting("pp")
     ep: int = engine_setting("ep")
     host: str = setting_of(ServiceSettings, "host")
     rest: bool = Field(True, description="serve REST")

@@ -95,6 +95,13 @@ class EngineConfig(PageConfig):
         ge=1,
         le=64,
     )
+    pp: int = setting(
+        "stages of the engine, processes that each hold consecutive layers with their weights and "
+        "KV, and hand the rows of each step on: pipeline parallelism, on CPUs",
+        1,
+        ge=1,
+        le=64,
+    )
     ep: int = setting(
         "ranks among which the experts of mixtures are divided whole, expert parallelism: 1, each "
         "rank has a part of every expert, or as many as tp",
@@ -567,6 +574,8 @@ class EngineConfig(PageConfig):
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
             ("device", devices in (1, self.tp), f"one device, or one for each of tp = {self.tp}"),
         ]
+        if self.pp > 1:
+            of_all += self._relations_of_stages()
         if self.tp == 1:
             return [*of_all, ("check_ranks", not self.check_ranks, "off with tp = 1")]
         return [
@@ -586,6 +595,25 @@ class EngineConfig(PageConfig):
             ("tp", self.draft_width == 1, "1 with draft_width > 1: ranks draft chains alone"),
         ]
 
+    def _relations_of_stages(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("pp", self.tp == 1, f"1 with tp = {self.tp}: a stage is one process"),
+            ("pp", not self.is_on_gpu, "1 on GPUs: stages hand rows on through sockets of a host"),
+            ("pp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
+            ("pp", not self.has_head, "1 with a draft head, which reads several stages"),
+            ("pp", self.drafter != "model", "1 with drafter = model, which has no stages"),
+            (
+                "pp",
+                not (self.enable_lora and self.lora_whole_matrices),
+                "1 with lora_whole_matrices, which are not sent to other stages",
+            ),
+        ]
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run the steps."""
+        return self.tp * self.pp
+
     def _relations_of_bindings(self) -> list[tuple[str, bool, str]]:
         nodes, cores, nics = self.numa_bind_nodes, self.numa_bind_cpus, self.nics
         is_named = bool(nodes or cores)
@@ -602,7 +630,11 @@ class EngineConfig(PageConfig):
                 "with numa_bind_nodes or numa_bind_cpus on a CPU",
             ),
             *(
-                (name, len(parts) in (1, self.tp), f"for all ranks, or for each of tp = {self.tp}")
+                (
+                    name,
+                    len(parts) in (1, self.num_ranks),
+                    f"for all ranks, or for each of {self.num_ranks}",
+                )
                 for name, parts in lists.items()
             ),
         ]
@@ -668,7 +700,7 @@ class EngineConfig(PageConfig):
         """Why the engine keeps pages that sliding windows have passed; empty: it frees them."""
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
-            (self.tp > 1, "ranks divide one page group"),
+            (self.num_ranks > 1, "ranks divide one page group"),
             (
                 self.window_pages == "auto"
                 and (self.fills_others or self.has_store or not self.never_fills),

@@ -79,12 +79,12 @@ def place_ranks(
     """Decides for each rank of an engine. Raises ConfigError if a node, a core or a network device
     that the settings name does not exist, or may not be used here.
     """
-    nodes = _of_each_rank(config.numa_bind_nodes, ",", config.tp)
-    cores = _of_each_rank(config.numa_bind_cpus, "|", config.tp)
-    nics = _of_each_rank(config.nics, "|", config.tp)
+    nodes = _of_each_rank(config.numa_bind_nodes, ",", config.num_ranks)
+    cores = _of_each_rank(config.numa_bind_cpus, "|", config.num_ranks)
+    nics = _of_each_rank(config.nics, "|", config.num_ranks)
     return tuple(
         _place(config, host, limits, rank, nodes[rank], cores[rank], nics[rank])
-        for rank in range(config.tp)
+        for rank in range(config.num_ranks)
     )
 
 
@@ -160,7 +160,7 @@ def _place(
         binding=binding,
         net_devices=net_devices,
         ports=_seen_ports(host, gpu),
-        notes=tuple(f"rank {rank}: {note}" if config.tp > 1 else note for note in notes),
+        notes=tuple(f"rank {rank}: {note}" if config.num_ranks > 1 else note for note in notes),
     )
 
 

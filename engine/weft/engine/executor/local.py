@@ -122,6 +122,7 @@ class LocalExecutor:
         blocks: Blocks of all ranks; None: the executor allocates its own.
         peers: Ranks with a GPU each, of which rank 0 draws for all; None: the model is on one
             device.
+        has_logits: Whether this process has the model's head; False: that is another stage's.
         media: Rows of media; None: prompts have none.
         refit: Changes the model's weights; None: they cannot be changed.
     """
@@ -151,6 +152,7 @@ class LocalExecutor:
         num_ranks: int = 1,
         rank: int = 0,
         peers: DevicePeers | None = None,
+        has_logits: bool = True,
         media: MediaEmbeddings | None = None,
         refit: Refit | None = None,
     ) -> None:
@@ -160,6 +162,7 @@ class LocalExecutor:
         """None if the last step verified no drafts."""
         self._model = model
         self._peers = peers
+        self._has_logits = has_logits and model.config.head == "tokens"
         self.media = media
         self.rotations: SlotRotations | None = None
         """None: rotations are by tokens' positions alone."""
@@ -423,10 +426,10 @@ class LocalExecutor:
 
     def run(self, arrays: StepArrays) -> torch.Tensor | None:
         """Runs a step given as arrays. Returns logits, [L, vocab] float32, or hidden states, [L,
-        hidden], of a model without an LM head; None if no row draws.
+        hidden], in a process without an LM head; None if no row draws.
         """
         hidden, _ = self._hidden(arrays)
-        if self._model.config.head != "tokens":
+        if not self._has_logits:
             return hidden if hidden.shape[0] else None
         return self._logits(hidden, arrays) if hidden.shape[0] else None
 

@@ -51,6 +51,7 @@ from weft.engine.executor.ranks.share import (
     media_of,
     peers_of,
     pool_of,
+    stage_of,
 )
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.features.constraints.constraints import Constraints
@@ -78,6 +79,7 @@ from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.refit import Refit
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.parallel.stages import describe_stages
 from weft.engine.requests.media_rows import EncoderFacts
 from weft.engine.requests.request import Request
 from weft.engine.sampling.device_draws import WAYS
@@ -141,7 +143,7 @@ def load_parts(
     ranks, model = None, check_combination(config)
     if config.is_on_gpu:
         ensure_triton_compiles()
-    if config.tp > 1:
+    if config.num_ranks > 1:
         own = replace(config, device=config.device_of_rank(0))
         ranks = Ranks(config, wake)
         config = own
@@ -189,7 +191,7 @@ def _load_parts(
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
-    shared = None if ranks is None or peers is None else SharedMemory(ranks, peers)
+    shared = None if ranks is None else SharedMemory(ranks, peers)
     media = media_of(config, loaded, device, peers)
     lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
@@ -199,6 +201,8 @@ def _load_parts(
     shards: list[str] = []
     if ranks is not None and peers is not None:
         shards = [describe_shards(loaded.config, ranks.pids, config.ep, peers.sums)]
+    elif ranks is not None:
+        shards = [describe_stages(loaded.config, config.pp, ranks.pids)]
     pool_tokens = (pools.num_pages - 1) * config.page_size
     max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")
@@ -361,6 +365,7 @@ def _load_models(
         task=config.task,
         peers=peers,
         ep=config.ep,
+        stage=None if ranks is None else stage_of(config, model, ranks),
         mtp_head=config.reads_mtp,
         max_context_tokens=config.max_context_tokens,
         images=config.has_tower(model),

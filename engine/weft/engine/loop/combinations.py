@@ -29,6 +29,7 @@ from weft.engine.base.config import (
 )
 from weft.engine.executor.adapter_projections import adapted_projections
 from weft.engine.parallel.shards import check_ranks
+from weft.engine.parallel.stages import check_stages
 
 MAX_FIXED_GROUP = 64
 """Most query heads of a KV head for deterministic attention on a GPU: a tile's rows."""
@@ -52,6 +53,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if isinstance(model, TransformersConfig):
         _check_transformers(config, model)
     check_ranks(folder, model, config.task, config.quantization, config.tp, config.ep)
+    has_images = config.has_tower(model)
+    check_stages(folder, model, config.task, config.pp, has_images=has_images)
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
     _check_pages_of_ranks(config, model)

@@ -130,7 +130,7 @@ class EngineWiring:
             lead_s=config.step_lead_s,
         )
         self.profiles = StepProfiles(
-            parts.executor, parts.local.profiler, self.out, clock, config.tp
+            parts.executor, parts.local.profiler, self.out, clock, config.num_ranks
         )
         self.weights = WeightControl(
             parts.executor,

@@ -135,6 +135,7 @@ def _read_lm_head(
 ) -> LMHead | None:
     if config.head != "tokens":
         return None
+    weights = weights.of_head()
     if config.tie_word_embeddings:
         return LMHead(weights.packed(embed_tokens))
     return LMHead(weights.packed(weights.vocabulary(name, *vocabulary_size(config))))
@@ -206,11 +207,12 @@ def _build_stack(
 ) -> Stack:
     cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
-    embed_tokens = weights.vocabulary("embed_tokens", *vocabulary_size(config))
+    top = weights.of_embedding(is_head=config.tie_word_embeddings)
+    embed_tokens = top.vocabulary("embed_tokens", *vocabulary_size(config))
     size, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):
-        layer = weights.at("layers").at(index)
+        layer = weights.at("layers").at(index).of_layer(index)
         layers.append(
             Layer(
                 index,
@@ -222,4 +224,4 @@ def _build_stack(
         )
     place_in_pools(config, layers)
     norm = Norm(weights.norm("norm", size), eps)
-    return Stack(embed_tokens, layers, norm, peers=weights.peers)
+    return Stack(embed_tokens, layers, norm, peers=weights.peers, stage=weights.stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,7 @@ from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import MediaEncoder, Model, ModelClass, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.refit import Refit, RefitSteps
+from weft.engine.model.stage import Stage
 from weft.engine.model.vision.tower import VisionTower
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.computed_format import ComputedFormat
@@ -101,6 +103,7 @@ def load_model(
     task: str = "auto",
     peers: Peers | None = None,
     ep: int = 1,
+    stage: Stage | None = None,
     mtp_head: bool = False,
     images: bool = False,
     max_context_tokens: int | None = None,
@@ -126,6 +129,7 @@ def load_model(
         peers: Ranks among which the products are divided; None: this process has the whole model.
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
             products.
+        stage: Layers that this process reads and runs; None: all.
         mtp_head: Whether to read the checkpoint's MTP head too.
         images: Whether to read the checkpoint's image tower too, whole on every rank. A number
             format that is made at load leaves it in floats.
@@ -179,6 +183,7 @@ def load_model(
             peers=peers,
             computed=None if of_tower else formats,
             parameters=parameters,
+            stage=None if of_tower else stage,
         )
 
     def on_meta(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
@@ -192,6 +197,14 @@ def load_model(
         with _SkipMetaChecks():
             _read_model(folder, config, None, build, on_meta, wanted)
 
+    def read_folder(folder: Path, progress: Progress | None, noted: _Read | None = None) -> _Parts:
+        with nullcontext() if stage is None else _SkipMetaChecks():
+            return _read_model(folder, config, progress, build, weights_of, wanted, noted)
+
+    def read_sent(sent: SentTensors) -> object:
+        with nullcontext() if stage is None else _SkipMetaChecks():
+            return _read_sent(sent, config, build, weights_of, wanted, read)
+
     wanted, read = _Wanted(mtp_head=mtp_head, tower=images), _Read()
     if dummy:
         reader = RandomWeights(target)
@@ -202,9 +215,7 @@ def load_model(
         digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
     else:
         with FileDigests(weight_files(model_dir)) as digests:
-            model, mtp, tower = _read_model(
-                model_dir, config, progress, build, weights_of, wanted, read
-            )
+            model, mtp, tower = read_folder(model_dir, progress, read)
             try:
                 digest = digest_of(digests.wait())
             except OSError as error:
@@ -212,8 +223,8 @@ def load_model(
     parts = _Parts(model, mtp, tower)
     _name(parts, digest)
     steps = RefitSteps(
-        lambda folder, told: _read_model(folder, config, told, build, weights_of, wanted),
-        lambda sent: _read_sent(sent, config, build, weights_of, wanted, read),
+        read_folder,
+        read_sent,
         lambda folder: ModelConfig.load(folder, max_context_tokens),
         check,
         digest_of,

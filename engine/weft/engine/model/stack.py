@@ -13,6 +13,7 @@ from weft.engine.model.layers.layer import Form, Layer, StackLayer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.per_layer import PerLayerEmbedding
 from weft.engine.model.layers.rotary import AxisTurns
+from weft.engine.model.stage import Stage
 from weft.engine.model.step import Inserted, Step
 from weft.kernels.ops.dense_run import DenseLayer, DenseRun
 from weft.kernels.ops.norm import AnyNorm, Norm
@@ -133,6 +134,7 @@ class Stack:
         copies: Copies | None = None,
         axes: AxisTurns | None = None,
         num_taps: int = 0,
+        stage: Stage | None = None,
     ) -> None:
         """Assembles the stack from its parts.
 
@@ -144,6 +146,7 @@ class Stack:
             copies: Makes the copies of the stream that the layers take, or None.
             axes: Makes rotations by several axes, or None.
             num_taps: First layers after which rows of media are added to the stream.
+            stage: The layers that run here; the others have no weights. None: all run here.
         """
         self.peers = peers
         """Ranks that have all other shares of the layers; None: there are none."""
@@ -153,14 +156,20 @@ class Stack:
         self.layers = tuple(layers)
         self._per_layer, self._positions, self._copies = per_layer, positions, copies
         self._axes, self._num_taps = axes, num_taps
-        self._whole = runs_of(layers)
+        self._stage = stage
+        own = layers if stage is None else layers[stage.layers.start : stage.layers.stop]
+        self._whole = runs_of(own)
         singles = (Run([layer]) for layer in layers[:num_taps])
         self._tapped = (*singles, *runs_of(layers[num_taps:])) if num_taps else self._whole
-        last = max(number for number, layer in enumerate(layers) if layer.mixer.has_own_kv)
-        self._last = layers[last]
-        """The last layer that stores K and V or states. Later layers compute only the wanted rows.
+        last = max(
+            (number for number, layer in enumerate(own) if layer.mixer.has_own_kv), default=None
+        )
+        self._last = None if last is None else own[last]
+        """The last layer here that stores K and V or states. Later layers compute only the wanted
+        rows. None: no layer here stores any.
         """
-        self._before_last, self._behind_last = runs_of(layers[:last]), runs_of(layers[last + 1 :])
+        before, behind = (own, ()) if last is None else (own[:last], own[last + 1 :])
+        self._before_last, self._behind_last = runs_of(before), runs_of(behind)
 
     def with_layers(self, layers: Sequence[StackLayer]) -> Stack:
         multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
@@ -173,11 +182,15 @@ class Stack:
             positions=self._positions,
             axes=self._axes,
             num_taps=self._num_taps,
+            stage=self._stage,
         )
 
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
-        (hidden, step), rows, peers = self._embed(step), step.logits_rows, self.peers
+        (hidden, step), rows, peers = self._enter(step), step.logits_rows, self.peers
+        if self._stage is not None and not self._stage.is_last:
+            self._leave(self._stage, run_all(self._whole, hidden, step, pool, taps, peers))
+            return hidden.new_zeros((rows.shape[0], hidden.shape[1]))
         if added := self._added(step):
             hidden = run_all(self._tapped, hidden, step, pool, taps, peers, added)
             return self._end(hidden if step.wants_all else hidden.index_select(0, rows))
@@ -185,11 +198,12 @@ class Stack:
             return self._end(run_all(self._whole, hidden, step, pool, taps, peers))
         # A row of a tree cannot become a request, since it does not see all rows before it, nor can
         # one that sees later rows.
-        if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees or step.sees_behind:
+        last = self._last
+        takes_all = 2 * rows.shape[0] > hidden.shape[0] or step.has_trees or step.sees_behind
+        if last is None or takes_all:
             hidden = run_all(self._whole, hidden, step, pool, taps, peers)
             return self._end(hidden.index_select(0, rows))
         # The last layer writes K and V of all rows, but computes only the wanted ones.
-        last = self._last
         stream = Stream(run_all(self._before_last, hidden, step, pool, taps, peers), taps, peers)
         stream.enter(last.number)
         query = last.mixer.write(last.begin(stream), step, pool)
@@ -204,6 +218,7 @@ class Stack:
 
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [T, hidden], the normalised hidden states of all rows."""
+        assert self._stage is None, "such steps are not divided among stages"
         hidden, step = self._embed(step)
         added = self._added(step)
         runs = self._tapped if added else self._whole
@@ -226,6 +241,19 @@ class Stack:
 
     def _end(self, stream: torch.Tensor) -> torch.Tensor:
         return self.norm(stream if self._copies is None else self._copies.merged(stream))
+
+    def _enter(self, step: Step) -> tuple[torch.Tensor, Step]:
+        """The stream as it enters this process's layers."""
+        if self._stage is None or self._stage.is_first:
+            return self._embed(step)
+        assert self._stage.neighbours is not None
+        shape = step.token_ids.shape[0], self.embed_tokens.shape[1]
+        hidden = self._stage.neighbours.receive(shape, self.embed_tokens.dtype)
+        return hidden, self.turned(step)
+
+    def _leave(self, stage: Stage, hidden: torch.Tensor) -> None:
+        assert stage.neighbours is not None
+        stage.neighbours.send(hidden)
 
     def _embed(self, step: Step) -> tuple[torch.Tensor, Step]:
         hidden = self.embed_tokens.index_select(0, step.token_ids)

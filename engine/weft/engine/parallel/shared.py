@@ -177,7 +177,7 @@ class SharedGroup:
         if lost:
             number = self._struct.round - self._first_round + 1
             if lost >= _DIFFER:
-                self._end(
+                self.fail(
                     f"rank {lost - _DIFFER} has another stream than rank {self.rank} before sum "
                     f"{number} of step {self.num_frames}"
                 )
@@ -290,9 +290,10 @@ class SharedGroup:
     def _lose(self, status: int, rank: int, what: str) -> None:
         if status == _STOPPED:
             raise RanksLost(f"{self.reason}, before {what}")
-        self._end(f"rank {rank} has not come to {what} within {self.limit_s:g} s")
+        self.fail(f"rank {rank} has not come to {what} within {self.limit_s:g} s")
 
-    def _end(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
+        """Ends the group for this reason. Raises RanksLost."""
         self.why = lambda: why
         self.stop()
         raise RanksLost(why)

@@ -59,9 +59,12 @@ from weft.engine.executor.ranks.share import (
 from weft.engine.executor.ranks.start import START_LIMIT_S
 from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.step_input import StepInput
+from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.parallel.stage_links import SocketStages, StageEnds
+from weft.engine.parallel.stages import names_of_neighbours
 from weft.engine.sampling.device_draws import WAYS
 
 UNBOUNDED = 1 << 62
@@ -69,8 +72,16 @@ UNBOUNDED = 1 << 62
 
 
 class FollowerGroup:
-    def __init__(self, link: RankLink, rank: int, group: SharedGroup, store_path: str) -> None:
+    def __init__(
+        self,
+        link: RankLink,
+        rank: int,
+        group: SharedGroup,
+        store_path: str,
+        neighbours: SocketStages | None,
+    ) -> None:
         self.rank = rank
+        self.neighbours: Neighbours | None = neighbours
         self.size = group.size
         self.group = group
         self.store_path = store_path
@@ -187,6 +198,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_ranks=config.tp,
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
+        has_logits=others.neighbours is None,
         media=media,
         refit=loaded.refit,
     )
@@ -253,8 +265,16 @@ def main(argv: list[str]) -> int:
         segment = Segment(memory, hello["segment"])
         rank = int(hello["rank"])
         checks = config.check_ranks
-        group = SharedGroup(segment, rank, config.tp, START_LIMIT_S, is_checked=checks)
-        others = FollowerGroup(link, rank, group, hello["store_path"])
+        group = SharedGroup(segment, rank, config.num_ranks, START_LIMIT_S, is_checked=checks)
+        neighbours = None
+        if config.pp > 1:
+            before, after = (
+                None if number < 0 else socket.socket(fileno=number)
+                for number in hello["stage_ends"]
+            )
+            names = names_of_neighbours(rank, config.pp)
+            neighbours = SocketStages(StageEnds(before, after), group, names)
+        others = FollowerGroup(link, rank, group, hello["store_path"], neighbours)
         if config.bindings:
             others.note(unbound(config.bindings[rank], f"rank {rank}"))
         executor, drafting = load(replace(config, device=config.device_of_rank(rank)), others)

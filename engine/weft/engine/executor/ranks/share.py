@@ -19,9 +19,11 @@ from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.states import RankBlocks
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.model.stage import Neighbours, Stage
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.parallel.stages import layers_of_stages, stage_of_rank
 from weft.engine.transfer.device_pages import DevicePages, PagePart
 from weft.kernels.ops.peers.spec import Peers
 
@@ -37,6 +39,8 @@ class RankGroup(Protocol):
     group: SharedGroup
     store_path: str
     """File at which the GPUs' ranks find one another."""
+    neighbours: Neighbours | None
+    """The stages beside this rank's; None: there are no stages."""
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int: ...
 
@@ -44,15 +48,20 @@ class RankGroup(Protocol):
 
 
 class SharedMemory:
-    """`RankMemory` for the adapters."""
+    """`RankMemory` for the adapters.
 
-    def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers) -> None:
-        self.rank, self.size = others.rank, others.size
+    Args:
+        peers: Ranks that divide the layers; None: each rank has whole layers, and one memory serves
+            all.
+    """
+
+    def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers | None) -> None:
+        self.rank, self.size = (0, 1) if peers is None else (others.rank, others.size)
         self.others, self._peers = others, peers
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
         """Raises ConfigError if the system refuses the memory, or if another rank is gone."""
-        if isinstance(self._peers, SharedGroup):
+        if self._peers is None or isinstance(self._peers, SharedGroup):
             segment = self.others.share(self.size * num_bytes)
             return segment.tensor((self.size, num_bytes), torch.uint8).unbind()
         memory = self._peers.memory(num_bytes)
@@ -60,12 +69,22 @@ class SharedMemory:
         return memory
 
 
+def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Stage | None:
+    """The stage of this rank; None: there are no stages."""
+    if config.pp == 1:
+        return None
+    number = stage_of_rank(others.rank, config.pp)
+    layers = layers_of_stages(model.num_layers, config.pp)[number]
+    return Stage(number, config.pp, layers, others.neighbours)
+
+
 def load_share(
-    config: EngineConfig, others: RankGroup, peers: Peers
+    config: EngineConfig, others: RankGroup, peers: Peers | None
 ) -> tuple[LoadedModel, DraftedModel | None]:
     """This rank's share of the model's weights, with all of its image tower; also the model with
     its draft head, if it has one. Raises ModelError or ConfigError if the weights cannot be used.
     """
+    model = ModelConfig.load(config.model_dir)
     loaded = load_model(
         config.model_dir,
         config.dtype,
@@ -76,10 +95,11 @@ def load_share(
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         peers=peers,
         ep=config.ep,
+        stage=stage_of(config, model, others),
         mtp_head=config.reads_mtp,
         is_fixed=config.deterministic,
         max_context_tokens=config.max_context_tokens,
-        images=config.has_tower(ModelConfig.load(config.model_dir)),
+        images=config.has_tower(model),
     )
     others.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)
@@ -104,10 +124,13 @@ def media_of(
 
 def peers_of(
     others: RankGroup, config: EngineConfig, device: torch.device
-) -> SharedGroup | DevicePeers:
-    """The memory through which ranks add up partial sums. All ranks map it; on GPUs it is the GPUs'
-    own. Raises ConfigError if the GPUs cannot map each other's memory.
+) -> SharedGroup | DevicePeers | None:
+    """The memory through which ranks add up partial sums; None: each has whole layers. All ranks
+    map it; on GPUs it is the GPUs' own. Raises ConfigError if the GPUs cannot map each other's
+    memory.
     """
+    if config.tp == 1:
+        return None
     if device.type == "cpu":
         return others.group
     from weft.engine.parallel.device_peers import DevicePeers, join
@@ -126,19 +149,22 @@ def pool_of(
 ) -> tuple[CacheLayout, RankPool | None]:
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
-    On a CPU all ranks share one pool, in which each rank has its heads of every page. On GPUs each
+    On a CPU all ranks share one pool, in which each rank has its heads or layers of every page. On
+    GPUs each
     rank has a separate pool, and rank 0 maps the pools of all ranks if pages leave the GPUs. So
     code that moves whole pages need not know of ranks. Raises ConfigError if the pool does not fit,
     or pages cannot leave these GPUs.
     """
     others = shared.others
     if config.is_on_gpu and not config.moves_pages:
-        return layout_of_rank(layout, others.size), None
+        return layout_of_rank(layout, shared.size), None
     if config.is_on_gpu:
         return _mapped_pool(shared, layout, num_pages)
     segment = others.share(num_pages * layout.page_bytes)
     whole = segment.tensor(layout.pool_shape(num_pages), dtype_of(layout.plane))
-    heads = kv_heads_of(layout.plane.heads, others.rank, others.size)
+    if shared.size == 1:
+        return layout, RankPool(whole, whole)
+    heads = kv_heads_of(layout.plane.heads, shared.rank, shared.size)
     return layout, RankPool(whole, whole[:, heads])
 
 

@@ -22,8 +22,11 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.placement import NET_VARIABLE, bound_command
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_to_json
 from weft.engine.executor.refits import RefitResult
+from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
+from weft.engine.parallel.stage_links import SocketStages, StageEnds, connected_ends
+from weft.engine.parallel.stages import names_of_neighbours, stage_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +58,15 @@ class Ranks:
         the ranks. Raises ConfigError if there is no shared memory, or no native operation to wait
         in it.
         """
-        self.size = config.tp
+        self.size = config.num_ranks
         threads = max(1, (config.num_threads or torch.get_num_threads()) // _sharing_ranks(config))
         torch.set_num_threads(threads)
         config = replace(config, num_threads=threads)
         self._limit_s = config.rank_timeout_s
         self._wake = wake
-        self._segment = Segment.create(segment_bytes(config.tp), "weft-ranks")
+        self._segment = Segment.create(segment_bytes(self.size), "weft-ranks")
         self.group = SharedGroup(
-            self._segment, 0, config.tp, START_LIMIT_S, is_checked=config.check_ranks
+            self._segment, 0, self.size, START_LIMIT_S, is_checked=config.check_ranks
         )
         """The shared memory through which the ranks communicate."""
         self.group.why = lambda: self._why
@@ -74,11 +77,18 @@ class Ranks:
         """What users should know of the other ranks."""
         self.store_path = f"{self._folder.name}/store"
         """File at which the GPUs' ranks find one another."""
+        ends = connected_ends(config.pp) if config.pp > 1 else []
+        self.neighbours: Neighbours | None = None
+        """The stages beside that of rank 0; None: there are no stages."""
+        if ends:
+            names = names_of_neighbours(0, config.pp)
+            self.neighbours = SocketStages(ends[-1], self.group, names)
+        self._ends = ends
         self._followers: list[_Follower] = []
         self._is_ready = False
         self._watcher: threading.Thread | None = None
         try:
-            for rank in range(1, config.tp):
+            for rank in range(1, self.size):
                 self._followers.append(self._start(config, rank))
         except BaseException:
             self.close()
@@ -94,11 +104,15 @@ class Ranks:
         if binding.net_devices:
             environment[NET_VARIABLE] = binding.net_devices
         command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
-        with theirs:
+        ends = StageEnds(None, None)
+        if self._ends:
+            ends = self._ends[stage_of_rank(rank, config.pp)]
+        numbers = [-1 if end is None else end.fileno() for end in ends]
+        with theirs, contextlib.closing(ends):
             process = subprocess.Popen(
                 bound_command(command, binding),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *(number for number in numbers if number >= 0)),
                 env=environment,
             )
         link = RankLink(ours)
@@ -107,6 +121,7 @@ class Ranks:
             "rank": rank,
             "segment": self._segment.size,
             "store_path": self.store_path,
+            "stage_ends": numbers,
             "log_level": logging.getLogger().getEffectiveLevel(),
         }
         with contextlib.suppress(LinkClosed):  # The next `agree` reports it.
@@ -198,6 +213,8 @@ class Ranks:
         for follower in self._followers:
             os.close(follower.pidfd)
         self._followers = []
+        for ends in self._ends:
+            ends.close()
         self._folder.cleanup()
 
     def _receive(self, follower: _Follower) -> dict[str, Any]:
@@ -253,5 +270,5 @@ class Ranks:
 def _sharing_ranks(config: EngineConfig) -> int:
     """Number of ranks among which the threads are divided: those on the cores of rank 0."""
     if config.num_threads or not config.bindings:
-        return config.tp
+        return config.num_ranks
     return sum(one.cores == config.bindings[0].cores for one in config.bindings)

@@ -130,12 +130,14 @@ def _build_stack(
     config: ModelConfig, parts: DecoderConfig, weights: Weights, rotaries: Rotaries
 ) -> Stack:
     names, of_layers = config.names, weights.at(config.names.layers)
-    embed_tokens = weights.vocabulary(names.embedding, *vocabulary_size(config))
+    top = weights.of_embedding(is_head=config.tie_word_embeddings)
+    embed_tokens = top.vocabulary(names.embedding, *vocabulary_size(config))
 
     def layer(index: int) -> StackLayer:
         number, feed = names.blocks[index] if names.blocks else (index, index)
-        of_feed = None if feed is None or index in parts.without_feed else of_layers.at(feed)
-        own = of_layers.at(number)
+        own, of_feed = of_layers.at(number).of_layer(index), None
+        if feed is not None and index not in parts.without_feed:
+            of_feed = of_layers.at(feed).of_layer(index)
         made = _layer(config, parts, index, own, of_feed, rotaries)
         if parts.altup is None:
             return made
@@ -161,6 +163,7 @@ def _build_stack(
         copies,
         axes,
         num_taps,
+        weights.stage,
     )
 
 

@@ -35,6 +35,8 @@ class RandomWeights:
         with deviation 0.02, cutting parts from the whole tensor. Integers are uniform and FP8 is
         normal, with scales that give about the same deviation.
         """
+        if out.is_meta:
+            return  # Another stage has the parameter.
         if out.dtype == torch.uint8 and part.name.endswith("_scales"):
             out.fill_(_MXFP4_SCALE)
         elif out.dtype == torch.float8_e4m3fn and part.name.endswith("weight_scale"):

@@ -8,6 +8,7 @@ from copy import copy
 from typing import Protocol
 
 import torch
+from weft.engine.model.stage import Stage
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.refill import Parameters
@@ -75,6 +76,7 @@ class Weights:
         peers: Peers | None = None,
         computed: ComputedFormat | None = None,
         parameters: Parameters | None = None,
+        stage: Stage | None = None,
     ) -> None:
         """All parameters of a checkpoint.
 
@@ -86,6 +88,7 @@ class Weights:
             peers: Ranks that have all other shares; None: there are none.
             computed: Counts the number formats of packed products; None: a new count.
             parameters: Records what is read; None: a new record.
+            stage: The layers of this process; None: it has all of them.
         """
         self.dtype = dtype
         self.device = device
@@ -93,6 +96,8 @@ class Weights:
         self.expert_shard = expert_shard
         self.peers = peers
         """Ranks that have all other shares; None: there are none."""
+        self.stage = stage
+        """The layers of this process; None: it has all of them."""
         self.arena = arena or WeightArena()
         """Memory for packed weights, one arena for the whole model."""
         self.reader = reader
@@ -118,6 +123,28 @@ class Weights:
         """The same parameters, read through another reader."""
         other = copy(self)
         other.reader = reader
+        return other
+
+    def of_layer(self, index: int) -> Weights:
+        """These parameters, which are one layer's. If the layer is in another stage, they are on
+        the meta device: names and shapes are checked, and nothing is read.
+        """
+        return self if self.stage is None or index in self.stage.layers else self._elsewhere()
+
+    def of_embedding(self, *, is_head: bool) -> Weights:
+        """As `of_layer`, for the embedding of tokens, which may be the LM head's matrix too."""
+        stage = self.stage
+        is_here = stage is None or stage.is_first or (is_head and stage.is_last)
+        return self if is_here else self._elsewhere()
+
+    def of_head(self) -> Weights:
+        """As `of_layer`, for the LM head."""
+        return self if self.stage is None or self.stage.is_last else self._elsewhere()
+
+    def _elsewhere(self) -> Weights:
+        other = copy(self)
+        other.device, other.arena = torch.device("meta"), WeightArena()
+        other._computed, other._parameters = ComputedFormat(), Parameters()
         return other
 
     def full_name(self, name: str) -> str:

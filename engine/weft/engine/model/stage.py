@@ -1,0 +1,48 @@
+"""The stage of a pipeline that a process computes: consecutive layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Neighbours(Protocol):
+    """The stages before and after one stage. Each step goes through all of them once, in the order
+    of the steps.
+    """
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The residual stream of the step's rows as it leaves the stage before, on this stage's
+        device. Raises RanksLost if it does not come, or has another shape.
+        """
+        ...
+
+    def send(self, stream: torch.Tensor) -> None:
+        """Hands the residual stream, [T, H], to the stage after. Raises RanksLost if that is gone
+        or does not take it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The first stage embeds tokens, the last one has the final norm and the LM head."""
+
+    number: int
+    count: int
+    """Stages of the pipeline."""
+    layers: range
+    """Indices of its layers."""
+    neighbours: Neighbours | None = None
+    """None: only the weights are read, and no step runs."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1

@@ -1,0 +1,75 @@
+"""Stages of a pipeline: which layers each has, and which models take them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.pooling import load_pooling
+from weft.contract.errors import ConfigError
+
+
+def layers_of_stages(num_layers: int, count: int) -> list[range]:
+    """The layers of each stage. Where they cannot be divided evenly, the first stages have one
+    more: the last one also has the LM head.
+    """
+    share, more = divmod(num_layers, count)
+    ends = [(stage + 1) * share + min(stage + 1, more) for stage in range(count)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def stage_of_rank(rank: int, count: int) -> int:
+    """Rank 0 has the last stage, since it draws the tokens; the others follow in order."""
+    return (rank - 1) % count
+
+
+def check_stages(
+    model_dir: Path, config: ModelConfig, task: str, count: int, *, has_images: bool
+) -> None:
+    """Checks that stages can serve a model.
+
+    Args:
+        task: As in `load_pooling`.
+        has_images: Whether the engine loads the model's image tower.
+
+    Raises:
+        ModelError, ConfigError: They cannot; the message says why, and what to set instead.
+    """
+    if count == 1:
+        return
+    task = load_pooling(model_dir, task).task
+    parts = config.decoder
+    shares_kv = any(config.kv_source(layer) != layer for layer in config.attention_layers)
+    reasons = (
+        (config.num_layers < count, f"the model has {config.num_layers} layers"),
+        (task != "generate", f"the model serves the task {task}, whose vectors stages do not make"),
+        (
+            parts is not None and (parts.altup is not None or parts.per_layer is not None),
+            f"layers of {config.architecture} read more than the residual stream",
+        ),
+        (shares_kv, f"layers of {config.architecture} read the K and V of other layers"),
+        (has_images, "stages take no rows of images; take --language-model-only as well, or"),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            raise ConfigError(f"pp = {count}: {reason}; take pp = 1", param="pp")
+
+
+def names_of_neighbours(rank: int, count: int) -> tuple[str, str]:
+    """Names of the stages before and after a rank's, for messages."""
+    stage = stage_of_rank(rank, count)
+    before, after = (
+        f"stage {other} (rank {(other + 1) % count})" for other in (stage - 1, stage + 1)
+    )
+    return before, after
+
+
+def describe_stages(config: ModelConfig, count: int, pids: Sequence[int]) -> str:
+    """The stages in one line, for logs and status."""
+    layers = layers_of_stages(config.num_layers, count)
+    told = ", ".join(
+        f"layers {layers[stage].start} to {layers[stage].stop - 1} in process {pids[rank]}"
+        for stage, rank in sorted((stage_of_rank(rank, count), rank) for rank in range(count))
+    )
+    return f"pipeline: {count} stages, {told}, which draws; KV pages lie in shared memory"

@@ -1,0 +1,287 @@
+"""Stages of a pipeline make the text that one process makes, bit for bit, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ConfigError, RanksLost
+from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.engine.parallel.stages import check_stages, layers_of_stages
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.engine.tier_bench import TierBench
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.fp8_models import fp8_copy
+from weft.testing.models.lora_reference import BASE, PeftModels
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.quantised_models import quantised_copy
+from weft.testing.models.reference_models import make_reference
+from weft.testing.models.tiny_drafts import make_tiny_draft
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE, VOCAB, LIMIT_S = 8, 517, 3.0
+LATE_S = 60.0
+"""Time that a busy machine may take beyond a limit."""
+GREEDY = SamplingParams(temperature=0.0)
+FULL = pytest.mark.full
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    sizes = {"page_size": PAGE, "prefill_chunk_tokens": 24, "max_step_tokens": 48, "num_pages": 24}
+    sizes |= {"max_running_requests": 8, "rank_timeout_s": 60.0, "poison_free_pages": True}
+    drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 3}
+    return LLM(folder, **{"dtype": "float32"} | sizes | drafts | settings)
+
+
+def random_prompts(lengths: tuple[int, ...], vocab: int = VOCAB) -> list[list[int]]:
+    shared = [random.randrange(3, vocab) for _ in range(40)]
+    return [(shared + [random.randrange(3, vocab) for _ in range(n)])[-n:] for n in lengths]
+
+
+def sampled(rows: int) -> list[SamplingParams]:
+    """Greedy, drawn, penalised and constrained ones, and ones that repeat themselves."""
+    kinds = (
+        GREEDY,
+        SamplingParams(temperature=0.8, top_k=20, seed=random.randrange(1 << 60)),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(GREEDY, constraint=Constraint(kind="regex", text="[ab]{3,9}c")),
+        replace(GREEDY, logit_bias=dict.fromkeys((7, 8, 9), 50.0)),
+    )
+    return [kinds[row % len(kinds)] for row in range(rows)]
+
+
+def run(llm: LLM, prompts: list[list[int]], kinds: list[SamplingParams]) -> list[Any]:
+    """Tokens, ends and log-probabilities, prefix hits among them."""
+    stop = StopCriteria(max_tokens=30)
+    found = llm.generate(prompts, kinds, stop, top_logprobs=2)
+    found += llm.generate(prompts, kinds, stop, prompt_logprobs=1)
+    for _ in range(2):
+        found += llm.generate(prompts[1:2], GREEDY, stop)
+    scored = [[*one.logprobs, *one.prompt_logprobs] for one in found]
+    return [
+        (one.token_ids, one.finish_reason, [token.logprob for token in tokens])
+        for one, tokens in zip(found, scored, strict=True)
+    ]
+
+
+def generate_on_and_on(llm: LLM) -> None:
+    while True:
+        llm.generate(random_prompts((50, 20)), stop=StopCriteria(max_tokens=60))
+
+
+CASES = [
+    ("llama", 2),
+    pytest.param("llama", 3, marks=FULL),
+    pytest.param("mistral", 3, marks=FULL),
+    pytest.param("qwen3_moe", 2, marks=FULL),
+    pytest.param("qwen2", 2, marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("kind", "count"), CASES)
+def test_texts_are_those_of_one_process(kind: str, count: int, tmp_path: Path, seed: int) -> None:
+    """With prompts in chunks, prefix hits, drafts, constraints, and too few pages for all."""
+    folder = make_tiny(kind, tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
+    prompts = random_prompts((5, 90, 41, 77, 12, 100))
+    kinds = sampled(len(prompts))
+    with make_llm(folder) as llm:
+        alone = run(llm, prompts, kinds)
+    with make_llm(folder, pp=count) as llm:
+        (notice,) = (text for text in llm.engine.info.notices if "pipeline" in text)
+        assert f"{count} stages" in notice
+        assert run(llm, prompts, kinds) == alone
+        counters = llm.engine.counters()
+    for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):
+        assert counters[name] > 0, (name, counters)
+
+
+@FULL
+@pytest.mark.parametrize("name", [*FAMILIES, *MOE_FAMILIES])
+def test_texts_of_other_families_are_those_of_one_process(
+    name: str, tmp_path: Path, seed: int
+) -> None:
+    """With experts, latents, windows, recurrent layers and layers of several shapes."""
+    folder = tmp_path / "model"
+    if name in FAMILIES:
+        make_family(name, folder, seed)
+    else:
+        kind, fields = MOE_FAMILIES[name]
+        make_reference(kind, folder, seed, **fields)
+    config = ModelConfig.load(folder)
+    try:
+        check_stages(folder, config, "auto", 2, has_images=False)
+    except ConfigError as error:
+        pytest.skip(f"no stages: {error}")
+    check_greedy(folder, random_prompts((5, 60, 33), 250), language_model_only=True)
+
+
+def check_greedy(folder: Path, prompts: list[list[int]], **settings: Any) -> None:
+    """The texts of two stages are those of one process; asked twice, for prefix hits."""
+    stop, found = StopCriteria(max_tokens=16, ignore_eos=True), []
+    for count in (1, 2):
+        with make_llm(folder, num_pages=96, pp=count, **settings) as llm:
+            samples = [*llm.generate(prompts, GREEDY, stop), *llm.generate(prompts, GREEDY, stop)]
+            found.append([sample.token_ids for sample in samples])
+    assert found[0] == found[1]
+
+
+@FULL
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("form", ["fp8", "int8", "load int8", "load int4"])
+def test_texts_of_quantised_weights_are_those_of_one_process(
+    form: str, kind: str, tmp_path: Path, seed: int
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    folder = make_tiny(kind, tmp_path / "model", seed, tokenizer=True, vocab_size=VOCAB, **sizes)
+    settings: dict[str, Any] = {}
+    if form == "fp8":
+        folder = fp8_copy(folder, tmp_path / "quantised", "blocks")[0]
+    elif form == "int8":
+        folder = quantised_copy(folder, tmp_path / "quantised")
+    else:
+        settings = {"quantization": form.removeprefix("load ")}
+    check_greedy(folder, random_prompts((5, 60, 33)), **settings)
+
+
+@FULL
+def test_adapters_change_the_layers_of_all_stages(tmp_path: Path, seed: int) -> None:
+    folder = make_tiny("llama", tmp_path / "model", seed, vocab_size=VOCAB)
+    models = PeftModels(folder, tmp_path)
+    models.add(seed, r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    models.add(seed + 1, r=4, target_modules=["embed_tokens", "lm_head", "o_proj"])
+    names = ("q", "k", "v", "o", "gate", "up", "down", "embed_tokens", "lm_head")
+    stop = StopCriteria(max_tokens=6, ignore_eos=True)
+    with make_llm(folder, pp=2, enable_lora=True, max_loras=2, lora_projections=names) as llm:
+        for directory in models.directories.values():
+            llm.load_adapter(directory)
+        digests = [*models.digests, BASE, *models.digests]
+        prompts = random_prompts((20, 31, 9, 40, 11))
+        samples = llm.generate(prompts, stop=stop, top_logprobs=20, adapters=digests)
+    for prompt, adapter, sample in zip(prompts, digests, samples, strict=True):
+        models.check(adapter, prompt, sample)
+
+
+@FULL
+@pytest.mark.parametrize("model", ["qwen3", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("owner", "filler"),
+    [({}, {"pp": 2}), ({"pp": 2}, {}), ({"pp": 2}, {"pp": 3}), ({"tp": 2}, {"pp": 2})],
+)
+def test_a_prompt_is_shipped_between_workers_with_stages_and_without(
+    owner: dict[str, int], filler: dict[str, int], model: str, tmp_path: Path, seed: int
+) -> None:
+    folder = tmp_path / "model"
+    if model == "qwen3":
+        make_tiny("qwen3", folder, seed, num_attention_heads=8)
+    else:
+        make_family(model, folder, seed)
+    clock, one = ManualClock(), {"num_threads": 1}
+    pair = EnginePair(
+        make_engine(folder, "decode", clock, **owner, **one),
+        [make_engine(folder, "prefill", clock, worker_id="p0", **filler, **one)],
+        clock,
+    )
+    try:
+        (prompt,) = random_prompts((6 * PAGE + 3,), 250)
+        (alone,) = pair.finish(pair.submit(prompt, candidates=[]))
+        pair.owner.memory.flush_cache()
+        request_id = pair.submit(prompt)
+        assert pair.finish(request_id) == [alone]
+        (fill,) = pair.answers[request_id].finished[0].timeline.fills
+        assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+        pair.settle()
+    finally:
+        pair.close()
+
+
+@FULL
+def test_pages_of_all_stages_come_back_from_host_memory_and_disk(tmp_path: Path, seed: int) -> None:
+    folder = make_tiny("qwen3", tmp_path / "model", seed)
+    small = {"num_pages": 40, "host_cache_bytes": 1 << 18, "load_back_threshold": 0}
+    small |= {"disk_cache_dir": tmp_path, "prefill_chunk_tokens": 4 * PAGE, "num_threads": 1}
+    bench = TierBench(folder, 20 * PAGE, pp=2, **small)
+    try:
+        (prompt,) = random_prompts((19 * PAGE + 3,), 500)
+        expected = bench.ask(prompt)
+        bench.push_out()
+        assert bench.ask(prompt) == expected
+        assert bench.counters("host")["corrupt_pages"] == 0
+        assert sum(bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")) > 0
+        bench.settle()
+    finally:
+        bench.pair.close()
+
+
+@FULL
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_stage_that_is_lost_ends_the_engine_in_time(how: str, tmp_path: Path, seed: int) -> None:
+    folder = make_tiny("llama", tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
+    limits = {"rank_timeout_s": LIMIT_S} if how == "stopped" else {}
+    before = psutil.Process().children()
+    with make_llm(folder, pp=2, **limits) as llm:
+        ranks = [one for one in psutil.Process().children() if one not in before]
+        struck_at = 0.0
+
+        def strike() -> None:
+            nonlocal struck_at
+            struck_at = time.monotonic()
+            os.kill(ranks[0].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+        timer = threading.Timer(0.3, strike)
+        timer.start()
+        wanted = "rank 1.*signal 9" if how == "killed" else r"stage 0 \(rank 1\).*have not come"
+        with pytest.raises(RanksLost, match=wanted):
+            generate_on_and_on(llm)
+        timer.join()
+        assert time.monotonic() - struck_at < LIMIT_S + LATE_S
+        with pytest.raises(RanksLost):
+            llm.engine.turn()
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_layers_are_divided_evenly_and_the_first_stages_have_more() -> None:
+    for num_layers in range(1, 20):
+        for count in range(1, num_layers + 1):
+            layers = layers_of_stages(num_layers, count)
+            assert [one for stage in layers for one in stage] == list(range(num_layers))
+            sizes = [len(stage) for stage in layers]
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[0] - sizes[-1] <= 1
+
+
+def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "model", 0)
+    with pytest.raises(ConfigError, match="has 3 layers; take pp = 1"):
+        LLM(folder, pp=4)
+    with pytest.raises(ConfigError, match="pp = 2: must be 1 with tp = 2"):
+        LLM(folder, pp=2, tp=2)
+    with pytest.raises(ConfigError, match="1 on GPUs"):
+        LLM(folder, pp=2, device="cuda")
+    head = make_tiny_draft(tmp_path / "head", folder, 1)
+    with pytest.raises(ConfigError, match="1 with a draft head"):
+        LLM(folder, pp=2, draft_dir=head)
+    with pytest.raises(ConfigError, match="drafter = model"):
+        LLM(folder, pp=2, drafter="model", draft_dir=folder)
+    whole = {"lora_whole_matrices": 1, "lora_projections": ("q", "lm_head")}
+    with pytest.raises(ConfigError, match="lora_whole_matrices"):
+        LLM(folder, pp=2, enable_lora=True, **whole)
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    with pytest.raises(ConfigError, match="task embed"):
+        LLM(folder, pp=2)
