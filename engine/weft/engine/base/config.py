@@ -102,6 +102,26 @@ class EngineConfig(PageConfig):
         ge=1,
         le=64,
     )
+    hosts: int = setting(
+        "hosts of the engine, with one stage on each: as many as pp",
+        1,
+        ge=1,
+        le=64,
+    )
+    host_rank: int = setting(
+        "number of this host, from 0; host 0 serves requests, and the others follow its steps",
+        0,
+        ge=0,
+        le=63,
+    )
+    rendezvous: str = setting(
+        "with hosts: host:port at which host 0 listens and the others reach it",
+        "",
+    )
+    tls_cert: Path | None = None
+    """Certificate with which hosts know one another; None: the mesh has no TLS."""
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
     ep: int = setting(
         "ranks among which the experts of mixtures are divided whole, expert parallelism: 1, each "
         "rank has a part of every expert, or as many as tp",
@@ -571,6 +591,7 @@ class EngineConfig(PageConfig):
     def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
         devices = len(self.device.split(","))
         of_all = [
+            ("hosts", self.hosts in (1, self.pp), f"1, or as many as pp = {self.pp}"),
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
             ("device", devices in (1, self.tp), f"one device, or one for each of tp = {self.tp}"),
         ]
@@ -596,6 +617,7 @@ class EngineConfig(PageConfig):
         ]
 
     def _relations_of_stages(self) -> list[tuple[str, bool, str]]:
+        is_divided = self.hosts > 1
         return [
             ("pp", self.tp == 1, f"1 with tp = {self.tp}: a stage is one process"),
             ("pp", not self.is_on_gpu, "1 on GPUs: stages hand rows on through sockets of a host"),
@@ -607,6 +629,19 @@ class EngineConfig(PageConfig):
                 not (self.enable_lora and self.lora_whole_matrices),
                 "1 with lora_whole_matrices, which are not sent to other stages",
             ),
+            ("host_rank", self.host_rank < self.hosts, f"below hosts = {self.hosts}"),
+            (
+                "rendezvous",
+                not is_divided or ":" in self.rendezvous,
+                f"host:port of host 0, with hosts = {self.hosts}",
+            ),
+            (
+                "hosts",
+                not (is_divided and self.moves_pages),
+                "1 on workers whose pages leave their pool: take no tiers, no KV store, "
+                f"--transport data and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+            ),
+            ("hosts", not (is_divided and self.enable_lora), "1 with adapters"),
         ]
 
     @property

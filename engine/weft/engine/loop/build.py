@@ -44,6 +44,8 @@ from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.executor.memory_plan import (
     time_token,
 )
+from weft.engine.executor.ranks.hosts import HostRanks
+from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import RankedExecutor
 from weft.engine.executor.ranks.share import (
     SharedMemory,
@@ -140,12 +142,13 @@ def load_parts(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
-    ranks, model = None, check_combination(config)
+    ranks: RankLeader | None = None
+    model = check_combination(config)
     if config.is_on_gpu:
         ensure_triton_compiles()
     if config.num_ranks > 1:
         own = replace(config, device=config.device_of_rank(0))
-        ranks = Ranks(config, wake)
+        ranks = Ranks(config, wake) if config.hosts == 1 else HostRanks(config, wake)
         config = own
     device = find_device(config)
     try:
@@ -176,7 +179,7 @@ def _load_parts(
     config: EngineConfig,
     model: ModelConfig,
     device: torch.device,
-    ranks: Ranks | None,
+    ranks: RankLeader | None,
     wake: Callable[[], None],
     progress: Progress,
 ) -> EngineComponents:
@@ -199,10 +202,10 @@ def _load_parts(
         config, loaded, layout, models.max_context_tokens, models.draft, device, lora, ranks
     )
     shards: list[str] = []
-    if ranks is not None and peers is not None:
+    if isinstance(ranks, Ranks) and peers is not None:
         shards = [describe_shards(loaded.config, ranks.pids, config.ep, peers.sums)]
     elif ranks is not None:
-        shards = [describe_stages(loaded.config, config.pp, ranks.pids)]
+        shards = [describe_stages(loaded.config, config.pp, ranks.places)]
     pool_tokens = (pools.num_pages - 1) * config.page_size
     max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")
@@ -348,7 +351,7 @@ def _load_models(
     config: EngineConfig,
     model: ModelConfig,
     device: torch.device,
-    ranks: Ranks | None,
+    ranks: RankLeader | None,
     peers: Peers | None,
     progress: Progress,
 ) -> _Models:

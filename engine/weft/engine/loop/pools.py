@@ -24,7 +24,7 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     with_media,
 )
-from weft.engine.executor.ranks.start import Ranks
+from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank
 
@@ -74,7 +74,7 @@ def size_pools(
     draft: DraftPool | None,
     device: torch.device,
     lora: LoraPool | None,
-    ranks: Ranks | None,
+    ranks: RankLeader | None,
 ) -> Pools:
     """Computes the sizes of the pools, on the rank that has the least memory.
 

@@ -15,6 +15,7 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
+from weft.engine.model.stage import Stage
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear import linear
@@ -80,6 +81,8 @@ class DecoderOnlyLM:
         self, config: ModelConfig, weights: Weights, stack: Stack, head_name: str = "lm_head"
     ) -> None:
         self.config = config
+        self.stage = weights.stage
+        """The layers that run here; None: all of them."""
         self.dtype = weights.dtype
         self.model = stack
         self._lm_head = _read_lm_head(config, weights, stack.embed_tokens, head_name)
@@ -96,7 +99,8 @@ class DecoderOnlyLM:
         return self._lm_head
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        return paged_layout(self.config.page_planes, self.dtype, page_size)
+        planes = planes_of_stage(self.config, self.stage)
+        return paged_layout(planes, self.dtype, page_size)
 
     def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`. `taps` gets
@@ -174,11 +178,24 @@ def paged_layout(page_planes: PagePlanes, dtype: torch.dtype, page_size: int) ->
     return CacheLayout(page_size, tuple(groups))
 
 
-def place_in_pools(config: ModelConfig, layers: Sequence[StackLayer]) -> None:
+def planes_of_stage(config: ModelConfig, stage: Stage | None) -> PagePlanes:
+    """`ModelConfig.page_planes` of the layers whose K and V lie in the pages of this process."""
+    if stage is None:
+        return config.page_planes
+    return [
+        (reach, [(heads, dim, stage.of_pages(layers)) for heads, dim, layers in planes])
+        for reach, planes in config.page_planes
+    ]
+
+
+def place_in_pools(
+    config: ModelConfig, layers: Sequence[StackLayer], stage: Stage | None = None
+) -> None:
     """Assigns the layers of a stack to page groups. Call it before runs are made."""
-    places = places_in_pools(config.page_planes)
+    places = places_in_pools(planes_of_stage(config, stage))
     for number in config.attention_layers:
-        layers[number].mixer.move(*places[config.kv_source(number)])
+        if (source := config.kv_source(number)) in places:
+            layers[number].mixer.move(*places[source])
 
 
 def places_in_pools(page_planes: PagePlanes) -> dict[int, tuple[int, int, PlaneInPage | None]]:
@@ -222,6 +239,6 @@ def _build_stack(
                 mlp(config, index, layer.at("mlp")),
             )
         )
-    place_in_pools(config, layers)
+    place_in_pools(config, layers, weights.stage)
     norm = Norm(weights.norm("norm", size), eps)
     return Stack(embed_tokens, layers, norm, peers=weights.peers, stage=weights.stage)

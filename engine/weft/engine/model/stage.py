@@ -38,10 +38,18 @@ class Stage:
     """Indices of its layers."""
     neighbours: Neighbours | None = None
     """None: only the weights are read, and no step runs."""
+    has_own_pages: bool = False
+    """Whether its pages and states have room for its layers alone; else for all layers, since all
+    stages share them.
+    """
 
     @property
     def is_first(self) -> bool:
         return self.number == 0
+
+    def of_pages(self, layers: Sequence[int]) -> list[int]:
+        """Those of the layers whose data lie in the pages and states of this process."""
+        return [layer for layer in layers if not self.has_own_pages or layer in self.layers]
 
     @property
     def is_last(self) -> bool:

@@ -65,11 +65,11 @@ def names_of_neighbours(rank: int, count: int) -> tuple[str, str]:
     return before, after
 
 
-def describe_stages(config: ModelConfig, count: int, pids: Sequence[int]) -> str:
-    """The stages in one line, for logs and status."""
+def describe_stages(config: ModelConfig, count: int, places: Sequence[str]) -> str:
+    """The stages in one line, for logs and status. `places` tells where each rank runs."""
     layers = layers_of_stages(config.num_layers, count)
     told = ", ".join(
-        f"layers {layers[stage].start} to {layers[stage].stop - 1} in process {pids[rank]}"
+        f"layers {layers[stage].start} to {layers[stage].stop - 1} on {places[rank]}"
         for stage, rank in sorted((stage_of_rank(rank, count), rank) for rank in range(count))
     )
-    return f"pipeline: {count} stages, {told}, which draws; KV pages lie in shared memory"
+    return f"pipeline: {count} stages, {told}, which draws"

@@ -11,6 +11,7 @@ from weft.common.rpc.server import run
 from weft.common.settings import load_settings, require_paths, with_settings_of
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.host import run_worker
+from weft.common.worker.other_host import follow_first_host
 from weft.common.worker.prefill_service import PrefillService
 from weft.common.worker.role import RoleService
 from weft.common.worker.settings import OF_DECODE, WorkerSettings, engine_setting
@@ -47,4 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the service; returns the exit status."""
     settings = load_settings(DecodeSettings, sys.argv[1:] if argv is None else argv)
     require_paths(settings)
+    if settings.host_rank:
+        return follow_first_host(settings, settings.role)
     return run(run_worker(settings, settings.role, _SERVICES[settings.role]))

@@ -47,6 +47,7 @@ from weft.engine.executor.ranks.frames import (
     Tokens,
     decode,
 )
+from weft.engine.executor.ranks.hosts import join
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
 from weft.engine.executor.ranks.share import (
     SharedMemory,
@@ -60,12 +61,15 @@ from weft.engine.executor.ranks.start import START_LIMIT_S
 from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.stage import Neighbours
+from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stage_links import SocketStages, StageEnds
 from weft.engine.parallel.stages import names_of_neighbours
 from weft.engine.sampling.device_draws import WAYS
+
+logger = logging.getLogger(__name__)
 
 UNBOUNDED = 1 << 62
 """Number of pages that a rank offers if its own memory sets no bound."""
@@ -76,13 +80,14 @@ class FollowerGroup:
         self,
         link: RankLink,
         rank: int,
-        group: SharedGroup,
+        size: int,
+        group: SharedGroup | HostGroup,
         store_path: str,
         neighbours: SocketStages | None,
     ) -> None:
         self.rank = rank
         self.neighbours: Neighbours | None = neighbours
-        self.size = group.size
+        self.size = size
         self.group = group
         self.store_path = store_path
         self._link = link
@@ -217,7 +222,9 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     return executor, drafting
 
 
-def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGroup) -> None:
+def follow(
+    executor: LocalExecutor, drafting: Drafting | None, group: SharedGroup | HostGroup
+) -> None:
     """Runs the frames that rank 0 sends, until the group ends, which raises RanksLost."""
     logits: Logits | None = None
     while True:
@@ -250,6 +257,51 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
         group.end()
 
 
+def take_part(config: EngineConfig, others: FollowerGroup) -> None:
+    """Loads this rank's share and runs frames until the group ends, which raises RanksLost."""
+    executor, drafting = load(config, others)
+    gc.collect()
+    gc.freeze()
+    others.agree("ready")
+    # Rank 0 has half this limit, so that it times out first and reports the error.
+    others.group.limit(2 * config.rank_timeout_s)
+    follow(executor, drafting, others.group)
+
+
+def follow_host(config: EngineConfig) -> int:
+    """Takes part in the engine of host 0 from another host, until host 0 or the connection to it
+    ends. Returns the exit status: 1 after an error, which is logged.
+    """
+    try:
+        host = join(config)
+    except LinkClosed:
+        logger.error("host 0 at %s has ended during the start", config.rendezvous)
+        return 1
+    except WeftError as error:
+        logger.error("%s", error.message)
+        return 1
+    size = host.config.num_ranks
+    rank = config.host_rank
+    others = FollowerGroup(host.link, rank, size, host.group, "", host.neighbours)
+    try:
+        if host.config.num_threads is None:
+            host = host._replace(config=replace(host.config, num_threads=torch.get_num_threads()))
+        others.agree("connected")
+        take_part(host.config, others)
+    except LinkClosed:
+        logger.error("host 0 has ended during the start")
+    except RanksLost as lost:
+        logger.error("%s", lost)
+        _tell(host.link, ConfigError.reason, str(lost))
+    except WeftError as error:
+        logger.error("%s", error.message)
+        _tell(host.link, error.reason, error.message)
+    except Exception as error:
+        logger.exception("this host fails")
+        _tell(host.link, ConfigError.reason, f"{type(error).__name__}: {error}")
+    return 1
+
+
 def main(argv: list[str]) -> int:
     """Entry point of `rank_process`; returns the exit status."""
     die_with_parent(int(argv[1]))
@@ -274,16 +326,11 @@ def main(argv: list[str]) -> int:
             )
             names = names_of_neighbours(rank, config.pp)
             neighbours = SocketStages(StageEnds(before, after), group, names)
-        others = FollowerGroup(link, rank, group, hello["store_path"], neighbours)
+        size, store_path = config.num_ranks, hello["store_path"]
+        others = FollowerGroup(link, rank, size, group, store_path, neighbours)
         if config.bindings:
             others.note(unbound(config.bindings[rank], f"rank {rank}"))
-        executor, drafting = load(replace(config, device=config.device_of_rank(rank)), others)
-        gc.collect()
-        gc.freeze()
-        others.agree("ready")
-        # Rank 0 has half this limit, so that it times out first and reports the error.
-        group.limit(2 * config.rank_timeout_s)
-        follow(executor, drafting, group)
+        take_part(replace(config, device=config.device_of_rank(rank)), others)
     except LinkClosed:
         return 0
     except RanksLost as lost:

@@ -25,9 +25,10 @@ from weft.engine.executor.ranks.frames import (
     encode_tokens,
     frame_of_order,
 )
-from weft.engine.executor.ranks.start import Ranks
+from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.parallel.shared import SharedGroup
 from weft.engine.sampling.device_draws import CapturedDraw, Way
 from weft.engine.sampling.pending import PendingTokens
 
@@ -55,12 +56,14 @@ class RankedExecutor:
         peers: The ranks' GPUs; None: the ranks are on a CPU.
     """
 
-    def __init__(self, local: LocalExecutor, ranks: Ranks, peers: DevicePeers | None) -> None:
+    def __init__(self, local: LocalExecutor, ranks: RankLeader, peers: DevicePeers | None) -> None:
         self._local = local
         self._ranks = ranks
         self._peers = peers
         self.page_table, self.window_tables = local.page_table, local.window_tables
         local.refits.hear = ranks.hear
+        self._has_one_pool = peers is None and isinstance(ranks.group, SharedGroup)
+        """Whether all ranks write to the pool of rank 0."""
         self._num_additions_sent = 0
         """`PageTable.num_additions` when entries were sent last."""
         self._maps_pools = maps_pools = len(local.device_pages.parts) > 1
@@ -134,7 +137,7 @@ class RankedExecutor:
         if isinstance(order, EncodeMedia):
             self._encode(order)
             return
-        if self._peers is not None or not isinstance(order, PageOrder):
+        if not (self._has_one_pool and isinstance(order, PageOrder)):
             self._ranks.group.post(frame_of_order(order))
         self._local.order(order)
 

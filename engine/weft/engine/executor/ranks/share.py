@@ -20,6 +20,7 @@ from weft.engine.executor.states import RankBlocks
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.stage import Neighbours, Stage
+from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
@@ -36,11 +37,13 @@ class RankGroup(Protocol):
 
     rank: int
     size: int
-    group: SharedGroup
     store_path: str
     """File at which the GPUs' ranks find one another."""
     neighbours: Neighbours | None
     """The stages beside this rank's; None: there are no stages."""
+
+    @property
+    def group(self) -> SharedGroup | HostGroup: ...
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int: ...
 
@@ -75,7 +78,7 @@ def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Sta
         return None
     number = stage_of_rank(others.rank, config.pp)
     layers = layers_of_stages(model.num_layers, config.pp)[number]
-    return Stage(number, config.pp, layers, others.neighbours)
+    return Stage(number, config.pp, layers, others.neighbours, has_own_pages=config.hosts > 1)
 
 
 def load_share(
@@ -131,6 +134,7 @@ def peers_of(
     """
     if config.tp == 1:
         return None
+    assert isinstance(others.group, SharedGroup), "ranks of one host divide layers"
     if device.type == "cpu":
         return others.group
     from weft.engine.parallel.device_peers import DevicePeers, join
@@ -149,13 +153,15 @@ def pool_of(
 ) -> tuple[CacheLayout, RankPool | None]:
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
-    On a CPU all ranks share one pool, in which each rank has its heads or layers of every page. On
-    GPUs each
-    rank has a separate pool, and rank 0 maps the pools of all ranks if pages leave the GPUs. So
-    code that moves whole pages need not know of ranks. Raises ConfigError if the pool does not fit,
+    On a CPU all ranks of a host share one pool, in which each has its heads or layers of every
+    page. On GPUs each rank has a separate pool, and rank 0 maps the pools of all ranks if pages
+    leave the GPUs. So code that moves whole pages need not know of ranks. Ranks of several hosts
+    have a pool each. Raises ConfigError if the pool does not fit,
     or pages cannot leave these GPUs.
     """
     others = shared.others
+    if config.hosts > 1:
+        return layout, None
     if config.is_on_gpu and not config.moves_pages:
         return layout_of_rank(layout, shared.size), None
     if config.is_on_gpu:
@@ -202,7 +208,7 @@ def blocks_of(
         layout: From `pool_of`: of all ranks on a CPU, of one rank on a GPU.
     """
     plane, size = layout.states, shared.size
-    if plane is None or (config.is_on_gpu and not config.moves_pages):
+    if plane is None or config.hosts > 1 or (config.is_on_gpu and not config.moves_pages):
         return None
     if config.is_on_gpu:
         return _mapped_blocks(shared, plane, num_blocks)

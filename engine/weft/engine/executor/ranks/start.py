@@ -11,18 +11,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from weft.contract.binding import Binding
-from weft.contract.errors import ConfigError, RanksLost, error_class
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.placement import NET_VARIABLE, bound_command
+from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_to_json
-from weft.engine.executor.refits import RefitResult
-from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stage_links import SocketStages, StageEnds, connected_ends
@@ -44,48 +42,31 @@ class _Follower(NamedTuple):
     pidfd: int
 
 
-class Ranks:
-    """Rank 0's handle on the other ranks of an engine.
-
-    Args:
-        wake: Called from another thread when a rank has ended.
-    """
-
-    rank = 0
+class Ranks(RankLeader):
+    """The other ranks are processes of this host."""
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
         """Starts the processes, which begin to load their shares, and divides the CPU threads among
         the ranks. Raises ConfigError if there is no shared memory, or no native operation to wait
         in it.
         """
-        self.size = config.num_ranks
+        super().__init__(config.num_ranks, config.rank_timeout_s, wake)
         threads = max(1, (config.num_threads or torch.get_num_threads()) // _sharing_ranks(config))
         torch.set_num_threads(threads)
         config = replace(config, num_threads=threads)
-        self._limit_s = config.rank_timeout_s
-        self._wake = wake
         self._segment = Segment.create(segment_bytes(self.size), "weft-ranks")
-        self.group = SharedGroup(
+        self._group = SharedGroup(
             self._segment, 0, self.size, START_LIMIT_S, is_checked=config.check_ranks
         )
-        """The shared memory through which the ranks communicate."""
-        self.group.why = lambda: self._why
-        self._why = "the ranks are ending"
-        self._is_lost = False
+        self._group.why = lambda: self._why
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        self.notices: list[str] = []
-        """What users should know of the other ranks."""
         self.store_path = f"{self._folder.name}/store"
-        """File at which the GPUs' ranks find one another."""
         ends = connected_ends(config.pp) if config.pp > 1 else []
-        self.neighbours: Neighbours | None = None
-        """The stages beside that of rank 0; None: there are no stages."""
         if ends:
             names = names_of_neighbours(0, config.pp)
             self.neighbours = SocketStages(ends[-1], self.group, names)
         self._ends = ends
         self._followers: list[_Follower] = []
-        self._is_ready = False
         self._watcher: threading.Thread | None = None
         try:
             for rank in range(1, self.size):
@@ -129,77 +110,29 @@ class Ranks:
         return _Follower(rank, process, link, os.pidfd_open(process.pid))
 
     @property
+    def group(self) -> SharedGroup:
+        return self._group
+
+    @property
+    def _others(self) -> Sequence[_Follower]:
+        return self._followers
+
+    @property
+    def places(self) -> Sequence[str]:
+        return [f"process {pid}" for pid in self.pids]
+
+    @property
     def pids(self) -> list[int]:
         """Process ids by rank, rank 0 included."""
         return [os.getpid(), *(follower.process.pid for follower in self._followers)]
 
-    def agree(self, phase: str, number: int = 0, text: str = "") -> int:
-        """Waits until all ranks have completed a phase of the start.
-
-        Args:
-            number: This rank's number, for example of the pages that it has room for.
-            text: Must be the same on all ranks.
-
-        Returns:
-            The least number of all ranks.
-
-        Raises:
-            WeftError: Another rank has raised this error, or is gone.
-        """
-        for follower in self._followers:
-            message = self._receive(follower)
-            if message["phase"] != phase or message["text"] != text:
-                raise ConfigError(
-                    f"rank {follower.rank} is at {message['phase']} ({message['text']}) where "
-                    f"rank 0 is at {phase} ({text})",
-                    param="tp",
-                )
-            number = min(number, int(message["number"]))
-            self.notices += message["notices"]
-        for follower in self._followers:
-            self._send(follower, {"number": number})
-        return number
-
-    def hear(self) -> list[RefitResult]:
-        """Waits for what the other ranks say of a change of their weights, in any thread."""
-        found = list[RefitResult]()
-        for follower in self._followers:
-            try:
-                message, _ = follower.link.receive()
-                digest = bytes.fromhex(message.pop("digest"))
-                found.append(RefitResult(digest=digest, **message))
-            except LinkClosed:
-                gone = f"rank {follower.rank} is gone"
-                found.append(RefitResult(problem=gone, reason=ConfigError.reason, is_mixture=True))
-        return found
-
     def share(self, size: int) -> Segment:
-        """Makes memory for the pool that all ranks map. Raises ConfigError if the system refuses
-        it, or a rank is gone.
-        """
         segment = Segment.create(size, "weft-pool")
         for follower in self._followers:
             self._send(follower, {"size": size}, segment.number)
         return segment
 
-    def ready(self) -> None:
-        """Ends the start: from now on a rank that ends or is late counts as lost."""
-        self.agree("ready")
-        self.group.limit(self._limit_s)
-        self._is_ready = True
-
-    def check(self) -> None:
-        """Raises RanksLost if the group has ended; its message says which rank is lost and how."""
-        if self.group.is_stopped:
-            raise RanksLost(self.group.reason)
-
-    def fail(self, why: str) -> None:
-        """Ends all ranks, because one of them has failed."""
-        self._why, self._is_lost = why, True
-        self.group.stop()
-
     def close(self) -> None:
-        """Ends the other ranks and waits until their processes are gone."""
         self.group.stop()
         for follower in self._followers:
             follower.link.close()
@@ -216,24 +149,6 @@ class Ranks:
         for ends in self._ends:
             ends.close()
         self._folder.cleanup()
-
-    def _receive(self, follower: _Follower) -> dict[str, Any]:
-        try:
-            message, _ = follower.link.receive()
-        except LinkClosed:
-            raise ConfigError(self._ending(follower) + " during its start") from None
-        if "error" in message:
-            kind = error_class(str(message["reason"]))
-            raise kind(f"rank {follower.rank}: {message['error']}")
-        return message
-
-    def _send(
-        self, follower: _Follower, message: dict[str, object], memory: int | None = None
-    ) -> None:
-        try:
-            follower.link.send(message, memory)
-        except LinkClosed:
-            raise ConfigError(self._ending(follower) + " during its start") from None
 
     def _watch(self) -> None:
         """Runs in a separate thread. Ends the group when another rank ends, unless `close`
@@ -254,11 +169,12 @@ class Ranks:
         said = ""
         with contextlib.suppress(LinkClosed):
             said = f": {first.link.receive()[0].get('error', '')}"
-        self.fail(f"{self._ending(first)} during step {self.group.num_frames}{said}")
+        self.fail(f"{self._ending(first.rank)} during step {self.group.num_frames}{said}")
         logger.error("%s", self._why)
         self._wake()
 
-    def _ending(self, follower: _Follower) -> str:
+    def _ending(self, rank: int) -> str:
+        follower = self._followers[rank - 1]
         try:
             status = follower.process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -57,6 +58,7 @@ from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.layers.rotary import AxisTurns, Rotaries
 from weft.engine.model.layers.shared_attention import SharedAttention
 from weft.engine.model.stack import Stack
+from weft.engine.model.stage import Stage
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
@@ -93,13 +95,14 @@ class Decoder(DecoderOnlyLM):
         assert parts is not None
         layout = super().kv_layout(page_size)
         if latent is not None:
-            layout = latent_layout(latent, len(parts.attention_layers), self.dtype, page_size)
+            count = len(_of_stage(parts.attention_layers, self.stage))
+            layout = latent_layout(latent, count, self.dtype, page_size)
         if not parts.recurrent_layers:
             return layout
         mixer = self.model.layers[parts.recurrent_layers[0]].mixer
         recurrent = mixer.recurrent if isinstance(mixer, ParallelBlock) else mixer
         assert isinstance(recurrent, RecurrentMixer)
-        plane = recurrent.state_plane(len(parts.recurrent_layers))
+        plane = recurrent.state_plane(len(_of_stage(parts.recurrent_layers, self.stage)))
         return replace(layout, states=plane.over_ranks(self._num_ranks))
 
     def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
@@ -126,6 +129,10 @@ class Decoder(DecoderOnlyLM):
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
+def _of_stage(layers: Sequence[int], stage: Stage | None) -> Sequence[int]:
+    return layers if stage is None else stage.of_pages(layers)
+
+
 def _build_stack(
     config: ModelConfig, parts: DecoderConfig, weights: Weights, rotaries: Rotaries
 ) -> Stack:
@@ -144,7 +151,7 @@ def _build_stack(
         return AltUpLayer.read(made, parts.altup, config.hidden_size, parts.norm.eps, own)
 
     layers = [layer(index) for index in range(config.num_layers)]
-    place_in_pools(config, layers)
+    place_in_pools(config, layers, weights.stage)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     per_layer = _per_layer_embedding(config, parts, weights)
     factor = parts.embedding_multiplier
@@ -309,7 +316,9 @@ def read_mixer(
 def _recurrent(
     config: ModelConfig, parts: DecoderConfig, layer: RecurrentConfig, index: int, weights: Weights
 ) -> RecurrentMixer:
-    place = (config.hidden_size, index, parts.recurrent_layers.index(index), weights)
+    own = _of_stage(parts.recurrent_layers, weights.stage)
+    # A layer of another host has no place here.
+    place = (config.hidden_size, index, own.index(index) if index in own else 0, weights)
     if isinstance(layer, GatedDeltaConfig):
         return GatedDelta.read(layer, *place)
     if isinstance(layer, DeltaAttentionConfig):

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field
-from weft.common.settings import ModelSettings, PageSettings, declared_setting, with_settings_of
+from weft.common.settings import (
+    ModelSettings,
+    PageSettings,
+    declared_setting,
+    is_loopback,
+    with_settings_of,
+)
 from weft.engine.base.config import SETTINGS, EngineConfig, Role
 from weft.engine.base.gpus import resolve_device
 
@@ -100,6 +106,16 @@ class WorkerSettings(ModelSettings, _EngineSettings):
         if role == "prefill" and sizes is _GPU_SIZES and values["shared_step_tokens"] is None:
             values["shared_step_tokens"] = _GPU_SHARED_TOKENS
         return EngineConfig(**values)
+
+    @property
+    def exposure(self) -> str:
+        host = self.rendezvous.rpartition(":")[0]
+        if self.hosts > 1 and not self.has_tls and not is_loopback(host):
+            return (
+                f"--rendezvous {self.rendezvous} is open to other machines, and hosts know one "
+                "another by --tls-cert alone"
+            )
+        return super().exposure
 
     @property
     def kvstores(self) -> list[str]:

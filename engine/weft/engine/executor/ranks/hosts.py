@@ -1,0 +1,344 @@
+"""Ranks on several hosts, one on each: how they meet, and what rank 0 has of the others.
+
+host i                                   host 0
+connects to the rendezvous: a link    -> checks version, hosts, number
+connects again: frames                -> waits for all hosts
+                                      <- settings, and where the next stage listens
+connects there: rows of its stage
+loads its stage, agrees to each phase -> the same
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from weft.contract.errors import ConfigError, error_class
+from weft.engine.base.config import EngineConfig
+from weft.engine.executor.ranks.leader import RankLeader
+from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json, config_to_json
+from weft.engine.parallel.host_group import HostGroup
+from weft.engine.parallel.host_sockets import (
+    Address,
+    HostTls,
+    accept,
+    connect,
+    listen,
+    parse_address,
+    receive_message,
+    send_message,
+)
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.stage_links import SocketStages, StageEnds
+from weft.engine.parallel.stages import names_of_neighbours
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 3600.0
+"""Longest wait for another host during the start."""
+_LOCAL = (
+    *("model_dir", "device", "num_threads", "bindings", "host_rank", "rendezvous", "worker_id"),
+    *("tls_cert", "tls_key", "tls_ca", "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "nics"),
+    *("hosts", "disk_cache_dir"),
+)
+"""Settings that each host has of its own. It takes all others from host 0."""
+_WATCH_S = 0.5
+_ACCEPT_S = 10.0
+_KIND, _RANK, _ROWS_AT = "kind", "host_rank", "rows_at"
+
+
+class HostLink(RankLink):
+    """A link to a rank of another host. It carries no memory."""
+
+    def send(self, message: Mapping[str, object], memory: int | None = None) -> None:
+        assert memory is None, "hosts share no memory"
+        try:
+            send_message(self._socket, message)
+        except OSError as error:
+            raise LinkClosed from error
+
+    def receive(self) -> tuple[dict[str, Any], int | None]:
+        try:
+            return receive_message(self._socket), None
+        except OSError as error:
+            raise LinkClosed from error
+
+    def is_gone(self) -> bool:
+        """Whether the other end has closed. Call it while that end has nothing to say."""
+        return bool(select.select([self._socket], [], [], 0.0)[0])
+
+
+class _OtherHost(NamedTuple):
+    rank: int
+    link: HostLink
+    address: Address
+    """Where its stage takes rows, as it and the others reach it."""
+
+
+def version() -> str:
+    """Must be the same on all hosts."""
+    try:
+        return metadata.version("weft")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+def tls_of(config: EngineConfig) -> HostTls | None:
+    """None: the mesh has no TLS."""
+    if config.tls_cert is None or config.tls_key is None or config.tls_ca is None:
+        return None
+    name = f"{config.role}.weft.internal"
+    return HostTls(config.tls_cert, config.tls_key, config.tls_ca, name)
+
+
+class HostRanks(RankLeader):
+    """Rank 0's handle on the ranks of the other hosts."""
+
+    def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
+        """Waits for the other hosts. Raises ConfigError if they do not come, or this host cannot
+        listen at the rendezvous.
+        """
+        super().__init__(config.num_ranks, config.rank_timeout_s, wake)
+        self._address = parse_address(config.rendezvous)
+        self._hosts: list[_OtherHost] = []
+        self._group = HostGroup({}, START_LIMIT_S)
+        self._rows: socket.socket | None = None
+        self._watcher: threading.Thread | None = None
+        try:
+            with listen(self._address) as listener:
+                self._gather(config, listener)
+        except BaseException:
+            self.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="hosts", daemon=True)
+        self._watcher.start()
+
+    def _gather(self, config: EngineConfig, listener: socket.socket) -> None:
+        deadline, tls = time.monotonic() + START_LIMIT_S, tls_of(config)
+        logger.info("waiting for %d hosts at %s", self.size - 1, self._address)
+        frames: dict[int, socket.socket] = {}
+        while len(frames) < self.size - 1:
+            self._meet(config, listener, tls, deadline, frames)
+        self._group = HostGroup(frames, START_LIMIT_S)
+        self._group.why = lambda: self._why
+        # The last of the other hosts connects while `agree` waits for it.
+        acceptor = threading.Thread(
+            target=self._accept_rows, args=(listener, tls, deadline), name="rows", daemon=True
+        )
+        acceptor.start()
+        for host in self._hosts:
+            after = (host.rank + 1) % self.size
+            to = self._address if after == 0 else self._host(after).address
+            self._send(host, {"config": config_to_json(config), _ROWS_AT: list(to)})
+        self.agree("connected")
+        acceptor.join(_ACCEPT_S)
+        if self._rows is None:
+            raise ConfigError(f"host {self.size - 1} has not sent its rows here", param="hosts")
+        names = names_of_neighbours(0, config.pp)
+        self.neighbours = SocketStages(StageEnds(self._rows, None), self._group, names)
+
+    def _accept_rows(self, listener: socket.socket, tls: HostTls | None, deadline: float) -> None:
+        with contextlib.suppress(OSError, ConfigError):  # The listener closes after an error.
+            while self._rows is None:
+                self._rows = _accepted_rows(listener, tls, deadline)
+
+    def _meet(
+        self,
+        config: EngineConfig,
+        listener: socket.socket,
+        tls: HostTls | None,
+        deadline: float,
+        frames: dict[int, socket.socket],
+    ) -> None:
+        """Takes one connection of another host, or refuses it."""
+        found = _accepted(listener, tls, deadline)
+        if found is None:
+            return
+        sock, told = found
+        rank = told.get(_RANK)
+        self._hosts = [host for host in self._hosts if not host.link.is_gone()]
+        ranks = {host.rank for host in self._hosts}
+        if told.get(_KIND) == "frames" and rank in ranks:
+            frames[rank] = sock
+            return
+        problem = _why_not(config, told, ranks)
+        if problem or not isinstance(rank, int):
+            logger.warning("refused a host: %s", problem)
+            with contextlib.suppress(OSError):
+                send_message(sock, {"error": problem, "reason": ConfigError.reason})
+            sock.close()
+            return
+        sock.settimeout(START_LIMIT_S)
+        link, (host, port) = HostLink(sock), told[_ROWS_AT]
+        frames.pop(rank, None)
+        self._hosts.append(_OtherHost(rank, link, Address(str(host), int(port))))
+        self._hosts.sort(key=lambda one: one.rank)
+        logger.info("host %d is here, at %s", rank, host)
+        with contextlib.suppress(LinkClosed):
+            link.send({"welcome": rank})
+
+    def _host(self, rank: int) -> _OtherHost:
+        return next(host for host in self._hosts if host.rank == rank)
+
+    @property
+    def group(self) -> HostGroup:
+        return self._group
+
+    @property
+    def _others(self) -> Sequence[_OtherHost]:
+        return self._hosts
+
+    @property
+    def places(self) -> Sequence[str]:
+        return [f"host {self._address.host}", *(f"host {one.address.host}" for one in self._hosts)]
+
+    def share(self, size: int) -> Segment:
+        raise AssertionError("hosts share no memory")
+
+    def close(self) -> None:
+        self._group.stop()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._group.close()
+        if self._rows is not None:
+            self._rows.close()
+        for host in self._hosts:
+            host.link.close()
+
+    def _watch(self) -> None:
+        """Runs in a separate thread. Ends the group when the connection to a host is lost."""
+        lost: Sequence[int] = ()
+        while not lost and not self._group.is_stopped:
+            lost = self._group.await_loss(_WATCH_S)
+        if self._group.is_stopped and not self._is_lost:
+            return
+        said = ""
+        with contextlib.suppress(LinkClosed):
+            said = f": {self._host(lost[0]).link.receive()[0].get('error', '')}"
+        self.fail(f"{self._ending(lost[0])} during step {self._group.num_frames}{said}")
+        logger.error("%s", self._why)
+        self._wake()
+
+    def _ending(self, rank: int) -> str:
+        return f"rank {rank} (host {self._host(rank).address.host}) is gone"
+
+
+def _why_not(config: EngineConfig, told: Mapping[str, Any], ranks: Collection[int]) -> str:
+    """Why a host cannot take part; empty: it can."""
+    rank = told.get(_RANK)
+    if told.get("version") != version():
+        return f"host {rank} runs version {told.get('version')}, host 0 {version()}"
+    if told.get("hosts") != config.hosts:
+        return f"host {rank} has --hosts {told.get('hosts')}, host 0 has {config.hosts}"
+    if told.get(_KIND) != "link" or not isinstance(rank, int) or not 0 < rank < config.hosts:
+        return f"--host-rank {rank}: must be from 1 to {config.hosts - 1}"
+    if rank in ranks:
+        return f"--host-rank {rank}: another host has this number"
+    return ""
+
+
+def _accepted(
+    listener: socket.socket, tls: HostTls | None, deadline: float
+) -> tuple[socket.socket, dict[str, Any]] | None:
+    """A connection and its first message; None: it came to nothing. Raises ConfigError at the
+    deadline.
+    """
+    try:
+        sock = accept(listener, tls, deadline)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"the other hosts have not come within {START_LIMIT_S:g} s", param="hosts"
+        ) from error
+    if sock is None:
+        logger.warning("a connection at the rendezvous was not trusted, or was lost")
+        return None
+    try:
+        return sock, receive_message(sock)
+    except OSError:
+        sock.close()
+        return None
+
+
+def _accepted_rows(
+    listener: socket.socket, tls: HostTls | None, deadline: float
+) -> socket.socket | None:
+    """The next connection, if it is that of the stage before."""
+    found = _accepted(listener, tls, deadline)
+    return found[0] if found is not None and found[1].get(_KIND) == "rows" else None
+
+
+class Joined(NamedTuple):
+    """A host that takes part."""
+
+    config: EngineConfig
+    """Settings of host 0, and this host's own where they are local."""
+    link: HostLink
+    group: HostGroup
+    neighbours: SocketStages
+
+
+def join(config: EngineConfig) -> Joined:
+    """Joins host 0 from another host, which may start later. Raises ConfigError if host 0 refuses
+    this host, or hosts cannot reach one another, and LinkClosed if host 0 ends meanwhile.
+    """
+    rank, tls = config.host_rank, tls_of(config)
+    rendezvous, deadline = parse_address(config.rendezvous), time.monotonic() + START_LIMIT_S
+    sock = connect(rendezvous, tls, deadline, is_patient=True)
+    own = sock.getsockname()[0]
+    sock.settimeout(START_LIMIT_S)
+    link = HostLink(sock)
+    # The address that others get is the one from which this host has reached host 0.
+    with listen(Address(own, 0)) as listener:
+        rows_at = [own, listener.getsockname()[1]]
+        link.send(
+            {
+                _KIND: "link",
+                _RANK: rank,
+                "hosts": config.hosts,
+                "version": version(),
+                _ROWS_AT: rows_at,
+            }
+        )
+        _check_answer(link.receive()[0])
+        frames = connect(rendezvous, tls, deadline, is_patient=False)
+        send_message(frames, {_KIND: "frames", _RANK: rank})
+        hello = _check_answer(link.receive()[0])
+        to, before = Address(*hello[_ROWS_AT]), None
+        try:
+            after = connect(to, tls, deadline, is_patient=False)
+            send_message(after, {_KIND: "rows", _RANK: rank})
+        except (ConfigError, OSError) as error:
+            why = error.message if isinstance(error, ConfigError) else str(error)
+            problem = (
+                f"host {rank} at {own} does not reach the stage after its own: {why}; name host 0 "
+                "in --rendezvous by an address in the network that joins the hosts"
+            )
+            link.send({"error": problem, "reason": ConfigError.reason})
+            raise ConfigError(problem, param="rendezvous") from error
+        while before is None and rank > 1:
+            if not select.select([listener, sock], [], [], 1.0)[0]:
+                continue
+            if link.is_gone():
+                raise LinkClosed
+            before = _accepted_rows(listener, tls, deadline)
+    logger.info("host %d joins host 0 at %s from %s", rank, rendezvous, own)
+    told = config_of_json(hello["config"])
+    local = {name: getattr(config, name) for name in _LOCAL}
+    config = replace(told, **local)
+    group = HostGroup({0: frames}, START_LIMIT_S)
+    names = names_of_neighbours(rank, config.pp)
+    return Joined(config, link, group, SocketStages(StageEnds(before, after), group, names))
+
+
+def _check_answer(message: dict[str, Any]) -> dict[str, Any]:
+    if "error" in message:
+        raise error_class(str(message["reason"]))(f"host 0: {message['error']}")
+    return message

@@ -1,0 +1,156 @@
+"""What rank 0 asks and hears of the other ranks, on one host or several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from weft.contract.errors import ConfigError, RanksLost, error_class
+from weft.engine.executor.ranks.link import LinkClosed, RankLink
+from weft.engine.executor.refits import RefitResult
+from weft.engine.model.stage import Neighbours
+from weft.engine.parallel.host_group import HostGroup
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.shared import SharedGroup
+
+
+class Follower(Protocol):
+    """Another rank, as rank 0 has it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def link(self) -> RankLink: ...
+
+
+class RankLeader(ABC):
+    """Rank 0's handle on the other ranks of an engine.
+
+    Args:
+        limit_s: Longest wait for another rank in a step.
+        wake: Called from another thread when a rank has ended.
+    """
+
+    rank = 0
+    store_path = ""
+    """File at which the GPUs' ranks find one another."""
+
+    def __init__(self, size: int, limit_s: float, wake: Callable[[], None]) -> None:
+        self.size = size
+        self._limit_s = limit_s
+        self._wake = wake
+        self._why = "the ranks are ending"
+        self._is_lost = self._is_ready = False
+        self.notices: list[str] = []
+        """What users should know of the other ranks."""
+        self.neighbours: Neighbours | None = None
+        """The stages beside that of rank 0; None: there are no stages."""
+
+    @property
+    @abstractmethod
+    def group(self) -> SharedGroup | HostGroup:
+        """How the ranks communicate in steps."""
+
+    @property
+    @abstractmethod
+    def places(self) -> Sequence[str]:
+        """Where each rank runs, in words, rank 0 included."""
+
+    @abstractmethod
+    def share(self, size: int) -> Segment:
+        """Makes memory for the pool that all ranks map. Raises ConfigError if the system refuses
+        it, or a rank is gone.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the other ranks."""
+
+    @property
+    @abstractmethod
+    def _others(self) -> Sequence[Follower]: ...
+
+    @abstractmethod
+    def _ending(self, rank: int) -> str:
+        """How a rank has ended, in words."""
+
+    def agree(self, phase: str, number: int = 0, text: str = "") -> int:
+        """Waits until all ranks have completed a phase of the start.
+
+        Args:
+            number: This rank's number, for example of the pages that it has room for.
+            text: Must be the same on all ranks.
+
+        Returns:
+            The least number of all ranks.
+
+        Raises:
+            WeftError: Another rank has raised this error, or is gone.
+        """
+        for follower in self._others:
+            message = self._receive(follower)
+            if message["phase"] == phase and message["text"] != text:
+                raise ConfigError(
+                    f"rank {follower.rank} has the {phase} {message['text']}, rank 0 {text}: their "
+                    "files or number formats differ",
+                    param="model_dir",
+                )
+            if message["phase"] != phase:
+                raise ConfigError(
+                    f"rank {follower.rank} is at {message['phase']} where rank 0 is at {phase}",
+                    param="tp",
+                )
+            number = min(number, int(message["number"]))
+            self.notices += message["notices"]
+        for follower in self._others:
+            self._send(follower, {"number": number})
+        return number
+
+    def hear(self) -> list[RefitResult]:
+        """Waits for what the other ranks say of a change of their weights, in any thread."""
+        found = list[RefitResult]()
+        for follower in self._others:
+            try:
+                message, _ = follower.link.receive()
+                digest = bytes.fromhex(message.pop("digest"))
+                found.append(RefitResult(digest=digest, **message))
+            except LinkClosed:
+                gone = f"rank {follower.rank} is gone"
+                found.append(RefitResult(problem=gone, reason=ConfigError.reason, is_mixture=True))
+        return found
+
+    def ready(self) -> None:
+        """Ends the start: from now on a rank that ends or is late counts as lost."""
+        self.agree("ready")
+        self.group.limit(self._limit_s)
+        self._is_ready = True
+
+    def check(self) -> None:
+        """Raises RanksLost if the group has ended; its message says which rank is lost and how."""
+        if self.group.is_stopped:
+            raise RanksLost(self.group.reason)
+
+    def fail(self, why: str) -> None:
+        """Ends all ranks, because one of them has failed."""
+        self._why, self._is_lost = why, True
+        self.group.stop()
+
+    def _receive(self, follower: Follower) -> dict[str, Any]:
+        try:
+            message, _ = follower.link.receive()
+        except LinkClosed:
+            raise ConfigError(self._ending(follower.rank) + " during its start") from None
+        if "error" in message:
+            kind = error_class(str(message["reason"]))
+            raise kind(f"rank {follower.rank}: {message['error']}")
+        return message
+
+    def _send(
+        self, follower: Follower, message: dict[str, object], memory: int | None = None
+    ) -> None:
+        try:
+            follower.link.send(message, memory)
+        except LinkClosed:
+            raise ConfigError(self._ending(follower.rank) + " during its start") from None

@@ -1,0 +1,145 @@
+"""Ranks on several hosts, one on each: frames of rank 0 over TCP.
+
+frame      count of numbers, then the numbers, int64 each; of rank 0
+ended      frames that the rank has done, int64; of the others
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+from weft.contract.arrays import Int32Array, Int64Array
+from weft.contract.errors import RanksLost
+from weft.engine.parallel.host_sockets import end_when_lost, receive_exactly
+
+_COUNT = struct.Struct("<q")
+_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+class HostGroup:
+    """One rank's view of the group, as `weft.engine.parallel.shared.SharedGroup` is that of ranks
+    of one host. One thread uses it; any thread may call `stop`.
+
+    Args:
+        ends: Connections to the other ranks, of rank 0; to rank 0, of the others.
+        limit_s: Longest wait for another rank in a step.
+    """
+
+    def __init__(self, ends: Mapping[int, socket.socket], limit_s: float) -> None:
+        self._ends = ends
+        self._num_ended = dict.fromkeys(ends, 0)
+        self.num_frames = 0
+        """Frames that this rank has posted or taken."""
+        self.why: Callable[[], str] = lambda: "the group was stopped"
+        """Returns the reason why the group has ended, for error messages."""
+        self.is_stopped = False
+        self.limit_s = limit_s
+        self.limit(limit_s)
+
+    def limit(self, seconds: float) -> None:
+        self.limit_s = seconds
+        for end in self._ends.values():
+            end_when_lost(end, seconds)
+
+    @property
+    def reason(self) -> str:
+        return self.why()
+
+    def post(self, parts: Sequence[Int64Array | Int32Array]) -> None:
+        """Sends a frame, the concatenation of its parts, to all other ranks. Raises RanksLost."""
+        frame = np.concatenate(parts, dtype=np.int64)
+        sent = _COUNT.pack(len(frame)) + frame.tobytes()
+        self.num_frames += 1
+        for rank, end in self._ends.items():
+            self._check()
+            try:
+                end.settimeout(self.limit_s)
+                end.sendall(sent)
+            except OSError as error:
+                self._lose(rank, f"step {self.num_frames}", error)
+
+    def take(self, *, spins: bool = False) -> Int64Array:
+        """The next frame of rank 0. Waits for it without a limit. Raises RanksLost if the host of
+        rank 0 is gone.
+        """
+        (end,) = self._ends.values()
+        head = bytearray(_COUNT.size)
+        try:
+            end.settimeout(None)
+            receive_exactly(end, memoryview(head))
+            end.settimeout(self.limit_s)
+            body = bytearray(8 * _COUNT.unpack(head)[0])
+            receive_exactly(end, memoryview(body))
+        except OSError as error:
+            self._lose(0, "a step", error)
+        self.num_frames += 1
+        return np.frombuffer(body, np.int64)
+
+    def end(self) -> None:
+        """Announces that this rank has done all frames that it has taken. Raises RanksLost."""
+        (end,) = self._ends.values()
+        try:
+            end.sendall(_COUNT.pack(self.num_frames))
+        except OSError as error:
+            self._lose(0, "a step", error)
+
+    def await_ended(self) -> None:
+        """Waits until all other ranks have done all frames. Raises RanksLost if a rank is gone, or
+        has not done them in time.
+        """
+        deadline, head = time.monotonic() + self.limit_s, bytearray(_COUNT.size)
+        for rank, end in self._ends.items():
+            while self._num_ended[rank] < self.num_frames:
+                self._check()
+                try:
+                    end.settimeout(max(1e-3, deadline - time.monotonic()))
+                    receive_exactly(end, memoryview(head))
+                except OSError as error:
+                    self._lose(rank, f"the end of step {self.num_frames}", error)
+                (self._num_ended[rank],) = _COUNT.unpack(head)
+
+    def stop(self) -> None:
+        """Ends the group: from now on every wait of every rank fails. Any thread may call this."""
+        self.is_stopped = True
+        for end in self._ends.values():
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(end, socket.SHUT_RDWR)
+
+    def fail(self, why: str) -> NoReturn:
+        """Ends the group for this reason. Raises RanksLost."""
+        if not self.is_stopped:
+            self.why = lambda: why
+        self.stop()
+        raise RanksLost(why)
+
+    def await_loss(self, limit_s: float) -> Sequence[int]:
+        """Waits in another thread until the connection of some rank is lost, and returns these
+        ranks; empty after `limit_s`.
+        """
+        poll, ranks = select.poll(), {}
+        for rank, end in self._ends.items():
+            poll.register(end.fileno(), _GONE)
+            ranks[end.fileno()] = rank
+        return [ranks[number] for number, _ in poll.poll(limit_s * 1000)]
+
+    def close(self) -> None:
+        self.stop()
+        for end in self._ends.values():
+            end.close()
+
+    def _check(self) -> None:
+        if self.is_stopped:
+            raise RanksLost(self.reason)
+
+    def _lose(self, rank: int, what: str, error: OSError) -> NoReturn:
+        self._check()
+        if isinstance(error, TimeoutError) and error.errno is None:
+            self.fail(f"rank {rank} has not come to {what} within {self.limit_s:g} s")
+        self.fail(f"the host of rank {rank} is gone before {what}: {error}")

@@ -1,0 +1,234 @@
+"""Stages on several hosts make the text of one process; hosts that differ or are lost are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.cli.certs import files_of
+from weft.cli.up.ports import free_ports
+from weft.engine.loop.llm import LLM
+from weft.testing.engine import host_process
+from weft.testing.models.families import make_family
+from weft.testing.models.tiny_models import make_tiny
+from weft.testing.services.certificates import make_certificates
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+VOCAB, LIMIT_S, LATE_S = 250, 3.0, 60.0
+FULL = pytest.mark.full
+
+
+def random_prompts() -> list[list[int]]:
+    shared = [random.randrange(3, VOCAB) for _ in range(40)]
+    lengths = (5, 60, 33)
+    return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
+
+
+class Network:
+    """Addresses of hosts, and commands in front of a host's own: namespaces with a bridge where
+    the machine allows them, else loopback.
+    """
+
+    def __init__(self, count: int, stack: ExitStack) -> None:
+        self.name = uuid.uuid4().hex[:6]
+        self.has_namespaces = self._try(count, stack)
+        (self.port,) = free_ports("127.0.0.1", 1)
+
+    def address(self, host: int) -> str:
+        return f"10.213.77.{host + 1}" if self.has_namespaces else "127.0.0.1"
+
+    def before(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", self._host(host)] if self.has_namespaces else []
+
+    def cut(self, host: int) -> None:
+        """Takes a host from the network: nothing arrives any more, and nobody is told."""
+        self._ip("netns", "exec", self._host(host), "ip", "link", "set", "eth0", "down")
+
+    def _host(self, host: int) -> str:
+        return f"weft-{self.name}-{host}"
+
+    def _try(self, count: int, stack: ExitStack) -> bool:
+        if shutil.which("ip") is None or os.geteuid() != 0:
+            return False
+        bridge = f"wb{self.name}"
+        try:
+            self._ip("link", "add", bridge, "type", "bridge")
+            stack.callback(self._ip, "link", "del", bridge)
+            self._ip("link", "set", bridge, "up")
+            for host in range(count):
+                space, end = self._host(host), f"wv{self.name}{host}"
+                self._ip("netns", "add", space)
+                stack.callback(self._ip, "netns", "del", space)
+                self._ip("link", "add", end, "type", "veth", "peer", "eth0", "netns", space)
+                self._ip("link", "set", end, "master", bridge, "up")
+                inside = ("netns", "exec", space, "ip")
+                self._ip(*inside, "addr", "add", f"10.213.77.{host + 1}/24", "dev", "eth0")
+                self._ip(*inside, "link", "set", "eth0", "up")
+                self._ip(*inside, "link", "set", "lo", "up")
+        except (OSError, subprocess.SubprocessError):
+            stack.close()
+            return False
+        return True
+
+    @staticmethod
+    def _ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+class Hosts:
+    """Processes of an engine's hosts.
+
+    Args:
+        others: Settings of the hosts other than host 0, by their number, where they differ.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        prompts: list[list[int]],
+        count: int,
+        others: dict[int, dict[str, Any]] | None = None,
+        folders: dict[int, Path] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+        meet = f"{network.address(0)}:{network.port}"
+        for host in range(count):
+            own = {"pp": count, "hosts": count, "host_rank": host, "rendezvous": meet}
+            own |= {"rank_timeout_s": 60.0} | settings | (others or {}).get(host, {})
+            command = [*network.before(host), sys.executable, "-m", host_process.__name__]
+            command += [str((folders or {}).get(host, folder))]
+            command += [json.dumps(own, default=str), json.dumps(prompts)]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(command, **pipes))
+
+    def answer(self) -> dict[str, Any]:
+        """What host 0 prints at its end."""
+        told, log = self.processes[0].communicate(timeout=240)
+        assert told, log
+        found: dict[str, Any] = json.loads(told.splitlines()[-1])
+        return found
+
+    def ended(self, host: int) -> str:
+        """The log of another host, which must have ended by itself."""
+        return self.processes[host].communicate(timeout=120)[1]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def hosts_of(network: Network, *args: Any, **settings: Any) -> Iterator[Hosts]:
+    hosts = Hosts(network, *args, **settings)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+@pytest.fixture
+def network() -> Iterator[Callable[[int], Network]]:
+    with ExitStack() as stack:
+        yield lambda count: Network(count, stack)
+
+
+def tls_in(folder: Path) -> dict[str, Any]:
+    """Settings of an identity under a new authority."""
+    make_certificates(folder, "decode")
+    files = files_of(folder, "decode")
+    return {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
+
+
+def alone(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with LLM(folder, **host_process.SIZES) as llm:
+        return host_process.texts_of(llm, prompts)
+
+
+@FULL
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("llama", 2), ("llama", 3), ("mistral", 2), ("qwen3_moe", 2), ("nemotron_h", 2)],
+)
+def test_texts_of_hosts_are_those_of_one_process(
+    name: str,
+    count: int,
+    network: Callable[[int], Network],
+    tmp_path: Path,
+    seed: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With TLS, chunks, prefix hits and drafts; host 0 starts last."""
+    folder = tmp_path / "model"
+    if name == "nemotron_h":
+        make_family(name, folder, seed)
+    else:
+        make_tiny(name, folder, seed, tokenizer=True, vocab_size=517)
+    prompts, net = random_prompts(), network(count)
+    with hosts_of(net, folder, prompts, count, **tls_in(tmp_path / "ca")) as hosts:
+        found = hosts.answer()
+    with capsys.disabled():
+        print("network namespaces" if net.has_namespaces else "loopback", end=" ")
+    (notice,) = (text for text in found["notices"] if "pipeline" in text)
+    assert f"{count} stages" in notice
+    assert all(net.address(host) in notice for host in range(count))
+    assert found["texts"] == alone(folder, prompts)
+
+
+@FULL
+@pytest.mark.parametrize("how", ["killed", "stopped", "cut"])
+def test_a_host_that_is_lost_ends_all_in_time(
+    how: str, network: Callable[[int], Network], tmp_path: Path, seed: int
+) -> None:
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, vocab_size=517)
+    net = network(2)
+    if how == "cut" and not net.has_namespaces:
+        pytest.skip("this machine allows no network namespaces")
+    with hosts_of(net, folder, [], 2, rank_timeout_s=LIMIT_S) as hosts:
+        log = hosts.processes[0].stderr
+        assert log is not None
+        for line in log:
+            if "a text" in line:
+                break
+        time.sleep(0.5)
+        if how == "cut":
+            net.cut(1)
+        else:
+            sent = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+            os.kill(hosts.processes[1].pid, sent)
+        found = hosts.answer()
+        assert "rank 1" in found["error"]
+        assert found["seconds"] < LIMIT_S + LATE_S
+        if how == "cut":
+            assert "rank 0" in hosts.ended(1)
+
+
+@FULL
+def test_hosts_that_differ_are_refused_by_name(
+    network: Callable[[int], Network], tmp_path: Path, seed: int
+) -> None:
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, vocab_size=517)
+    other = make_tiny("llama", tmp_path / "other", seed + 1, tokenizer=True, vocab_size=517)
+    with hosts_of(network(2), folder, random_prompts(), 2, folders={1: other}) as hosts:
+        assert "rank 1 has the model" in hosts.answer()["error"]
+        hosts.ended(1)
+    with hosts_of(network(2), folder, [], 2, {1: {"hosts": 3, "pp": 3}}) as hosts:
+        assert "host 1 has --hosts 3, host 0 has 2" in hosts.ended(1)
+    tls, strange = tls_in(tmp_path / "ca"), tls_in(tmp_path / "other-ca")
+    with hosts_of(network(2), folder, [], 2, {1: strange}, **tls) as hosts:
+        assert "no TLS connection as decode.weft.internal" in hosts.ended(1)
