@@ -652,6 +652,7 @@ class EngineConfig(PageConfig):
     def _relations_of_bindings(self) -> list[tuple[str, bool, str]]:
         nodes, cores, nics = self.numa_bind_nodes, self.numa_bind_cpus, self.nics
         is_named = bool(nodes or cores)
+        divided = f"tp = {self.tp}" if self.pp == 1 else f"pp = {self.pp}"
         lists = {
             "numa_bind_nodes": nodes.split(","),
             "numa_bind_cpus": cores.split("|"),
@@ -668,7 +669,7 @@ class EngineConfig(PageConfig):
                 (
                     name,
                     len(parts) in (1, self.num_ranks),
-                    f"for all ranks, or for each of {self.num_ranks}",
+                    f"for all ranks, or for each of {divided}",
                 )
                 for name, parts in lists.items()
             ),

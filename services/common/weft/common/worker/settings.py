@@ -56,6 +56,9 @@ class WorkerSettings(ModelSettings, _EngineSettings):
         "gateways",
     )
     device: str = engine_setting("device", "auto")
+    hosts: int = engine_setting("hosts")
+    host_rank: int = engine_setting("host_rank")
+    rendezvous: str = engine_setting("rendezvous")
     max_running_requests: int | None = engine_setting("max_running_requests", None)
     max_step_tokens: int | None = engine_setting("max_step_tokens", None)
     prefill_chunk_tokens: int | None = engine_setting("prefill_chunk_tokens", None)
