@@ -53,8 +53,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if isinstance(model, TransformersConfig):
         _check_transformers(config, model)
     check_ranks(folder, model, config.task, config.quantization, config.tp, config.ep)
-    has_images = config.has_tower(model)
-    check_stages(folder, model, config.task, config.pp, has_images=has_images)
+    has_images, has_hosts = config.has_tower(model), config.hosts > 1
+    check_stages(folder, model, config.task, config.pp, has_images=has_images, has_hosts=has_hosts)
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
     _check_pages_of_ranks(config, model)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.pooling import load_pooling
+from weft.checkpoint.transformers_config import TransformersConfig
 from weft.contract.errors import ConfigError
 
 
@@ -25,13 +26,20 @@ def stage_of_rank(rank: int, count: int) -> int:
 
 
 def check_stages(
-    model_dir: Path, config: ModelConfig, task: str, count: int, *, has_images: bool
+    model_dir: Path,
+    config: ModelConfig,
+    task: str,
+    count: int,
+    *,
+    has_images: bool,
+    has_hosts: bool = False,
 ) -> None:
     """Checks that stages can serve a model.
 
     Args:
         task: As in `load_pooling`.
         has_images: Whether the engine loads the model's image tower.
+        has_hosts: Whether each stage has a host, with pages for its own layers.
 
     Raises:
         ModelError, ConfigError: They cannot; the message says why, and what to set instead.
@@ -42,6 +50,10 @@ def check_stages(
     parts = config.decoder
     shares_kv = any(config.kv_source(layer) != layer for layer in config.attention_layers)
     reasons = (
+        (
+            isinstance(config, TransformersConfig),
+            f"{config.architecture} runs by transformers' code, which is not divided",
+        ),
         (config.num_layers < count, f"the model has {config.num_layers} layers"),
         (task != "generate", f"the model serves the task {task}, whose vectors stages do not make"),
         (
@@ -54,6 +66,15 @@ def check_stages(
     for is_so, reason in reasons:
         if is_so:
             raise ConfigError(f"pp = {count}: {reason}; take pp = 1", param="pp")
+    kinds = [layers for _, planes in config.page_planes for _, _, layers in planes]
+    kinds += [list(parts.recurrent_layers)] if parts is not None and parts.recurrent_layers else []
+    for number, own in enumerate(layers_of_stages(config.num_layers, count)):
+        if has_hosts and not all(set(own).intersection(layers) for layers in kinds):
+            raise ConfigError(
+                f"hosts = {count}: layers {own.start} to {own.stop - 1}, those of stage {number}, "
+                "lack a kind of the model's layers; take fewer hosts",
+                param="hosts",
+            )
 
 
 def names_of_neighbours(rank: int, count: int) -> tuple[str, str]:
