@@ -26,7 +26,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-ActivationName = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu"]
+ActivationName = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 _ACTIVATIONS: Mapping[str, ActivationName] = {
     "Identity": "identity",
     "Tanh": "tanh",

@@ -1,4 +1,4 @@
-"""Readers of the towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5. Pure Python."""
+"""Readers of the towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5. Pure Python."""
 
 from __future__ import annotations
 
@@ -69,6 +69,9 @@ _NAMES_2_5 = VisionNamesConfig(
 )
 
 
+_NAMES_2 = replace(_NAMES_2_5, gate="", up="mlp.fc1", down="mlp.fc2")
+
+
 class TextOfVision(NamedTuple):
     """What a tower's reader needs of its language model."""
 
@@ -79,6 +82,40 @@ class TextOfVision(NamedTuple):
     """Rotated pairs of a head."""
     usual_sections: tuple[int, ...]
     """`mrope_section` where the file has none."""
+
+
+def read_qwen2_vision(whole: Fields, text: TextOfVision) -> VisionConfig | None:
+    """The tower of Qwen2-VL; None: the file describes none. Raises ModelError if a field is
+    malformed or not supported.
+    """
+    if "vision_config" not in whole:
+        return None
+    vision = whole.section("vision_config")
+    norm = NormConfig(eps=_EPS, kind="layer", has_bias=True)
+    usual = VitConfig(
+        image_size=0,
+        patch_size=14,
+        hidden_size=1280,
+        num_layers=32,
+        num_heads=16,
+        intermediate_size=5120,
+        activation="quick_gelu",
+        norm=norm,
+        positions="none",
+        has_patch_bias=False,
+    )
+    vit = _vit(vision, usual, width="embed_dim")
+    inner = vit.hidden_size * vision.positive("mlp_ratio", 4)
+    return VisionConfig(
+        vit=replace(vit, intermediate_size=inner),
+        # Here this field is the width of what comes out.
+        connector=_merger(vision, text, norm, width="hidden_size"),
+        image_token_id=_placeholder(whole, text),
+        pixels=CLIP_PIXELS,
+        names=_NAMES_2,
+        axes=_whole_axes(text),
+        max_pixels=_MAX_PIXELS,
+    )
 
 
 def read_qwen2_5_vision(whole: Fields, text: TextOfVision) -> VisionConfig | None:
@@ -112,17 +149,13 @@ def read_qwen2_5_vision(whole: Fields, text: TextOfVision) -> VisionConfig | Non
         side=side * connector.factor,
         full_layers=vision.indices("fullatt_block_indexes") or (7, 15, 23, 31),
     )
-    axes = axes_of(text)
-    if sum(axes.sections) != text.num_pairs:
-        told = f"{list(axes.sections)} are not {text.num_pairs} pairs together"
-        raise text.fields.error("mrope_section", told)
     return VisionConfig(
         vit=replace(vit, windows=windows),
         connector=connector,
         image_token_id=_placeholder(whole, text),
         pixels=CLIP_PIXELS,
         names=_NAMES_2_5,
-        axes=axes,
+        axes=_whole_axes(text),
         max_pixels=_MAX_PIXELS,
     )
 
@@ -169,8 +202,10 @@ def _placeholder(whole: Fields, text: TextOfVision) -> int:
     return image_token(whole, "image_token_id", 151_655, text.fields.positive("vocab_size"))
 
 
-def _vit(vision: Fields, usual: VitConfig) -> VitConfig:
-    """The transformer's sizes, which by default are transformers'."""
+def _vit(vision: Fields, usual: VitConfig, width: str = "hidden_size") -> VitConfig:
+    """The transformer's sizes, which by default are transformers'; the field `width` has its
+    own.
+    """
     channels = vision.positive("in_channels", vision.positive("in_chans", NUM_CHANNELS))
     if channels != NUM_CHANNELS:
         raise vision.error("in_channels", f"only {NUM_CHANNELS} are supported, not {channels}")
@@ -183,7 +218,7 @@ def _vit(vision: Fields, usual: VitConfig) -> VitConfig:
     vit = replace(
         usual,
         patch_size=vision.positive("patch_size", usual.patch_size),
-        hidden_size=vision.positive("hidden_size", usual.hidden_size),
+        hidden_size=vision.positive(width, usual.hidden_size),
         num_layers=vision.positive("depth", usual.num_layers),
         num_heads=vision.positive("num_heads", usual.num_heads),
         intermediate_size=vision.positive("intermediate_size", usual.intermediate_size),
@@ -200,10 +235,12 @@ def _vit(vision: Fields, usual: VitConfig) -> VitConfig:
     return vit
 
 
-def _merger(vision: Fields, text: TextOfVision, norm: NormConfig) -> MergerConfig:
-    out = vision.positive("out_hidden_size", 3584)
+def _merger(
+    vision: Fields, text: TextOfVision, norm: NormConfig, width: str = "out_hidden_size"
+) -> MergerConfig:
+    out = vision.positive(width, 3584)
     if out != text.hidden_size:
-        raise vision.error("out_hidden_size", f"{out} is not the text's width {text.hidden_size}")
+        raise vision.error(width, f"{out} is not the text's width {text.hidden_size}")
     factor = vision.positive("spatial_merge_size", 2)
     return MergerConfig(factor=factor, out_features=out, norm=norm)
 
@@ -222,6 +259,15 @@ def _taps(
         raise vision.error(name, f"are more than the text's {text.num_layers} layers")
     connector = replace(_merger(vision, text, norm), is_norm_of_square=True)
     return TapsConfig(layers=layers, connector=connector)
+
+
+def _whole_axes(text: TextOfVision) -> AxesConfig:
+    """Axes that turn all pairs of a head between them."""
+    axes = axes_of(text)
+    if sum(axes.sections) != text.num_pairs:
+        told = f"{list(axes.sections)} are not {text.num_pairs} pairs together"
+        raise text.fields.error("mrope_section", told)
+    return axes
 
 
 def axes_of(text: TextOfVision) -> AxesConfig:

@@ -16,7 +16,7 @@ from weft.checkpoint.fields import Fields, read_json_file
 from weft.checkpoint.moe_config import without_defaults
 from weft.checkpoint.parts import NormConfig
 
-VisionActivation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
 PatchPositions = Literal["bucketed", "learned", "interpolated", "centred", "none"]
 
 NUM_CHANNELS = 3
@@ -28,6 +28,7 @@ _ACTIVATIONS: Mapping[str, VisionActivation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "silu": "silu",
     "relu": "relu",
 }

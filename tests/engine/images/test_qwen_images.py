@@ -68,6 +68,14 @@ def test_ranks_divide_images_of_many_sizes(case: Case) -> None:
             case.check(prompt, tokens)
 
 
+@pytest.mark.parametrize("case", ["qwen2_vl"], indirect=True)
+def test_towers_without_windows(case: Case) -> None:
+    prompts = [case.prompt(count) for count in (1, 3)]
+    with engine(case.folder, prefill_chunk_tokens=16) as llm:
+        for prompt, tokens in zip(prompts, run(llm, prompts), strict=True):
+            case.check(prompt, tokens)
+
+
 def test_slots_that_had_images_then_have_text(case: Case) -> None:
     """One request after another in one slot; rotations of the one before are gone."""
     prompts = [case.prompt(1), Prompt(text(), [], []), case.prompt(2)]

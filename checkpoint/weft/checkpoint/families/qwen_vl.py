@@ -1,4 +1,4 @@
-"""Qwen2-VL (its text alone), 2.5-VL and 3-VL: Qwen's layers. Positions of text are the same along
+"""Qwen2-VL, 2.5-VL and 3-VL: Qwen's layers. Positions of text are the same along
 all axes of the rotation, so that its sections have an effect on images alone.
 """
 
@@ -18,7 +18,12 @@ from weft.checkpoint.parts import (
     MlpConfig,
     NamesConfig,
 )
-from weft.checkpoint.qwen_vision import TextOfVision, read_qwen2_5_vision, read_qwen3_vision
+from weft.checkpoint.qwen_vision import (
+    TextOfVision,
+    read_qwen2_5_vision,
+    read_qwen2_vision,
+    read_qwen3_vision,
+)
 from weft.checkpoint.rope import RopeConfig
 
 _NAMES = NamesConfig(
@@ -33,10 +38,10 @@ def read_qwen2_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     dim = family.head_dim()
     layer = AttentionConfig(rope=_rope(family, 1e6), scale=dim**-0.5, qkv_bias=True)
     config = _config(family, layer, dim, eps=1e-5)
-    if config.architecture != "Qwen2_5_VLForConditionalGeneration":
-        return config
     text = _text_of(family, dim, (16, 24, 24))
-    return replace(config, vision=read_qwen2_5_vision(family.whole, text))
+    has_windows = config.architecture == "Qwen2_5_VLForConditionalGeneration"
+    read_vision = read_qwen2_5_vision if has_windows else read_qwen2_vision
+    return replace(config, vision=read_vision(family.whole, text))
 
 
 def read_qwen3_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:

@@ -506,6 +506,7 @@ _TYPES_OF_PROCESSORS = {
     "PaddleOCRVLProcessor": "PaddleOCRVLImageProcessor",
     "PixtralProcessor": "PixtralImageProcessor",
     "Idefics3Processor": "Idefics3ImageProcessor",
+    "Qwen2VLProcessor": "Qwen2VLImageProcessor",
     "Qwen2_5_VLProcessor": "Qwen2VLImageProcessor",
     "Qwen3VLProcessor": "Qwen2VLImageProcessor",
     "SmolVLMProcessor": "SmolVLMImageProcessor",

@@ -90,6 +90,16 @@ _OF_KIND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"window_size": 16, "fullatt_block_indexes": [1, 3], "hidden_act": "silu"},
     ),
+    "qwen2_vl": (
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "mrope_section": [2, 3, 4],
+            },
+        },
+        {"embed_dim": 48, "hidden_size": 72, "mlp_ratio": 2},
+    ),
     "qwen3_vl": (
         {"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "mrope_section": [4, 2, 2]}},
         {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 36},
@@ -102,6 +112,7 @@ _OF_KIND["qwen3_vl_moe"] = (
 )
 _OF_KIND["qwen3_5_moe"] = ({**_LINEAR, **_EXPERTS}, _OF_KIND["qwen3_5"][1])
 KINDS = tuple(_OF_KIND)
+_PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
 SQUARE = 8
 """Sides in pixels of what becomes one row."""
 
@@ -162,7 +173,7 @@ def make_qwen_vl(
         "image_std": [0.26862954, 0.26130258, 0.27577711],
         "merge_size": 2,
         "patch_size": SQUARE // 2,
-        "processor_class": "Qwen2_5_VLProcessor" if kind == "qwen2_5_vl" else "Qwen3VLProcessor",
+        "processor_class": _PROCESSORS.get(kind, "Qwen3VLProcessor"),
         "resample": 3,
         "rescale_factor": 1 / 255,
         "size": {"shortest_edge": 4 * SQUARE**2, "longest_edge": 64 * SQUARE**2},
@@ -225,6 +236,12 @@ class QwenVl(ImageFamily):
         return logits
 
 
+class Qwen2Vl(QwenVl):
+    """No windows; biases and LayerNorms in the tower."""
+
+    kind = "qwen2_vl"
+
+
 class Qwen25Vl(QwenVl):
     """Windows, and full attention in every second layer of the tower."""
 
@@ -254,7 +271,7 @@ class Qwen35Moe(QwenVl):
 
 
 QWEN_FAMILIES: dict[str, type[QwenVl]] = {
-    one.kind: one for one in (Qwen25Vl, Qwen3Vl, Qwen3VlMoe, Qwen35, Qwen35Moe)
+    one.kind: one for one in (Qwen2Vl, Qwen25Vl, Qwen3Vl, Qwen3VlMoe, Qwen35, Qwen35Moe)
 }
 
 
