@@ -28,7 +28,7 @@ from weft.testing.models.quantised_models import round_rows
 from weft.testing.models.threads import one_thread
 from weft.testing.models.unread_models import UNREAD, WITH_EXPERTS, load_unread, make_unread
 
-ALWAYS = ("nanochat", "jetmoe")
+ALWAYS = ("nanochat",)
 STOP = StopCriteria(max_tokens=12, ignore_eos=True)
 
 
