@@ -197,7 +197,6 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
         "init_weights_update_group",
         place | {"group_name": name},
     )
-    mesh.post("pause_generation", {"mode": "in_place"})
     mesh.post("flush_cache")
     names = list(new)
     for part in (names[:4], names[4:]):
@@ -208,10 +207,10 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
             "shapes": [list(one.shape) for one in sent],
             "group_name": name,
             "flush_cache": False,
+            "abort_all_requests": True,
             "weight_version": "3",
         }
         beside(partial(sender.send, sent), "update_weights_from_distributed", body)
-    mesh.post("continue_generation", {})
     mesh.post("destroy_weights_update_group", {"group_name": name})
     sender.close()
     assert mesh.texts() == right

@@ -171,11 +171,20 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         token = self._token(context)
         tensors = _tensors(body.names, body.dtypes, body.shapes)
         if body.abort_all_requests:
-            await self._weights.pause("abort", token)
+            await self._abort_all(token)
         found = await self._weights.receive(
             body.group_name, tensors, token, packed_bytes=0, version=body.weight_version or ""
         )
         return _answer("received", found)
+
+    async def _abort_all(self, token: str) -> None:
+        """Ends all requests, unless an update is under way, whose first call has done so."""
+        before = (await self._weights.show(token, packed_digest=False)).values()
+        if any(status.state == "updating" for status in before):
+            return
+        await self._weights.pause("abort", token)
+        if not any(status.pause for status in before):
+            await self._weights.resume(token)
 
     async def EndWeightUpdate(self, request: HttpBody, context: Context) -> HttpBody:
         body = await self._body(EndUpdateBody, request, context)
