@@ -16,6 +16,7 @@ from rich.table import Table
 from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_channel
 from weft.cli.hosts import RankStatus, ranks_of, show_hosts
 from weft.cli.tables import full_width, print_table
+from weft.cli.top.view import describe_plan
 from weft.common.rpc.tls import Identity
 from weft.v1 import (
     common_pb2,
@@ -24,6 +25,8 @@ from weft.v1 import (
     kv_pb2,
     kvstore_pb2,
     kvstore_pb2_grpc,
+    mesh_pb2,
+    mesh_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -205,7 +208,10 @@ def main(argv: Sequence[str]) -> int:
             show_hosts(Console(), _by_host(workers))
         else:
             show(Console(), workers)
-            Console().print(describe_load(load), style="dim", highlight=False, soft_wrap=True)
+            lines = [describe_load(load)]
+            lines += map(describe_plan, asyncio.run(read_plans(address, identity, metadata)))
+            for line in lines:
+                Console().print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
         return 0
 
     return call_gateway("weft status", arguments, tell)
@@ -228,6 +234,23 @@ async def read_status(
     return fleet.load, [*workers, *await asyncio.gather(*reading)]
 
 
+async def read_plans(
+    address: str, identity: Identity | None, metadata: Metadata
+) -> list[mesh_pb2.MeshPlan]:
+    """What planners want, as far as the gateway shows it to this caller."""
+    async with open_channel(address, "gateway", identity) as channel:
+        stub: mesh_pb2_grpc.MeshServiceAsyncStub = mesh_pb2_grpc.MeshServiceStub(channel)
+        call = stub.WatchMesh(mesh_pb2.WatchMeshRequest(), timeout=_TIMEOUT_S, metadata=metadata)
+        try:
+            async for message in call:
+                return list(message.plans)
+        except grpc.aio.AioRpcError:
+            pass
+        finally:
+            call.cancel()
+    return []
+
+
 async def _read_worker(seen: gateway_pb2.FleetWorker, identity: Identity | None) -> WorkerStatus:
     status = WorkerStatus(
         worker_id=seen.worker_id or "?",
@@ -237,7 +260,9 @@ async def _read_worker(seen: gateway_pb2.FleetWorker, identity: Identity | None)
         problem=seen.problem,
         breaker=_BREAKERS.get(seen.breaker, ""),
     )
-    async with open_channel(seen.address, seen.role, identity) as channel:
+    # The certificate of a worker of both roles names either.
+    service = "decode" if seen.role == "both" else seen.role
+    async with open_channel(seen.address, service, identity) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)

@@ -7,6 +7,7 @@ import random
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from weft.testing.meshes.local_mesh import WEFT
@@ -17,6 +18,7 @@ from weft.v1 import worker_pb2
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300), on("both")]
 NUM_NEW, NUM_CLIENTS = 24, 4
+BOTH = worker_pb2.WORKER_ROLE_BOTH
 WORKERS = ("worker-0", "worker-1", "worker-2")
 
 
@@ -136,3 +138,37 @@ async def test_the_last_decode_worker_stays(mesh: TinyMesh) -> None:
     assert status == 1
     assert f"worker-0 is the last worker that decodes for {MODEL}" in told
     assert (await set_role(mesh, "kvstore-9", "prefill"))[0] == 1
+
+
+async def test_a_planner_gives_workers_roles_and_its_end_takes_them_back(
+    mesh: TinyMesh, tmp_path: Path
+) -> None:
+    for name in WORKERS:
+        assert (await set_role(mesh, name, "both"))[0] == 0
+    command = [
+        *(*WEFT, "serve", "planner", "--gateway", mesh.service("gateway")["admin_address"]),
+        *("--admin-token-file", str(mesh.state / "admin-token"), "--planner-id", "planner-0"),
+        *("--act", "--first-token-s", "5", "--inter-token-s", "2", "--interval-s", "1"),
+    ]
+    log = tmp_path / "planner.log"
+    with log.open("wb") as out:
+        planner = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out)
+    try:
+        async with Caller(mesh) as caller:
+            load = Load(caller)
+            async with load.running(), asyncio.timeout(120):
+                roles: set[int] = set()
+                # Of three workers one is enough for prompts, and the others decode.
+                while roles != {worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE}:
+                    roles = {mesh.load(name).role.role for name in WORKERS}
+                    await asyncio.sleep(0.2)
+            for _, answer in load.answers:
+                assert answer.timeline.lost_attempts == []
+        planner.terminate()
+        assert await planner.wait() == 0, log.read_text()
+        async with asyncio.timeout(60):
+            while {mesh.load_now(one).role.role for one in WORKERS} != {BOTH}:
+                await asyncio.sleep(0.2)
+    finally:
+        if planner.returncode is None:
+            planner.kill()

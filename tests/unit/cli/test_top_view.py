@@ -11,7 +11,7 @@ from rich.console import Console
 from weft.cli.top.keys import split_keys
 from weft.cli.top.picture import MeshPicture
 from weft.cli.top.summary import summarise
-from weft.cli.top.view import SORTS, Sort, TopState, TopView, chart
+from weft.cli.top.view import SORTS, Sort, TopState, TopView, chart, describe_plan
 from weft.v1 import mesh_pb2
 
 HOSTILE = "[bold]\x1b]0;gone\x07\u202edecode\n-1"
@@ -160,3 +160,21 @@ def test_keys_are_told_apart() -> None:
         *("q", "s", "up", "down", "r", "page up", "page down"),
     ]
     assert split_keys(b"\x1b[1;5Cq\xc3\xa9s\x1b[") == ["q", "s"]
+
+
+@pytest.mark.parametrize("acts", [True, False])
+def test_plans_are_told_in_a_line(acts: bool) -> None:
+    plan = mesh_pb2.MeshPlan(
+        model="m",
+        acts=acts,
+        wanted_prefill=2,
+        wanted_decode=3,
+        seen_prefill=1,
+        seen_decode=3,
+        alarms=["nothing is heard"],
+        last_act="worker-0: prefill (was both)",
+    )
+    told = describe_plan(plan)
+    assert told.startswith("plan m: 2 prefill" if acts else "plan (advice) m: 2 prefill")
+    assert "there are 1 and 3" in told
+    assert told.endswith("last: worker-0: prefill (was both); alarm: nothing is heard")
