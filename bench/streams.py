@@ -5,7 +5,7 @@ bytes of OpenAI chat streams. Requests are all open before the first token and e
 so that neither counts. At a pace that gateway and edge can hold each token has an event of its own;
 beyond it tokens are merged, and the rate is the limit.
 
-    python bench/streams.py                             about two minutes
+    python bench/streams.py                             about three minutes
     python bench/streams.py --streams 256 --rates 4000  one row
     python bench/streams.py --baseline ../old-tree      beside another working tree, in turns
 """
@@ -47,7 +47,7 @@ NAMES = ("gateway", "edge", "worker", "client")
 
 harness = Harness(__file__, __doc__, repeats=1)
 harness.flag("--model", default="demo", help="whose tokenizer and chat template count")
-harness.flag("--streams", type=int, nargs="+", default=[64, 256, 1024])
+harness.flag("--streams", type=int, nargs="+", default=[64, 256, 1024, 4096])
 harness.flag(
     "--rates",
     type=float,
