@@ -163,6 +163,16 @@ class Paused(WeftError):
     is_of_worker = True
 
 
+class Asleep(WeftError):
+    """The worker has given its memory back, and takes no requests until it is woken."""
+
+    reason = "ASLEEP"
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+    is_of_worker = True
+
+
 class WeightsIncomplete(WeftError):
     """An update of the weights has failed, so that the worker has no version to serve."""
 
@@ -321,6 +331,7 @@ _BY_REASON: dict[str, type[WeftError]] = {
         ProfileNotFound,
         ProfilesDisabled,
         Paused,
+        Asleep,
         WeightsIncomplete,
         RefitRunning,
         GroupFailed,

@@ -104,6 +104,8 @@ class LoadReport:
     """Share of their `max_tokens` that requests are expected to generate, for admission."""
     stale_after_s: float
     is_draining: bool
+    asleep: list[str] = field(default_factory=list)
+    """What sleeps; no requests are taken until nothing does."""
     is_idle: bool
     """Whether no request, lease or put exists, so that the engine can end without harm."""
     transport_detail: str

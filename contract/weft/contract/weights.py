@@ -19,7 +19,18 @@ WeightState = Literal["ready", "updating", "failed"]
 update ends.
 """
 WeightAction = Literal[
-    "show", "pause", "resume", "refit", "digest", "join", "leave", "begin", "receive", "end"
+    "show",
+    "pause",
+    "resume",
+    "refit",
+    "digest",
+    "join",
+    "leave",
+    "begin",
+    "receive",
+    "end",
+    "sleep",
+    "wake",
 ]
 """join, leave: a trainer's process group. begin, receive, end: an update that the group brings;
 without begin it ends by itself when all of the model's tensors are there.
@@ -29,6 +40,8 @@ Rendezvous = Literal["torch", "vllm"]
 """torch: a process group of PyTorch's whose store has the group's name before its keys, as SGLang
 makes it. vllm: a bare NCCL communicator, whose id comes with the group or from a store.
 """
+SleepTag = Literal["weights", "kv_cache"]
+SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache")
 DEFAULT_LIMIT_S, MAX_LIMIT_S = 1800.0, 86_400.0
 """Seconds after which a pause ends by itself, unless a further command renews it."""
 MAX_VERSION_CHARS = 128
@@ -103,6 +116,10 @@ class WeightCommand:
     action: WeightAction
     mode: PauseMode = "keep"
     limit_s: float = DEFAULT_LIMIT_S
+    level: int = 1
+    """Of sleep. 1: weights are put away; 2: they are dropped, and an update must bring others."""
+    tags: list[SleepTag] = field(default_factory=lambda: list(SLEEP_TAGS))
+    """What sleeps or wakes."""
     folder: str = ""
     """Folder of safetensors files on the worker's host."""
     version: str = ""
@@ -123,6 +140,11 @@ class WeightCommand:
         if len(self.version) > MAX_VERSION_CHARS:
             message = f"weight_version: at most {MAX_VERSION_CHARS} characters"
             raise InvalidRequest(message, stage="validate", param="weight_version")
+        if self.level not in (1, 2):
+            raise InvalidRequest("level: must be 1 or 2", stage="validate", param="level")
+        if not self.tags or not set(self.tags) <= set(SLEEP_TAGS):
+            message = f"tags: give {' or '.join(SLEEP_TAGS)}, or both"
+            raise InvalidRequest(message, stage="validate", param="tags")
         if self.action == "refit" and not 0 < len(self.folder) <= MAX_FOLDER_CHARS:
             message = f"model_path: give a folder, at most {MAX_FOLDER_CHARS} characters"
             raise InvalidRequest(message, stage="validate", param="model_path")
@@ -147,6 +169,8 @@ class WeightStatus:
     """Processes that hold the weights, each of which is a rank of a trainer's group."""
     groups: list[str] = field(default_factory=list)
     """Trainers' groups that are joined."""
+    asleep: list[SleepTag] = field(default_factory=list)
+    """What sleeps."""
     packed_digest: bytes = b""
     """32 bytes over the parameters as they lie in memory, if they were asked for."""
 

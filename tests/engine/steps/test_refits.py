@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from weft.contract.errors import ModelError, Paused, WeftError, WeightsIncomplete
-from weft.contract.messages import Inbox, Outbox
 from weft.contract.request import StopCriteria
-from weft.contract.weights import WeightCommand, WeightReply
+from weft.contract.weights import WeightCommand
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.reports import load_report
+from weft.testing.engine.weight_commands import Commands
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny, tiny_config
@@ -33,29 +32,6 @@ def model(path: Path, seed: int) -> Path:
 
 def texts(llm: LLM, **options: Any) -> list[list[int]]:
     return [one.token_ids for one in llm.generate(PROMPTS, stop=STOP, **options)]
-
-
-class Commands:
-    """Sends commands with turns of an engine that somebody else calls."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.replies: dict[int, WeightReply] = {}
-        self.turns = 0
-        self._turn: Callable[[Inbox | None], Outbox] = llm.engine.turn
-        self._at: dict[int, list[WeightCommand]] = {}
-        llm.engine.turn = self._with_commands  # type: ignore[method-assign]
-
-    def at(self, turn: int, command: WeightCommand) -> None:
-        self._at.setdefault(turn, []).append(command)
-
-    def _with_commands(self, inbox: Inbox | None = None) -> Outbox:
-        self.turns += 1
-        if commands := self._at.pop(self.turns, []):
-            inbox = inbox or Inbox()
-            inbox.weight_commands += commands
-        outbox = self._turn(inbox)
-        self.replies |= {reply.query: reply for reply in outbox.weight_replies}
-        return outbox
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,42 @@ def test_trls_client_gets_what_it_reads(mesh: TrainedMesh) -> None:
         assert client.get("/get_world_size").status_code == 401
 
 
-@pytest.mark.parametrize("path", ["pause", "resume", "update_weights_from_disk", "flush_cache"])
+def test_a_mesh_sleeps_and_wakes_as_one_server(mesh: TrainedMesh, tmp_path: Path) -> None:
+    before = mesh.texts()
+    mesh.post("weights_checker", {"action": "snapshot"})
+    told = mesh.post("sleep?level=1")["workers"]
+    assert [one["asleep"] for one in told.values()] == [["weights", "kv_cache"]] * 2
+    assert mesh.call("GET", "is_sleeping").json() == {"is_sleeping": True}
+    assert mesh.post("sleep")["success"]
+    refused = mesh.complete(PROMPTS[0])
+    assert refused.status_code == 503, refused.text
+    assert "asleep" in refused.text
+    mesh.post("wake_up?tags=weights")
+    refused = mesh.complete(PROMPTS[0])
+    assert refused.status_code == 503
+    assert "kv_cache" in refused.text
+    mesh.post("wake_up?tags=kv_cache")
+    assert mesh.call("GET", "is_sleeping").json() == {"is_sleeping": False}
+    mesh.post("weights_checker", {"action": "compare"})
+    # Pages are shipped again, into memory that is registered anew.
+    assert mesh.texts() == before
+    # SGLang's words, and weights that are dropped: nothing is served until an update.
+    mesh.post("release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    mesh.post("resume_memory_occupation", {})
+    assert mesh.texts() == before
+    mesh.post("sleep?level=2")
+    mesh.post("wake_up")
+    refused = mesh.complete(PROMPTS[0])
+    assert refused.status_code == 503, refused.text
+    mesh.post("update_weights_from_disk", {"model_path": str(mesh.model_dir)})
+    other = mesh.call("POST", "weights_checker", {"action": "compare"})
+    assert other.status_code in (200, 409)
+    mesh.texts()
+
+
+@pytest.mark.parametrize(
+    "path", ["sleep", "wake_up", "pause", "resume", "update_weights_from_disk", "flush_cache"]
+)
 def test_trainers_need_the_operators_token(mesh: TrainedMesh, path: str) -> None:
     answer = mesh.call("POST", path, {"model_path": "/tmp"}, has_token=False)
     assert answer.status_code == 401, answer.text
@@ -290,6 +325,10 @@ def test_words_that_are_not_known_are_refused_by_name(mesh: TrainedMesh) -> None
     answer = mesh.call("POST", "pause?mode=later")
     assert answer.status_code == 400
     assert "mode" in answer.text
+    for path, word in (("sleep?level=0", "level"), ("sleep?tags=graphs", "tags")):
+        answer = mesh.call("POST", path)
+        assert answer.status_code == 400
+        assert word in answer.text
     answer = mesh.call("POST", "weights_checker", {"action": "reset"})
     assert answer.status_code == 400
     assert "action" in answer.text

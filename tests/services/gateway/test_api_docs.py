@@ -14,7 +14,7 @@ from weft.contract.errors import WeftError
 from weft.gateway.api.openai.parse import BodyTooLarge
 from weft.gateway.api.responses.service import ResponseNotFound
 from weft.gateway.api.server.service import MetricsNotServed
-from weft.gateway.api.trainer.service import TrainersOff
+from weft.gateway.api.trainer.service import TrainersOff, WeightsDiffer
 from weft.gateway.console.access import ConsoleOff
 from weft.gateway.console.relay import MemberNotFound
 from weft.testing.services.fake_decode import Script
@@ -50,7 +50,7 @@ def test_the_table_of_errors_is_complete() -> None:
     found = {value for value in vars(errors).values() if isinstance(value, type)}
     kinds = {cls for cls in found if issubclass(cls, WeftError)} - NEVER_SENT
     kinds |= {BodyTooLarge, AdapterExists, AdaptersOff, ResponseNotFound, MetricsNotServed}
-    kinds |= {ConsoleOff, MemberNotFound, TrainersOff}
+    kinds |= {ConsoleOff, MemberNotFound, TrainersOff, WeightsDiffer}
     expected = {
         (f"`{cls.reason}`", str(cls.http_status), cls.grpc_code, "yes" if cls.retryable else "no")
         for cls in kinds

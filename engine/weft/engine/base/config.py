@@ -164,6 +164,18 @@ class EngineConfig(PageConfig):
         False,
     )
     page_size: int = setting("tokens per KV page", 16, ge=1, le=256)
+    sleep_host_bytes: int | None = setting(
+        "on a GPU: lets weights sleep (docs/architecture/weights.md), and the KV pool of a worker "
+        "that ships no pages; so many bytes of the host's memory are reserved for them at the "
+        "start, the rest when they first sleep; none = they do not sleep",
+        None,
+        ge=0,
+    )
+    sleep_dir: str = setting(
+        "on a CPU: folder for the weights of a worker that sleeps, on a disk rather than in "
+        "memory; default the system's for such files",
+        "",
+    )
     kv_memory_bytes: int | None = setting(
         "size of the KV pool, in bytes; default 1 GiB, on a GPU all that remains",
         None,

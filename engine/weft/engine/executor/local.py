@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
@@ -44,10 +45,12 @@ from weft.engine.executor.orders import (
     ReceiveWeights,
     RefitFromFolder,
     ShiftRotations,
+    Sleep,
     StartProfile,
     StopProfile,
     UnpackBlock,
     UnpackPages,
+    Wake,
     ZeroPages,
 )
 from weft.engine.executor.pooling import PooledStates, Pooler
@@ -55,6 +58,7 @@ from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
 from weft.engine.executor.refits import WeightRefits
 from weft.engine.executor.rotations import SlotRotations
+from weft.engine.executor.sleeping import HostPools, HostWeights, Sleeper, SleepMemory
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
@@ -124,7 +128,8 @@ class LocalExecutor:
             device.
         has_logits: Whether this process has the model's head; False: that is another stage's.
         media: Rows of media; None: prompts have none.
-        refit: Changes the model's weights; None: they cannot be changed.
+        refit: Changes the model's weights; None: they cannot be changed, and do not sleep.
+        sleep: What sleeps on a GPU, and where weights of a CPU sleep; None: the defaults.
     """
 
     def __init__(
@@ -155,8 +160,10 @@ class LocalExecutor:
         has_logits: bool = True,
         media: MediaEmbeddings | None = None,
         refit: Refit | None = None,
+        sleep: SleepMemory | None = None,
     ) -> None:
         self.refits = WeightRefits(refit, device, rank)
+        sleep = sleep or SleepMemory()
         self.profiler = StepProfiler(device, rank)
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
@@ -176,17 +183,23 @@ class LocalExecutor:
         self._lora = lora
         self.has_adapters, self.has_head = lora is not None, drafted is not None
         self._page_size = layout.page_size
-        if pool is None:
-            whole = _new_pool(layout, 0, num_pages, device)
-            pool = RankPool(whole, whole)
+        shared = () if pool is None or rank else (pool.whole,)
+        is_own = pool is None
+        with nullcontext() if sleep.pools is None else sleep.pools.taking():
+            if pool is None:
+                whole = _new_pool(layout, 0, num_pages, device)
+                pool = RankPool(whole, whole)
+            further = [
+                _new_pool(layout, group, count, device)
+                for group, count in enumerate(window_pages, 1)
+            ]
         self.pool, self._own_pool, pages = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
         self.device_pages = pages or DevicePages.of(self.pool)
         """Whole pages, with the heads of all ranks."""
-        further = (
-            _new_pool(layout, group, count, device) for group, count in enumerate(window_pages, 1)
-        )
         self._pools = (self.pool, *further)
+        own = self._pools if is_own else further
+        self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device)
         self.states: StateMemory | None = None
         """None: the model has no recurrent layers."""
         if layout.states is not None:
@@ -589,6 +602,8 @@ class LocalExecutor:
                 self.refits.receive(group, tensors, packed_bytes, ends=ends)
             case EndRefit(is_given_up):
                 self.refits.end(is_given_up=is_given_up)
+            case Sleep() | Wake():
+                self.sleeper.begin(order)
             case _:
                 assert_never(order)
 
@@ -607,6 +622,22 @@ class LocalExecutor:
     def window_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
         """Access for one thread to pages of the window group, each as `num_pages` pages."""
         return BlockPool(self._pools[1:], num_pages, page_bytes)
+
+
+def _sleeper(
+    sleep: SleepMemory, refit: Refit | None, pools: HostPools, device: torch.device
+) -> Sleeper:
+    problem = ""
+    if refit is None:
+        problem = "the weights of a model with images, or that makes vectors, do not sleep"
+    elif device.type == "cuda" and sleep.weights is None:
+        problem = "weights on a GPU sleep only in workers that were started with sleep_host_bytes"
+    if device.type == "cuda":
+        if sleep.weights is not None and refit is not None:
+            sleep.weights.tensors = refit.tensors
+        return Sleeper(None if problem else sleep.weights, sleep.pools, device, problem)
+    weights = None if refit is None else HostWeights(refit.tensors, sleep.folder)
+    return Sleeper(weights, pools, device, problem)
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:

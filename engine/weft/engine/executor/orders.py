@@ -154,6 +154,22 @@ class EndRefit(NamedTuple):
     is_given_up: bool = False
 
 
+class Sleep(NamedTuple):
+    """Gives memory back to the system, in the background. No step may begin until it is back."""
+
+    weights: bool
+    pages: bool
+    keeps_weights: bool
+    """Whether the weights are put away in another memory; otherwise they are dropped."""
+
+
+class Wake(NamedTuple):
+    """Takes that memory again, in the background."""
+
+    weights: bool
+    pages: bool
+
+
 PageOrder: TypeAlias = (
     CopyPages
     | ZeroPages
@@ -177,6 +193,8 @@ Order: TypeAlias = (
     | LeaveWeightGroup
     | ReceiveWeights
     | EndRefit
+    | Sleep
+    | Wake
 )
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 

@@ -53,9 +53,11 @@ from weft.engine.executor.ranks.share import (
     media_of,
     peers_of,
     pool_of,
+    sleep_memory,
     stage_of,
 )
 from weft.engine.executor.ranks.start import Ranks
+from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
@@ -184,7 +186,9 @@ def _load_parts(
     progress: Progress,
 ) -> EngineComponents:
     peers = None if ranks is None else peers_of(ranks, config, device)
-    models = _load_models(config, model, device, ranks, peers, progress)
+    sleep = sleep_memory(config, device)
+    with sleep.loading():
+        models = _load_models(config, model, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
         # Checked again: the files of a class from outside Weft may not show its recurrent layers.
@@ -210,7 +214,7 @@ def _load_parts(
     max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
-        config, models, pools, max_tokens, device, lora, shared, peers, progress, media
+        config, models, pools, max_tokens, device, lora, shared, peers, progress, media, sleep
     )
     ranked: RankedExecutor | None = None
     if ranks is not None:
@@ -402,6 +406,7 @@ def _make_executor(
     peers: SharedGroup | DevicePeers | None,
     progress: Progress,
     media: MediaEmbeddings | None,
+    sleep: SleepMemory,
 ) -> LocalExecutor:
     layout, pool, blocks = models.layout, None, None
     if shared is not None:
@@ -433,6 +438,7 @@ def _make_executor(
         peers=_device_peers(peers),
         media=media,
         refit=_refit_of(config, models),
+        sleep=sleep,
     )
     if shared is not None:
         shared.others.agree("pool")

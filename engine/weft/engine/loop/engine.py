@@ -96,6 +96,7 @@ class Engine:
         self.stats = wired.stats
         self._pace = wired.pace
         self._look_up, self._fail = wired.look_up, wired.fail
+        self._flush_pages = wired.flush
         self.is_draining = False
         self.ran_step = False
         """The result of the last `StepPipeline.turn`."""
@@ -331,11 +332,7 @@ class Engine:
                 self.filler.on_data(*item)
 
     def _flush(self) -> int:
-        if self.sessions is not None:
-            self.sessions.pins.clear()
-        # The first group comes last. A page that leaves the tree has tiers copy the pieces beside
-        # it, if these are still there.
-        num_pages = sum(memory.flush_cache() for memory in reversed(self.memories))
+        num_pages = self._flush_pages()
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:

@@ -25,7 +25,9 @@ from weft.contract.timeline import Timeline
 from weft.contract.token_ids import token_ids
 from weft.contract.weights import (
     DEFAULT_LIMIT_S,
+    SLEEP_TAGS,
     PauseMode,
+    SleepTag,
     WeightAction,
     WeightCommand,
     WeightStatus,
@@ -149,6 +151,20 @@ class LLM:
 
     def resume(self) -> WeightStatus:
         return self._command("resume")
+
+    def sleep(
+        self,
+        level: int = 1,
+        tags: Sequence[SleepTag] = SLEEP_TAGS,
+        mode: PauseMode = "abort",
+    ) -> WeightStatus:
+        """Gives memory back to the system, until `wake`. After level 2 the weights are gone, and
+        `refit` must bring others.
+        """
+        return self._command("sleep", level=level, tags=list(tags), mode=mode)
+
+    def wake(self, tags: Sequence[SleepTag] = SLEEP_TAGS) -> WeightStatus:
+        return self._command("wake", tags=list(tags))
 
     @property
     def weights(self) -> WeightStatus:

@@ -62,6 +62,7 @@ def load_report(engine: Engine) -> LoadReport:
         new_token_ratio=scheduler.estimate.ratio,
         stale_after_s=stats.stale_after_s,
         is_draining=engine.is_draining,
+        asleep=list(engine.weights.status.asleep),
         is_idle=not (scheduler.num_requests or engine.filler.num_active or engine.num_copies),
         transport_detail=engine.parts.transport.describe(),
         counters=engine.counters(),

@@ -48,11 +48,14 @@ from weft.engine.executor.refits import (
 from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing, failure_of
+from weft.engine.loop.sleep import SleepControl
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.pages.fills.filler import Filler
 
 _DIGITS = 16
 _RETRY_S = 1.0
+_REFUSES = ("abort", "wait")
+"""Modes of a pause in which new requests are refused."""
 
 
 class WeightControl:
@@ -72,9 +75,12 @@ class WeightControl:
         filler: Filler,
         out: Outgoing,
         clock: Clock,
+        sleep: SleepControl,
         num_ranks: int = 1,
     ) -> None:
         self._executor = executor
+        self._sleep = sleep
+        self._pauses_for_sleep = False
         self._refits = refits
         self._intake = intake
         self._scheduler = scheduler
@@ -101,6 +107,7 @@ class WeightControl:
         """Whether an update comes in several commands, of which at least one has been obeyed."""
         self._ends_by_itself = False
         self._is_mixture = False
+        """Whether no version lies in memory, but a mixture or nothing."""
         self._problem = ""
         self._num_updates = 0
 
@@ -116,12 +123,13 @@ class WeightControl:
             num_updates=self._num_updates,
             num_ranks=self._num_ranks,
             groups=self._refits.groups,
+            asleep=self._sleep.asleep,
         )
 
     @property
     def stops_steps(self) -> bool:
         """Whether no step may begin now."""
-        if self._state != "ready" or self._refit is not None:
+        if self._state != "ready" or self._refit is not None or self._sleep.asleep:
             return True
         pause = self._pause
         return pause is not None and (self._is_drained or pause.mode in ("keep", "retract"))
@@ -129,12 +137,14 @@ class WeightControl:
     @property
     def is_busy(self) -> bool:
         """Whether turns must come soon, since something is awaited that no message announces."""
-        return self._refit is not None or self._join is not None or not self._is_drained
+        is_awaited = self._refit is not None or self._join is not None
+        return is_awaited or not self._is_drained or self._sleep.is_busy
 
     def check(self) -> None:
-        """Raises Paused or WeightsIncomplete unless new requests are taken."""
+        """Raises Asleep, Paused or WeightsIncomplete unless new requests are taken."""
+        self._sleep.check()
         if self._state == "failed":
-            message = f"the weights are a mixture, until an update ends: {self._problem}"
+            message = f"there is no version of the weights until an update ends: {self._problem}"
             raise WeightsIncomplete(message, stage="queue")
         if self._pause is not None and self._pause.mode in ("abort", "wait"):
             raise Paused("a trainer has paused this worker", stage="queue", retry_after_s=_RETRY_S)
@@ -155,9 +165,15 @@ class WeightControl:
                     self._begin_join(command)
                 case "leave":
                     self._leave(command)
+                case "sleep":
+                    self._begin_sleep(command)
+                case "wake":
+                    if not self._sleep.begin(command):
+                        self._reply(command.query)
                 case "show":
                     self._reply(command.query)
                 case "digest":
+                    self._sleep.check_weights()
                     self._reply(command.query, packed_digest=self._refits.packed_digest())
         except WeftError as error:
             self._reply(command.query, error)
@@ -174,28 +190,60 @@ class WeightControl:
                 self._on_result(result)
         elif self._refit is not None and self._is_drained:
             self._start(self._refit)
+        if (ended := self._sleep.turn(is_drained=self._is_drained)) is not None:
+            self._end_sleep(*ended)
         is_late = self._pause is not None and self._clock() >= self._ends_at
         if self._pause is not None and is_late and not self._is_at_work:
             if self._is_open:
                 # Its trainer is gone. What follows fails the update, and ends a pause for it.
                 self._order(EndRefit(is_given_up=True))
-            else:
+            elif not self._sleep.stops_steps:
                 self._expire(self._pause)
+
+    # -- sleep -----------------------------------------------------------------------------------
+
+    def _begin_sleep(self, command: WeightCommand) -> None:
+        if self._refit is not None or self._is_open or self._is_at_work:
+            raise RefitRunning("the weights are being changed; sleep afterwards", stage="weights")
+        if not self._sleep.begin(command):
+            self._reply(command.query)
+            return
+        known = self._pause
+        if known is None or (known.mode == "keep" and command.mode != "keep"):
+            self._begin_pause(command, is_asked=False)
+            self._pauses_for_sleep = known is None
+        self._filler.is_paused = True
+        self._stop_leases()
+
+    def _end_sleep(self, command: WeightCommand, error: WeftError | None) -> None:
+        if self._sleep.are_weights_dropped and self._state == "ready":
+            self._state, self._is_mixture = "failed", True
+            self._problem = "they were dropped (sleep of level 2)"
+            message = "the weights were dropped while the worker slept"
+            self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
+        if self._pause is not None:
+            self._ends_at = self._clock() + self._pause.limit_s
+        if not self._sleep.asleep:
+            self._filler.is_paused = self._pause is not None and self._pause.mode in _REFUSES
+            if self._pauses_for_sleep:
+                self._end_pause()
+        self._reply(command.query, error)
 
     # -- pauses ----------------------------------------------------------------------------------
 
-    def _begin_pause(self, command: WeightCommand) -> None:
+    def _begin_pause(self, command: WeightCommand, *, is_asked: bool = True) -> None:
         self._ends_at = self._clock() + command.limit_s
-        self._pauses_for_refit = False
+        self._pauses_for_refit = self._pauses_for_sleep = False
         known, self._pause = self._pause, command
         if known is None or known.mode != command.mode:
             self._is_drained = False
-        if command.mode in ("abort", "wait"):
+        if command.mode in _REFUSES:
             self._filler.is_paused = True
         if command.mode == "abort":
             self._groups.cancel_everything()
             self._stop_leases()
-        self._awaiting_pause.append(command.query)
+        if is_asked:
+            self._awaiting_pause.append(command.query)
         if self._is_drained:
             self._tell_paused()
 
@@ -217,10 +265,13 @@ class WeightControl:
         if self._refit is not None or self._is_open:
             message = "the weights are being changed; end the update, and resume afterwards"
             raise RefitRunning(message, stage="weights")
+        if self._sleep.is_busy:
+            raise RefitRunning("the worker is falling asleep or waking", stage="weights")
         self._end_pause()
 
     def _end_pause(self) -> None:
         self._pause, self._is_drained, self._pauses_for_refit = None, True, False
+        self._pauses_for_sleep = False
         self._filler.is_paused = False
         for query in self._awaiting_pause:
             message = "the pause ended before all requests had"
@@ -247,6 +298,7 @@ class WeightControl:
     # -- weights ---------------------------------------------------------------------------------
 
     def _begin_refit(self, command: WeightCommand) -> None:
+        self._sleep.check_weights()
         self._check_free()
         if self._is_open and command.action in ("refit", "begin"):
             raise RefitRunning("an update is under way; end it first", stage="weights")
@@ -334,6 +386,7 @@ class WeightControl:
 
     def _change_version(self, name: str, digest: bytes) -> None:
         self._state, self._problem, self._is_mixture = "ready", "", False
+        self._sleep.weights_came()
         self._num_updates += 1
         old, self._version = self._version, name or digest.hex()[:_DIGITS]
         self._out.weight_version = self._version

@@ -17,6 +17,7 @@ from weft.engine.loop.output import OutputProcessor
 from weft.engine.loop.parts import EngineComponents
 from weft.engine.loop.pipeline import StepOwner, StepPipeline
 from weft.engine.loop.profiles import StepProfiles
+from weft.engine.loop.sleep import CachedPages, SleepControl
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
 from weft.engine.loop.weights import WeightControl
@@ -141,6 +142,7 @@ class EngineWiring:
             self.filler,
             self.out,
             clock,
+            self._make_sleep(),
             config.tp,
         )
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
@@ -283,6 +285,13 @@ class EngineWiring:
             early=shipper if shipper.reads_early and not has_rerun else None,
         )
 
+    def _make_sleep(self) -> SleepControl:
+        parts = self._parts
+        pages = CachedPages(self.flush, self._are_pages_quiet, lambda: parts.memory.counts().used)
+        return SleepControl(
+            parts.executor, parts.local.sleeper, parts.transport, pages, self._clock
+        )
+
     # -- what parts ask of parts that are made later ---------------------------------------------
 
     def look_up(self, request: Request) -> None:
@@ -291,6 +300,19 @@ class EngineWiring:
             self.tiers.look_up(request)
         if self.store is not None:
             self.store.look_up(request)
+
+    def flush(self) -> int:
+        """Drops cached pages that no request uses, and returns how many. Tiers may copy some."""
+        if self.sessions is not None:
+            self.sessions.pins.clear()
+        # The first group comes last. A page that leaves the tree has tiers copy the pieces beside
+        # it, if these are still there.
+        return sum(memory.flush_cache() for memory in reversed(self.memories))
+
+    def _are_pages_quiet(self) -> bool:
+        copies = self.store.num_open_pages if self.store is not None else 0
+        copies += self.tiers.num_open if self.tiers is not None else 0
+        return not (copies or self.owner_fills.num_open or self.filler.num_active)
 
     def fail(self, request: Request, error: WeftError) -> None:
         """Ends a request of a client with all of its samples, or a fill job."""

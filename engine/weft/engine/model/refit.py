@@ -127,6 +127,10 @@ class Refit:
         self._steps.name(digest)
         return digest
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters, which an update fills."""
+        return self._parameters.tensors()
+
     def packed_digest(self) -> bytes:
         """32 bytes over the parameters in the form in which they lie in memory."""
         return self._parameters.digest()

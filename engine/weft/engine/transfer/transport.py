@@ -50,6 +50,8 @@ class Transport:
         self.memory_type = "DRAM"
         """Memory type of the exchange, as NIXL names it."""
         self._receiver: ReceiveAgent | None = None
+        self._is_released = False
+        """Whether NIXL does not have the pool's memory, which sleeps."""
         self._arrived: list[Notification] = []
         self._senders: SendAgents | None = None
         self._sharer: SharedPool | None = None
@@ -124,7 +126,7 @@ class Transport:
         """Whether `notifications` has some, or pages have moved into the pool. Takes
         microseconds.
         """
-        if self._receiver is not None:
+        if self._receiver is not None and not self._is_released:
             self._arrived += self._receiver.poll()
         return bool(self._arrived) or self.port.has_moved()
 
@@ -138,6 +140,24 @@ class Transport:
         """Cuts every connection into the pool, so that nothing sent before can arrive."""
         if self._receiver is not None:
             self._receiver.reopen()
+
+    def release(self) -> None:
+        """Takes the pool's memory back from NIXL, until `register`. No transfer may be under way.
+        Raises TransferError if one is.
+        """
+        if self._exchange.staging is not None and self._senders is None:
+            return  # NIXL has other memory than the pool.
+        if self._senders is not None:
+            self._senders.close_unused()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._is_released = True
+
+    def register(self) -> None:
+        """Registers the pool's memory again. Peers learn of it by the next handles."""
+        if self._is_released and self._receiver is not None:
+            self._receiver.reopen()
+        self._is_released = False
 
     def describe(self) -> str:
         """Describes transports and lanes, for people."""

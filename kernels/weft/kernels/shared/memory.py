@@ -7,14 +7,17 @@ pages it costs almost nothing.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import os
 
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 
 _ALIGNMENT_BYTES = 64
+_MADV_REMOVE = 9
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -33,6 +36,28 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[begin : begin + size].view(dtype).view(shape)
+
+
+def give_back(address: int, num_bytes: int, *, is_shared: bool = False) -> int:
+    """Gives whole pages of anonymous memory back to the system; returns their bytes. The addresses
+    stay valid, and have zeros until something is written there.
+
+    Args:
+        is_shared: Whether other processes map the memory too, all of which lose it.
+
+    Raises:
+        OSError: The system refuses, for example since the memory is locked.
+    """
+    size = os.sysconf("SC_PAGE_SIZE")
+    begin = -(-address // size) * size
+    count = (address + num_bytes) // size * size - begin
+    if count <= 0:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    advice = _MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
+    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(count), advice):
+        raise OSError(ctypes.get_errno(), "memory is not given back")
+    return count
 
 
 class WeightArena:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import ClassVar
@@ -117,6 +118,15 @@ class PeerPool:
         number.
         """
         return self._close_unused(self._clock() - self._idle_s, most=self._max_peers)
+
+    def close_unused(self) -> None:
+        """Closes all agents, of which a new use makes others. Raises TransferError if one has
+        pending transfers.
+        """
+        self._close_unused(math.inf, most=self._max_peers)
+        with self._lock:
+            if self._peers:
+                raise TransferError("transfers are pending")
 
     def close(self) -> bool:
         """Closes all peers. Returns whether closing any of them returned True."""

@@ -108,6 +108,16 @@ class AdminServiceStub:
                 request_serializer=weft_dot_v1_dot_weights__pb2.EndRefitRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_weights__pb2.EndRefitResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/weft.v1.AdminService/Sleep',
+                request_serializer=weft_dot_v1_dot_weights__pb2.SleepRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/weft.v1.AdminService/Wake',
+                request_serializer=weft_dot_v1_dot_weights__pb2.WakeRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.ShowWeights = channel.unary_unary(
                 '/weft.v1.AdminService/ShowWeights',
                 request_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
@@ -246,6 +256,21 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Gives memory back to the system; answers once it is. Idempotent. Requests are refused until all
+        of it is awake. This call and the next answer FAILED_PRECONDITION unless the service is a worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes that memory again. Once all is awake, a pause that Sleep began is over. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ShowWeights(self, request, context):
         """Tells which weights are served.
         """
@@ -355,6 +380,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.EndRefit,
                     request_deserializer=weft_dot_v1_dot_weights__pb2.EndRefitRequest.FromString,
                     response_serializer=weft_dot_v1_dot_weights__pb2.EndRefitResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.SleepRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.WakeRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.WakeResponse.SerializeToString,
             ),
             'ShowWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.ShowWeights,
@@ -763,6 +798,60 @@ class AdminService:
             '/weft.v1.AdminService/EndRefit',
             weft_dot_v1_dot_weights__pb2.EndRefitRequest.SerializeToString,
             weft_dot_v1_dot_weights__pb2.EndRefitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Sleep',
+            weft_dot_v1_dot_weights__pb2.SleepRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/Wake',
+            weft_dot_v1_dot_weights__pb2.WakeRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

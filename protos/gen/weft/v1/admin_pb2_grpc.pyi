@@ -77,6 +77,12 @@ class AdminServiceStub:
     """
     EndRefit: _grpc.UnaryUnaryMultiCallable[_weights_pb2.EndRefitRequest, _weights_pb2.EndRefitResponse]
     """Ends an update, and answers once the new weights are served."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_weights_pb2.SleepRequest, _weights_pb2.SleepResponse]
+    """Gives memory back to the system; answers once it is. Idempotent. Requests are refused until all
+    of it is awake. This call and the next answer FAILED_PRECONDITION unless the service is a worker.
+    """
+    Wake: _grpc.UnaryUnaryMultiCallable[_weights_pb2.WakeRequest, _weights_pb2.WakeResponse]
+    """Takes that memory again. Once all is awake, a pause that Sleep began is over. Idempotent."""
     ShowWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]
     """Tells which weights are served."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]
@@ -140,6 +146,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     EndRefit: _aio.UnaryUnaryMultiCallable[_weights_pb2.EndRefitRequest, _weights_pb2.EndRefitResponse]  # type: ignore[assignment]
     """Ends an update, and answers once the new weights are served."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_weights_pb2.SleepRequest, _weights_pb2.SleepResponse]  # type: ignore[assignment]
+    """Gives memory back to the system; answers once it is. Idempotent. Requests are refused until all
+    of it is awake. This call and the next answer FAILED_PRECONDITION unless the service is a worker.
+    """
+    Wake: _aio.UnaryUnaryMultiCallable[_weights_pb2.WakeRequest, _weights_pb2.WakeResponse]  # type: ignore[assignment]
+    """Takes that memory again. Once all is awake, a pause that Sleep began is over. Idempotent."""
     ShowWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]  # type: ignore[assignment]
     """Tells which weights are served."""
     SetRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]  # type: ignore[assignment]
@@ -284,6 +296,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.EndRefitResponse, _abc.Awaitable[_weights_pb2.EndRefitResponse]]:
         """Ends an update, and answers once the new weights are served."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _weights_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.SleepResponse, _abc.Awaitable[_weights_pb2.SleepResponse]]:
+        """Gives memory back to the system; answers once it is. Idempotent. Requests are refused until all
+        of it is awake. This call and the next answer FAILED_PRECONDITION unless the service is a worker.
+        """
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _weights_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.WakeResponse, _abc.Awaitable[_weights_pb2.WakeResponse]]:
+        """Takes that memory again. Once all is awake, a pause that Sleep began is over. Idempotent."""
 
     @_abc_1.abstractmethod
     def ShowWeights(

@@ -229,6 +229,60 @@ class GetWorldSizeRequest(_message.Message):
 Global___GetWorldSizeRequest: _TypeAlias = GetWorldSizeRequest  # noqa: Y015
 
 @_typing.final
+class SleepWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1 or 2; default 1. 0 is a pause."""
+    mode: _builtins.str
+    """abort, wait, keep or retract. Default: abort."""
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """weights, kv_cache. Default: both."""
+
+    def __init__(
+        self,
+        *,
+        level: _builtins.int | None = ...,
+        mode: _builtins.str = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level", "mode", b"mode", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
+    _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__level) -> _WhichOneofReturnType__level | None: ...
+
+Global___SleepWorkersRequest: _TypeAlias = SleepWorkersRequest  # noqa: Y015
+
+@_typing.final
+class WakeWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """weights, kv_cache. Default: all that sleeps."""
+
+    def __init__(
+        self,
+        *,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeWorkersRequest: _TypeAlias = WakeWorkersRequest  # noqa: Y015
+
+@_typing.final
 class ShowServerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -456,6 +456,16 @@ class TrainerServiceStub:
     """Drops cached pages that no request uses. Not needed after an update, whose pages have other
     names.
     """
+    SleepWorkers: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.SleepWorkersRequest, _httpbody_pb2.HttpBody]
+    """All workers give memory back to the system; answers once they have."""
+    WakeWorkers: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.WakeWorkersRequest, _httpbody_pb2.HttpBody]
+    """All workers take it again. Idempotent."""
+    IsSleeping: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Tells whether anything of a worker sleeps."""
+    ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """SleepWorkers, of level 1, with SGLang's body."""
+    ResumeMemory: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """WakeWorkers with SGLang's body."""
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Compares what the workers have in memory, by digests."""
     GenerateTokens: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
@@ -520,6 +530,16 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Drops cached pages that no request uses. Not needed after an update, whose pages have other
     names.
     """
+    SleepWorkers: _aio.UnaryUnaryMultiCallable[_dialects_pb2.SleepWorkersRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """All workers give memory back to the system; answers once they have."""
+    WakeWorkers: _aio.UnaryUnaryMultiCallable[_dialects_pb2.WakeWorkersRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """All workers take it again. Idempotent."""
+    IsSleeping: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Tells whether anything of a worker sleeps."""
+    ReleaseMemory: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """SleepWorkers, of level 1, with SGLang's body."""
+    ResumeMemory: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """WakeWorkers with SGLang's body."""
     CheckWeights: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Compares what the workers have in memory, by digests."""
     GenerateTokens: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -707,6 +727,46 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drops cached pages that no request uses. Not needed after an update, whose pages have other
         names.
         """
+
+    @_abc_1.abstractmethod
+    def SleepWorkers(
+        self,
+        request: _dialects_pb2.SleepWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """All workers give memory back to the system; answers once they have."""
+
+    @_abc_1.abstractmethod
+    def WakeWorkers(
+        self,
+        request: _dialects_pb2.WakeWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """All workers take it again. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def IsSleeping(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Tells whether anything of a worker sleeps."""
+
+    @_abc_1.abstractmethod
+    def ReleaseMemory(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """SleepWorkers, of level 1, with SGLang's body."""
+
+    @_abc_1.abstractmethod
+    def ResumeMemory(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """WakeWorkers with SGLang's body."""
 
     @_abc_1.abstractmethod
     def CheckWeights(

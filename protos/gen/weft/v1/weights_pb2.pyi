@@ -178,6 +178,100 @@ class ResumeResponse(_message.Message):
 Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1: weights are put away; 2: they are dropped, and the worker refuses requests until an update has
+    brought others. 0 counts as 1.
+    """
+    mode: Global___PauseMode.ValueType
+    """What becomes of requests. Default: abort. `keep` is for weights alone."""
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What sleeps: weights, kv_cache. Empty: both."""
+
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+        mode: Global___PauseMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "mode", b"mode", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WeightStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___WeightStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What wakes. Empty: all that sleeps."""
+
+    def __init__(
+        self,
+        *,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeRequest: _TypeAlias = WakeRequest  # noqa: Y015
+
+@_typing.final
+class WakeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> Global___WeightStatus: ...
+    def __init__(
+        self,
+        *,
+        status: Global___WeightStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeResponse: _TypeAlias = WakeResponse  # noqa: Y015
+
+@_typing.final
 class RefitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -575,6 +669,7 @@ class WeightStatus(_message.Message):
     IS_DRAINED_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
     PACKED_DIGEST_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
@@ -599,6 +694,10 @@ class WeightStatus(_message.Message):
     num_ranks: _builtins.int
     """Processes that hold the weights, each of which is a rank of a trainer's group."""
     @_builtins.property
+    def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What sleeps: weights, kv_cache."""
+
+    @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Trainers' groups that are joined."""
 
@@ -612,13 +711,14 @@ class WeightStatus(_message.Message):
         is_drained: _builtins.bool = ...,
         problem: _builtins.str = ...,
         num_updates: _builtins.int = ...,
+        asleep: _abc.Iterable[_builtins.str] | None = ...,
         packed_digest: _builtins.bytes = ...,
         num_ranks: _builtins.int = ...,
         groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "is_drained", b"is_drained", "model_digest", b"model_digest", "num_ranks", b"num_ranks", "num_updates", b"num_updates", "packed_digest", b"packed_digest", "pause", b"pause", "problem", b"problem", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "groups", b"groups", "is_drained", b"is_drained", "model_digest", b"model_digest", "num_ranks", b"num_ranks", "num_updates", b"num_updates", "packed_digest", b"packed_digest", "pause", b"pause", "problem", b"problem", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

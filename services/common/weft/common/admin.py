@@ -41,7 +41,7 @@ from weft.contract.errors import (
 from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.contract.profiles import ProfileOptions, check_id
 from weft.contract.settings import RoleName
-from weft.contract.weights import WeightAction, WeightStatus
+from weft.contract.weights import SLEEP_TAGS, WeightAction, WeightStatus
 from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2, weights_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
@@ -303,6 +303,30 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         status = await self._backend.command_weights("end", version=request.version)
         _log.info("weights changed", extra={"version": status.version})
         return weights_pb2.EndRefitResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def Sleep(
+        self,
+        request: weights_pb2.SleepRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.SleepResponse:
+        status = await self._backend.command_weights(
+            "sleep",
+            level=request.level or 1,
+            mode=PAUSE_MODES[request.mode] or "abort",
+            tags=list(request.tags) or list(SLEEP_TAGS),
+        )
+        _log.info("asleep", extra={"level": request.level or 1, "tags": status.asleep})
+        return weights_pb2.SleepResponse(status=WEIGHT_STATUS.encode(status))
+
+    async def Wake(
+        self,
+        request: weights_pb2.WakeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.WakeResponse:
+        tags = list(request.tags) or list(SLEEP_TAGS)
+        status = await self._backend.command_weights("wake", tags=tags)
+        _log.info("awake", extra={"asleep": status.asleep})
+        return weights_pb2.WakeResponse(status=WEIGHT_STATUS.encode(status))
 
     async def ShowWeights(
         self,

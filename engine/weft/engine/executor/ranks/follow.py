@@ -56,6 +56,7 @@ from weft.engine.executor.ranks.share import (
     media_of,
     peers_of,
     pool_of,
+    sleep_memory,
 )
 from weft.engine.executor.ranks.start import START_LIMIT_S
 from weft.engine.executor.refits import RefitResult
@@ -148,7 +149,9 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     torch.set_num_threads(config.num_threads)
     device = find_device(config)
     peers = peers_of(others, config, device)
-    loaded, drafted = load_share(config, others, peers)
+    sleep = sleep_memory(config, device)
+    with sleep.loading():
+        loaded, drafted = load_share(config, others, peers)
     shared = SharedMemory(others, peers)
     lora = make_lora_pool(config, loaded, device, ranks=shared)
     layout = kept_layout(config, loaded, device)
@@ -206,8 +209,9 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         has_logits=others.neighbours is None,
         media=media,
         refit=loaded.refit,
+        sleep=sleep,
     )
-    executor.refits.tell = others.tell
+    executor.refits.tell = executor.sleeper.tell = others.tell
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     if media is not None and config.is_on_gpu:

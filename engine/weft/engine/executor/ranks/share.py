@@ -16,6 +16,7 @@ from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool, activations_dtype
+from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
@@ -48,6 +49,20 @@ class RankGroup(Protocol):
     def agree(self, phase: str, number: int = 0, text: str = "") -> int: ...
 
     def share(self, size: int) -> Segment: ...
+
+
+def sleep_memory(config: EngineConfig, device: torch.device) -> SleepMemory:
+    """What sleeps on this rank. Raises ConfigError if the GPU's driver does not allow it, or the
+    host has not enough memory.
+    """
+    if device.type != "cuda" or config.sleep_host_bytes is None:
+        return SleepMemory(folder=config.sleep_dir)
+    from weft.engine.executor.device_arena import DeviceArena
+
+    weights = DeviceArena(device, tensors=list, host_bytes=config.sleep_host_bytes)
+    # Memory of this kind cannot be mapped by other processes or registered with NIXL everywhere.
+    is_alone = not config.moves_pages and config.tp == 1
+    return SleepMemory(weights, DeviceArena(device) if is_alone else None)
 
 
 class SharedMemory:

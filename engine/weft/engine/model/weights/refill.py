@@ -56,6 +56,11 @@ class Parameters:
         self._at += 1
         return made
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The recorded tensors that are still in use."""
+        known = (one() for made in self._made for one in made)
+        return [tensor for tensor in known if tensor is not None]
+
     def digest(self) -> bytes:
         """32 bytes over all parameters in the form in which they lie in memory, in their order."""
         digest = hashlib.blake2b(digest_size=32)

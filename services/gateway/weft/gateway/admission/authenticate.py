@@ -61,6 +61,11 @@ KEYLESS = frozenset(
         "/weft.v1.TrainerService/FlushCache",
         "/weft.v1.TrainerService/CheckWeights",
         "/weft.v1.TrainerService/ShowServer",
+        "/weft.v1.TrainerService/SleepWorkers",
+        "/weft.v1.TrainerService/WakeWorkers",
+        "/weft.v1.TrainerService/IsSleeping",
+        "/weft.v1.TrainerService/ReleaseMemory",
+        "/weft.v1.TrainerService/ResumeMemory",
     }
 )
 """Methods of the faces that need no key."""

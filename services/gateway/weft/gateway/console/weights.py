@@ -96,6 +96,17 @@ class MeshWeights:
         request = weights_pb2.EndRefitRequest(version=version)
         return await self._on_all("EndRefit", request, token, MAX_LIMIT_S)
 
+    async def sleep(
+        self, level: int, tags: Sequence[str], mode: PauseMode, token: str
+    ) -> Mapping[str, WeightStatus]:
+        numbers = PAUSE_MODES.numbers
+        request = weights_pb2.SleepRequest(level=level, tags=tags, mode=numbers[mode])
+        return await self._on_all("Sleep", request, token, MAX_LIMIT_S)
+
+    async def wake(self, tags: Sequence[str], token: str) -> Mapping[str, WeightStatus]:
+        request = weights_pb2.WakeRequest(tags=tags)
+        return await self._on_all("Wake", request, token, MAX_LIMIT_S)
+
     async def show(self, token: str, *, packed_digest: bool) -> Mapping[str, WeightStatus]:
         request = weights_pb2.ShowWeightsRequest(packed_digest=packed_digest)
         return await self._on_all("ShowWeights", request, token, _SHOW_TIMEOUT_S)

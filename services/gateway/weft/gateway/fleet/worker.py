@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -386,6 +386,11 @@ class FleetWorker:
         role = self.role
         return "" if role in (self.endpoint.role, "both") else f"its role is {role} now"
 
+    @property
+    def asleep(self) -> Sequence[str]:
+        """What of the worker sleeps, by its last report."""
+        return () if self._load is None else self._load.asleep
+
     def health_problem(self, now: float) -> str:
         """Like `problem`, without the outcomes of earlier requests."""
         load = self._load
@@ -393,6 +398,8 @@ class FleetWorker:
             return self._failure
         if load.draining:
             return "draining"
+        if self.asleep:
+            return f"asleep ({', '.join(self.asleep)})"
         age_s = load.loop_age.ToNanoseconds() / 1e9
         if age_s > max(load.stale_after.ToNanoseconds() / 1e9, 0.1):
             return f"its engine's loop has not turned for {age_s:.1f} s"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from weft.contract.errors import PeerUnavailable, WeftError
+from weft.contract.errors import Asleep, PeerUnavailable, WeftError
 from weft.contract.spans import Media
 from weft.gateway.admission.slo.forecast import IndexedPool, LatencyForecaster
 from weft.gateway.fleet.discovery import Role
@@ -190,6 +190,14 @@ class Router:
                 raise PeerUnavailable(
                     "no worker can take images: no decode worker with an image tower is ready, and "
                     "no prefill worker with one; send the request again",
+                    stage="route",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            found = list(self._fleet.workers("decode"))
+            if found and all(one.asleep for one in found):
+                tags = sorted({tag for one in found for tag in one.asleep})
+                raise Asleep(
+                    f"all decode workers are asleep ({', '.join(tags)}); wake them by /wake_up",
                     stage="route",
                     retry_after_s=_RETRY_AFTER_S,
                 )

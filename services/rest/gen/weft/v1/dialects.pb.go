@@ -474,6 +474,114 @@ func (x *GetWorldSizeRequest) GetIncludeDp() bool {
 	return false
 }
 
+type SleepWorkersRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 or 2; default 1. 0 is a pause.
+	Level *uint32 `protobuf:"varint,1,opt,name=level,proto3,oneof" json:"level,omitempty"`
+	// abort, wait, keep or retract. Default: abort.
+	Mode string `protobuf:"bytes,2,opt,name=mode,proto3" json:"mode,omitempty"`
+	// weights, kv_cache. Default: both.
+	Tags          []string `protobuf:"bytes,3,rep,name=tags,proto3" json:"tags,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SleepWorkersRequest) Reset() {
+	*x = SleepWorkersRequest{}
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SleepWorkersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SleepWorkersRequest) ProtoMessage() {}
+
+func (x *SleepWorkersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SleepWorkersRequest.ProtoReflect.Descriptor instead.
+func (*SleepWorkersRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *SleepWorkersRequest) GetLevel() uint32 {
+	if x != nil && x.Level != nil {
+		return *x.Level
+	}
+	return 0
+}
+
+func (x *SleepWorkersRequest) GetMode() string {
+	if x != nil {
+		return x.Mode
+	}
+	return ""
+}
+
+func (x *SleepWorkersRequest) GetTags() []string {
+	if x != nil {
+		return x.Tags
+	}
+	return nil
+}
+
+type WakeWorkersRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// weights, kv_cache. Default: all that sleeps.
+	Tags          []string `protobuf:"bytes,1,rep,name=tags,proto3" json:"tags,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WakeWorkersRequest) Reset() {
+	*x = WakeWorkersRequest{}
+	mi := &file_weft_v1_dialects_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WakeWorkersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WakeWorkersRequest) ProtoMessage() {}
+
+func (x *WakeWorkersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_dialects_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WakeWorkersRequest.ProtoReflect.Descriptor instead.
+func (*WakeWorkersRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *WakeWorkersRequest) GetTags() []string {
+	if x != nil {
+		return x.Tags
+	}
+	return nil
+}
+
 type ShowServerRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Without effect: the answer is JSON.
@@ -484,7 +592,7 @@ type ShowServerRequest struct {
 
 func (x *ShowServerRequest) Reset() {
 	*x = ShowServerRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	mi := &file_weft_v1_dialects_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -496,7 +604,7 @@ func (x *ShowServerRequest) String() string {
 func (*ShowServerRequest) ProtoMessage() {}
 
 func (x *ShowServerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	mi := &file_weft_v1_dialects_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -509,7 +617,7 @@ func (x *ShowServerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShowServerRequest.ProtoReflect.Descriptor instead.
 func (*ShowServerRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{8}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ShowServerRequest) GetConfigFormat() string {
@@ -529,7 +637,7 @@ type TokenizerInfoRequest struct {
 
 func (x *TokenizerInfoRequest) Reset() {
 	*x = TokenizerInfoRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[9]
+	mi := &file_weft_v1_dialects_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -541,7 +649,7 @@ func (x *TokenizerInfoRequest) String() string {
 func (*TokenizerInfoRequest) ProtoMessage() {}
 
 func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[9]
+	mi := &file_weft_v1_dialects_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -554,7 +662,7 @@ func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizerInfoRequest.ProtoReflect.Descriptor instead.
 func (*TokenizerInfoRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{9}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TokenizerInfoRequest) GetModel() string {
@@ -619,7 +727,14 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"clearCache\"4\n" +
 	"\x13GetWorldSizeRequest\x12\x1d\n" +
 	"\n" +
-	"include_dp\x18\x01 \x01(\bR\tincludeDp\"8\n" +
+	"include_dp\x18\x01 \x01(\bR\tincludeDp\"b\n" +
+	"\x13SleepWorkersRequest\x12\x19\n" +
+	"\x05level\x18\x01 \x01(\rH\x00R\x05level\x88\x01\x01\x12\x12\n" +
+	"\x04mode\x18\x02 \x01(\tR\x04mode\x12\x12\n" +
+	"\x04tags\x18\x03 \x03(\tR\x04tagsB\b\n" +
+	"\x06_level\"(\n" +
+	"\x12WakeWorkersRequest\x12\x12\n" +
+	"\x04tags\x18\x01 \x03(\tR\x04tags\"8\n" +
 	"\x11ShowServerRequest\x12#\n" +
 	"\rconfig_format\x18\x01 \x01(\tR\fconfigFormat\",\n" +
 	"\x14TokenizerInfoRequest\x12\x14\n" +
@@ -664,7 +779,7 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\fStartProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/start_profile\x12S\n" +
 	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
-	"\x12\b/metrics2\xc4\x13\n" +
+	"\x12\b/metrics2\x84\x17\n" +
 	"\x0eTrainerService\x12R\n" +
 	"\fPauseWorkers\x12\x1c.weft.v1.PauseWorkersRequest\x1a\x14.google.api.HttpBody\"\x0e\x82\xd3\xe4\x93\x02\b\"\x06/pause\x12N\n" +
 	"\rResumeWorkers\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\"\a/resume\x12L\n" +
@@ -688,7 +803,14 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\fGetWorldSize\x12\x1c.weft.v1.GetWorldSizeRequest\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/get_world_size\x12]\n" +
 	"\x10GetWeightVersion\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x1b\x82\xd3\xe4\x93\x02\x15\x12\x13/get_weight_version\x12w\n" +
 	"\n" +
-	"FlushCache\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\";\x82\xd3\xe4\x93\x025Z\x0e\x12\f/flush_cacheZ\x15\"\x13/reset_prefix_cache\"\f/flush_cache\x12W\n" +
+	"FlushCache\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\";\x82\xd3\xe4\x93\x025Z\x0e\x12\f/flush_cacheZ\x15\"\x13/reset_prefix_cache\"\f/flush_cache\x12R\n" +
+	"\fSleepWorkers\x12\x1c.weft.v1.SleepWorkersRequest\x1a\x14.google.api.HttpBody\"\x0e\x82\xd3\xe4\x93\x02\b\"\x06/sleep\x12R\n" +
+	"\vWakeWorkers\x12\x1b.weft.v1.WakeWorkersRequest\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
+	"\"\b/wake_up\x12P\n" +
+	"\n" +
+	"IsSleeping\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\x12\f/is_sleeping\x12b\n" +
+	"\rReleaseMemory\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"%\x82\xd3\xe4\x93\x02\x1f:\x01*\"\x1a/release_memory_occupation\x12`\n" +
+	"\fResumeMemory\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/resume_memory_occupation\x12W\n" +
 	"\fCheckWeights\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1b\x82\xd3\xe4\x93\x02\x15:\x01*\"\x10/weights_checker\x12T\n" +
 	"\x0eGenerateTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/generate0\x01\x12a\n" +
 	"\x0eContinueTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"!\x82\xd3\xe4\x93\x02\x1b:\x01*\"\x16/inference/v1/generate0\x01\x12T\n" +
@@ -720,7 +842,7 @@ func file_weft_v1_dialects_proto_rawDescGZIP() []byte {
 	return file_weft_v1_dialects_proto_rawDescData
 }
 
-var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
+var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_weft_v1_dialects_proto_goTypes = []any{
 	(*ErrorShape)(nil),                  // 0: weft.v1.ErrorShape
 	(*ErrorType)(nil),                   // 1: weft.v1.ErrorType
@@ -730,126 +852,138 @@ var file_weft_v1_dialects_proto_goTypes = []any{
 	(*CancelResponseRequest)(nil),       // 5: weft.v1.CancelResponseRequest
 	(*PauseWorkersRequest)(nil),         // 6: weft.v1.PauseWorkersRequest
 	(*GetWorldSizeRequest)(nil),         // 7: weft.v1.GetWorldSizeRequest
-	(*ShowServerRequest)(nil),           // 8: weft.v1.ShowServerRequest
-	(*TokenizerInfoRequest)(nil),        // 9: weft.v1.TokenizerInfoRequest
-	(*descriptorpb.ServiceOptions)(nil), // 10: google.protobuf.ServiceOptions
-	(*httpbody.HttpBody)(nil),           // 11: google.api.HttpBody
-	(*emptypb.Empty)(nil),               // 12: google.protobuf.Empty
+	(*SleepWorkersRequest)(nil),         // 8: weft.v1.SleepWorkersRequest
+	(*WakeWorkersRequest)(nil),          // 9: weft.v1.WakeWorkersRequest
+	(*ShowServerRequest)(nil),           // 10: weft.v1.ShowServerRequest
+	(*TokenizerInfoRequest)(nil),        // 11: weft.v1.TokenizerInfoRequest
+	(*descriptorpb.ServiceOptions)(nil), // 12: google.protobuf.ServiceOptions
+	(*httpbody.HttpBody)(nil),           // 13: google.api.HttpBody
+	(*emptypb.Empty)(nil),               // 14: google.protobuf.Empty
 }
 var file_weft_v1_dialects_proto_depIdxs = []int32{
 	1,  // 0: weft.v1.ErrorShape.types:type_name -> weft.v1.ErrorType
-	10, // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
+	12, // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
 	0,  // 2: weft.v1.error_shape:type_name -> weft.v1.ErrorShape
-	11, // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
+	13, // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
 	2,  // 4: weft.v1.ResponsesService.RetrieveResponse:input_type -> weft.v1.RetrieveResponseRequest
 	3,  // 5: weft.v1.ResponsesService.ListInputItems:input_type -> weft.v1.ListInputItemsRequest
-	11, // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
+	13, // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
 	4,  // 7: weft.v1.ResponsesService.DeleteResponse:input_type -> weft.v1.DeleteResponseRequest
 	5,  // 8: weft.v1.ResponsesService.CancelResponse:input_type -> weft.v1.CancelResponseRequest
-	11, // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
-	11, // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
-	11, // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
-	11, // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
-	11, // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
-	11, // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
-	12, // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
-	11, // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
-	12, // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
-	12, // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
-	12, // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
-	12, // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
-	12, // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
-	9,  // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
-	11, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
-	11, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
-	12, // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	13, // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
+	13, // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
+	13, // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
+	13, // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
+	13, // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
+	13, // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
+	14, // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
+	13, // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
+	14, // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
+	14, // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
+	14, // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
+	14, // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
+	14, // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
+	11, // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
+	13, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
+	13, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
+	14, // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
 	6,  // 26: weft.v1.TrainerService.PauseWorkers:input_type -> weft.v1.PauseWorkersRequest
-	12, // 27: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
-	12, // 28: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
-	11, // 29: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
-	11, // 30: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
-	11, // 31: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
-	11, // 32: weft.v1.TrainerService.InitWeightsUpdateGroup:input_type -> google.api.HttpBody
-	11, // 33: weft.v1.TrainerService.DestroyWeightsUpdateGroup:input_type -> google.api.HttpBody
-	11, // 34: weft.v1.TrainerService.BeginWeightUpdate:input_type -> google.api.HttpBody
-	11, // 35: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
-	11, // 36: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
-	11, // 37: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
-	11, // 38: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
-	11, // 39: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
-	11, // 40: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
-	11, // 41: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
-	11, // 42: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
-	11, // 43: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
+	14, // 27: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
+	14, // 28: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
+	13, // 29: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
+	13, // 30: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
+	13, // 31: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
+	13, // 32: weft.v1.TrainerService.InitWeightsUpdateGroup:input_type -> google.api.HttpBody
+	13, // 33: weft.v1.TrainerService.DestroyWeightsUpdateGroup:input_type -> google.api.HttpBody
+	13, // 34: weft.v1.TrainerService.BeginWeightUpdate:input_type -> google.api.HttpBody
+	13, // 35: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
+	13, // 36: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
+	13, // 37: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
+	13, // 38: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
+	13, // 39: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
+	13, // 40: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
+	13, // 41: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
+	13, // 42: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
+	13, // 43: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
 	7,  // 44: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
-	12, // 45: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
-	12, // 46: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
-	11, // 47: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
-	11, // 48: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
-	11, // 49: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
-	8,  // 50: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
-	11, // 51: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	11, // 52: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	11, // 53: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	11, // 54: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	11, // 55: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	11, // 56: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	11, // 57: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	11, // 58: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	11, // 59: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	11, // 60: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	11, // 61: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	11, // 62: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	11, // 63: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	11, // 64: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	11, // 65: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	11, // 66: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	11, // 67: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	11, // 68: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	11, // 69: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	11, // 70: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	11, // 71: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	11, // 72: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	11, // 73: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	11, // 74: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	11, // 75: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	11, // 76: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	11, // 77: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
-	11, // 78: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
-	11, // 79: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	11, // 80: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
-	11, // 81: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
-	11, // 82: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
-	11, // 83: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
-	11, // 84: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
-	11, // 85: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
-	11, // 86: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
-	11, // 87: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
-	11, // 88: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
-	11, // 89: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
-	11, // 90: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
-	11, // 91: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
-	11, // 92: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
-	11, // 93: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
-	11, // 94: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
-	11, // 95: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
-	11, // 96: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
-	11, // 97: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
-	11, // 98: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
-	11, // 99: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
-	11, // 100: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
-	11, // 101: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
-	11, // 102: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
-	11, // 103: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
-	11, // 104: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
-	11, // 105: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	11, // 106: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	11, // 107: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	11, // 108: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	11, // 109: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	11, // 110: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	57, // [57:111] is the sub-list for method output_type
-	3,  // [3:57] is the sub-list for method input_type
+	14, // 45: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
+	14, // 46: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
+	8,  // 47: weft.v1.TrainerService.SleepWorkers:input_type -> weft.v1.SleepWorkersRequest
+	9,  // 48: weft.v1.TrainerService.WakeWorkers:input_type -> weft.v1.WakeWorkersRequest
+	14, // 49: weft.v1.TrainerService.IsSleeping:input_type -> google.protobuf.Empty
+	13, // 50: weft.v1.TrainerService.ReleaseMemory:input_type -> google.api.HttpBody
+	13, // 51: weft.v1.TrainerService.ResumeMemory:input_type -> google.api.HttpBody
+	13, // 52: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
+	13, // 53: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
+	13, // 54: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
+	10, // 55: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
+	13, // 56: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	13, // 57: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	13, // 58: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	13, // 59: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	13, // 60: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	13, // 61: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	13, // 62: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	13, // 63: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	13, // 64: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	13, // 65: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	13, // 66: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	13, // 67: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	13, // 68: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	13, // 69: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	13, // 70: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	13, // 71: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	13, // 72: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	13, // 73: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	13, // 74: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	13, // 75: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	13, // 76: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	13, // 77: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	13, // 78: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	13, // 79: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	13, // 80: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	13, // 81: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	13, // 82: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	13, // 83: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	13, // 84: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	13, // 85: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
+	13, // 86: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
+	13, // 87: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
+	13, // 88: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
+	13, // 89: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
+	13, // 90: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
+	13, // 91: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
+	13, // 92: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
+	13, // 93: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
+	13, // 94: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
+	13, // 95: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
+	13, // 96: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
+	13, // 97: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
+	13, // 98: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
+	13, // 99: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
+	13, // 100: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
+	13, // 101: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
+	13, // 102: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
+	13, // 103: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
+	13, // 104: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
+	13, // 105: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
+	13, // 106: weft.v1.TrainerService.SleepWorkers:output_type -> google.api.HttpBody
+	13, // 107: weft.v1.TrainerService.WakeWorkers:output_type -> google.api.HttpBody
+	13, // 108: weft.v1.TrainerService.IsSleeping:output_type -> google.api.HttpBody
+	13, // 109: weft.v1.TrainerService.ReleaseMemory:output_type -> google.api.HttpBody
+	13, // 110: weft.v1.TrainerService.ResumeMemory:output_type -> google.api.HttpBody
+	13, // 111: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
+	13, // 112: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
+	13, // 113: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
+	13, // 114: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
+	13, // 115: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	13, // 116: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	13, // 117: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	13, // 118: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	13, // 119: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	13, // 120: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	62, // [62:121] is the sub-list for method output_type
+	3,  // [3:62] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name
@@ -861,13 +995,14 @@ func file_weft_v1_dialects_proto_init() {
 		return
 	}
 	file_weft_v1_dialects_proto_msgTypes[3].OneofWrappers = []any{}
+	file_weft_v1_dialects_proto_msgTypes[8].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_dialects_proto_rawDesc), len(file_weft_v1_dialects_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   10,
+			NumMessages:   12,
 			NumExtensions: 1,
 			NumServices:   6,
 		},

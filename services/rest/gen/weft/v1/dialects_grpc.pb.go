@@ -1263,6 +1263,11 @@ const (
 	TrainerService_GetWorldSize_FullMethodName                 = "/weft.v1.TrainerService/GetWorldSize"
 	TrainerService_GetWeightVersion_FullMethodName             = "/weft.v1.TrainerService/GetWeightVersion"
 	TrainerService_FlushCache_FullMethodName                   = "/weft.v1.TrainerService/FlushCache"
+	TrainerService_SleepWorkers_FullMethodName                 = "/weft.v1.TrainerService/SleepWorkers"
+	TrainerService_WakeWorkers_FullMethodName                  = "/weft.v1.TrainerService/WakeWorkers"
+	TrainerService_IsSleeping_FullMethodName                   = "/weft.v1.TrainerService/IsSleeping"
+	TrainerService_ReleaseMemory_FullMethodName                = "/weft.v1.TrainerService/ReleaseMemory"
+	TrainerService_ResumeMemory_FullMethodName                 = "/weft.v1.TrainerService/ResumeMemory"
 	TrainerService_CheckWeights_FullMethodName                 = "/weft.v1.TrainerService/CheckWeights"
 	TrainerService_GenerateTokens_FullMethodName               = "/weft.v1.TrainerService/GenerateTokens"
 	TrainerService_ContinueTokens_FullMethodName               = "/weft.v1.TrainerService/ContinueTokens"
@@ -1320,6 +1325,16 @@ type TrainerServiceClient interface {
 	// Drops cached pages that no request uses. Not needed after an update, whose pages have other
 	// names.
 	FlushCache(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// All workers give memory back to the system; answers once they have.
+	SleepWorkers(ctx context.Context, in *SleepWorkersRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// All workers take it again. Idempotent.
+	WakeWorkers(ctx context.Context, in *WakeWorkersRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Tells whether anything of a worker sleeps.
+	IsSleeping(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// SleepWorkers, of level 1, with SGLang's body.
+	ReleaseMemory(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// WakeWorkers with SGLang's body.
+	ResumeMemory(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Compares what the workers have in memory, by digests.
 	CheckWeights(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
@@ -1549,6 +1564,56 @@ func (c *trainerServiceClient) FlushCache(ctx context.Context, in *emptypb.Empty
 	return out, nil
 }
 
+func (c *trainerServiceClient) SleepWorkers(ctx context.Context, in *SleepWorkersRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_SleepWorkers_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) WakeWorkers(ctx context.Context, in *WakeWorkersRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_WakeWorkers_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) IsSleeping(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_IsSleeping_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) ReleaseMemory(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_ReleaseMemory_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) ResumeMemory(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_ResumeMemory_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *trainerServiceClient) CheckWeights(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -1658,6 +1723,16 @@ type TrainerServiceServer interface {
 	// Drops cached pages that no request uses. Not needed after an update, whose pages have other
 	// names.
 	FlushCache(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// All workers give memory back to the system; answers once they have.
+	SleepWorkers(context.Context, *SleepWorkersRequest) (*httpbody.HttpBody, error)
+	// All workers take it again. Idempotent.
+	WakeWorkers(context.Context, *WakeWorkersRequest) (*httpbody.HttpBody, error)
+	// Tells whether anything of a worker sleeps.
+	IsSleeping(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// SleepWorkers, of level 1, with SGLang's body.
+	ReleaseMemory(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// WakeWorkers with SGLang's body.
+	ResumeMemory(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Compares what the workers have in memory, by digests.
 	CheckWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Continues texts or tokens and answers with tokens, as SGLang has it. This call and the next need
@@ -1739,6 +1814,21 @@ func (UnimplementedTrainerServiceServer) GetWeightVersion(context.Context, *empt
 }
 func (UnimplementedTrainerServiceServer) FlushCache(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method FlushCache not implemented")
+}
+func (UnimplementedTrainerServiceServer) SleepWorkers(context.Context, *SleepWorkersRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method SleepWorkers not implemented")
+}
+func (UnimplementedTrainerServiceServer) WakeWorkers(context.Context, *WakeWorkersRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method WakeWorkers not implemented")
+}
+func (UnimplementedTrainerServiceServer) IsSleeping(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method IsSleeping not implemented")
+}
+func (UnimplementedTrainerServiceServer) ReleaseMemory(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ReleaseMemory not implemented")
+}
+func (UnimplementedTrainerServiceServer) ResumeMemory(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ResumeMemory not implemented")
 }
 func (UnimplementedTrainerServiceServer) CheckWeights(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method CheckWeights not implemented")
@@ -2151,6 +2241,96 @@ func _TrainerService_FlushCache_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _TrainerService_SleepWorkers_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SleepWorkersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).SleepWorkers(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_SleepWorkers_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).SleepWorkers(ctx, req.(*SleepWorkersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_WakeWorkers_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(WakeWorkersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).WakeWorkers(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_WakeWorkers_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).WakeWorkers(ctx, req.(*WakeWorkersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_IsSleeping_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).IsSleeping(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_IsSleeping_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).IsSleeping(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_ReleaseMemory_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).ReleaseMemory(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_ReleaseMemory_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).ReleaseMemory(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_ResumeMemory_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).ResumeMemory(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_ResumeMemory_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).ResumeMemory(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _TrainerService_CheckWeights_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(httpbody.HttpBody)
 	if err := dec(in); err != nil {
@@ -2299,6 +2479,26 @@ var TrainerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "FlushCache",
 			Handler:    _TrainerService_FlushCache_Handler,
+		},
+		{
+			MethodName: "SleepWorkers",
+			Handler:    _TrainerService_SleepWorkers_Handler,
+		},
+		{
+			MethodName: "WakeWorkers",
+			Handler:    _TrainerService_WakeWorkers_Handler,
+		},
+		{
+			MethodName: "IsSleeping",
+			Handler:    _TrainerService_IsSleeping_Handler,
+		},
+		{
+			MethodName: "ReleaseMemory",
+			Handler:    _TrainerService_ReleaseMemory_Handler,
+		},
+		{
+			MethodName: "ResumeMemory",
+			Handler:    _TrainerService_ResumeMemory_Handler,
 		},
 		{
 			MethodName: "CheckWeights",

@@ -163,10 +163,22 @@ class NoBody(DialectBody):
     """Body of calls that ask for nothing more."""
 
 
+class MemoryBody(DialectBody):
+    """Body of POST /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = Field(
+        None, description="default: all. Graphs take no memory of their own, and never sleep"
+    )
+
+
 class CheckWeightsBody(DialectBody):
     """Body of POST /weights_checker."""
 
-    action: Literal["checksum"] = Field(description="only checksum is served")
+    action: Literal["checksum", "snapshot", "compare"] = Field(
+        description="checksum: digests of what lies in memory; snapshot: and this gateway notes "
+        "them; compare: whether they are as noted"
+    )
+    allow_quant_error: bool | None = left_out("bytes are compared")
 
 
 class WorkerWeights(BaseModel):
@@ -176,6 +188,7 @@ class WorkerWeights(BaseModel):
     version: str
     model_digest: str = Field(description="names the weights; empty while they are a mixture")
     pause: str
+    asleep: list[str] = Field(description="weights, kv_cache")
     updates: int
     ranks: int
     groups: list[str] = Field(description="trainers' groups that are joined")
@@ -221,6 +234,12 @@ class PausedAnswer(BaseModel):
     """Answer to GET /is_paused."""
 
     is_paused: bool
+
+
+class SleepingAnswer(BaseModel):
+    """Answer to GET /is_sleeping."""
+
+    is_sleeping: bool
 
 
 class FlushedAnswer(BaseModel):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.version import version
 from weft.contract.errors import WeftError
-from weft.contract.weights import PauseMode, SentTensor, WeightGroup, WeightStatus
+from weft.contract.weights import SLEEP_TAGS, PauseMode, SentTensor, WeightGroup, WeightStatus
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body
 from weft.gateway.api.call import Context, begin_answer, call_facts
@@ -28,6 +28,7 @@ from weft.gateway.api.trainer.bodies import (
     FinishUpdateBody,
     InitGroupBody,
     InitTransferBody,
+    MemoryBody,
     NoBody,
     PauseGenerationBody,
     StartUpdateBody,
@@ -47,6 +48,7 @@ from weft.gateway.validate import invalid
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
 W = TypeVar("W", SglangWriter, VllmWriter)
+OnMemory = Callable[[Sequence[str], str], Awaitable[Mapping[str, WeightStatus]]]
 _LARGE_TOKENS = 1024
 B = TypeVar("B", bound=Body)
 _VLLM_GROUP = "vllm"
@@ -70,6 +72,14 @@ class TrainersOff(WeftError):
     reason = "TRAINERS_OFF"
     grpc_code = "NOT_FOUND"
     http_status = 404
+
+
+class WeightsDiffer(WeftError):
+    """What lies in memory is not what a trainer had noted."""
+
+    reason = "WEIGHTS_DIFFER"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
 
 
 class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
@@ -96,6 +106,7 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         self._bodies = bodies
         self._relays = relays
         self._is_on = is_on
+        self._noted: Mapping[str, bytes] = {}
 
     async def PauseWorkers(
         self, request: dialects_pb2.PauseWorkersRequest, context: Context
@@ -255,10 +266,72 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     async def CheckWeights(self, request: HttpBody, context: Context) -> HttpBody:
         token = self._token(context)
         facts = call_facts(context, "check")
-        await self._bodies.parse(CheckWeightsBody, request, _same)
+        body, _ = await self._bodies.parse(CheckWeightsBody, request, _same)
         found = await self._weights.show(token, packed_digest=True)
+        digests = {worker: status.packed_digest for worker, status in found.items()}
+        if body.action == "snapshot":
+            self._noted = digests
+        if body.action == "compare":
+            self._compare(digests)
         await begin_answer(context, facts.request_id)
-        return _answer("checksums", found)
+        return _answer(f"{body.action}: done", found)
+
+    def _compare(self, digests: Mapping[str, bytes]) -> None:
+        if not self._noted:
+            raise invalid("action", "this gateway has noted nothing; send `snapshot` before")
+        other = [worker for worker in digests if digests[worker] != self._noted.get(worker)]
+        if other:
+            raise WeightsDiffer(
+                f"the weights of {', '.join(other)} are not those of the snapshot", stage="weights"
+            )
+
+    async def SleepWorkers(
+        self, request: dialects_pb2.SleepWorkersRequest, context: Context
+    ) -> HttpBody:
+        token = self._token(context)
+        mode = _MODES.get(request.mode or "abort")
+        if mode is None:
+            raise invalid("mode", f"must be one of {', '.join(_MODES)}")
+        level = request.level if request.HasField("level") else 1
+        if level not in (1, 2):
+            raise invalid("level", "must be 1 or 2; for 0 use /pause")
+        found = await self._weights.sleep(level, _tags(request.tags), mode, token)
+        return _answer("asleep", found)
+
+    async def WakeWorkers(
+        self, request: dialects_pb2.WakeWorkersRequest, context: Context
+    ) -> HttpBody:
+        token = self._token(context)
+        return _answer("awake", await self._weights.wake(_tags(request.tags), token))
+
+    async def IsSleeping(self, request: Empty, context: Context) -> HttpBody:
+        found = await self._weights.show(self._token(context), packed_digest=False)
+        return json_body({"is_sleeping": any(status.asleep for status in found.values())})
+
+    async def ReleaseMemory(self, request: HttpBody, context: Context) -> HttpBody:
+        return await self._on_memory(
+            request,
+            context,
+            "asleep",
+            lambda tags, token: self._weights.sleep(1, tags, "abort", token),
+        )
+
+    async def ResumeMemory(self, request: HttpBody, context: Context) -> HttpBody:
+        return await self._on_memory(request, context, "awake", self._weights.wake)
+
+    async def _on_memory(
+        self, request: HttpBody, context: Context, message: str, do: OnMemory
+    ) -> HttpBody:
+        token = self._token(context)
+        facts = call_facts(context, "memory")
+        body, _ = await self._bodies.parse(MemoryBody, _or_empty(request), _same)
+        tags = [tag for tag in body.tags or SLEEP_TAGS if tag != "cuda_graph"]
+        if tags:
+            found = await do(tags, token)
+        else:
+            found = await self._weights.show(token, packed_digest=False)
+        await begin_answer(context, facts.request_id)
+        return _answer(message, found)
 
     async def GenerateTokens(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         self._check_on()
@@ -395,6 +468,14 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
             )
 
 
+def _tags(given: Sequence[str]) -> list[str]:
+    """Raises InvalidRequest for a tag that is not known."""
+    tags = [tag for text in given for tag in text.split(",") if tag]
+    if not set(tags) <= set(SLEEP_TAGS):
+        raise invalid("tags", f"must be {' or '.join(SLEEP_TAGS)}")
+    return tags
+
+
 def _kind(is_streamed: bool) -> str:
     return EVENTS if is_streamed else JSON
 
@@ -446,6 +527,7 @@ def _told(status: WeightStatus) -> dict[str, object]:
         "version": status.version,
         "model_digest": status.model_digest.hex(),
         "pause": status.pause,
+        "asleep": list(status.asleep),
         "updates": status.num_updates,
         "ranks": status.num_ranks,
         "groups": status.groups,

@@ -1,0 +1,297 @@
+"""Memory of a GPU whose addresses outlive it.
+
+PyTorch takes the memory of an arena from here: addresses that are reserved, and memory of the
+driver that is mapped there. While the rank sleeps the memory is unmapped and released; afterwards
+other memory is mapped at the same addresses. Captured graphs and tables of pointers so stay right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from typing import Any
+
+import torch
+from weft.contract.errors import ConfigError
+from weft.engine.executor.sleeping import Span, spans_of
+
+_PINNED, _DEVICE, _READ_WRITE, _NO_MEMORY = 1, 1, 3, 2
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = [
+        ("compression", c_ubyte),
+        ("rdma", c_ubyte),
+        ("usage", c_ushort),
+        ("reserved", c_ubyte * 4),
+    ]
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = [
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("metadata", c_void_p),
+        ("flags", _Flags),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", c_int)]
+
+
+class Driver:
+    """Memory of one GPU by the calls of its driver. Each needs the GPU's context in its thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ConfigError(f"the GPU's driver cannot be loaded: {error}") from error
+        number = torch.cuda.current_device() if device.index is None else device.index
+        location = _Location(_DEVICE, number)
+        self._properties = _Properties(type=_PINNED, location=location)
+        self._access = _Access(location, _READ_WRITE)
+        size = c_size_t()
+        self._call(
+            "cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._properties), 0
+        )
+        self.granularity = int(size.value)
+
+    def reserve(self, size: int) -> int:
+        """Reserves addresses without memory."""
+        address = c_uint64()
+        self._call(
+            *("cuMemAddressReserve", ctypes.byref(address), c_size_t(size), c_size_t(0)),
+            *(c_uint64(0), c_uint64(0)),
+        )
+        return int(address.value)
+
+    def free(self, address: int, size: int) -> None:
+        self._call("cuMemAddressFree", c_uint64(address), c_size_t(size))
+
+    def map(self, address: int, size: int) -> int:
+        """Maps new memory; returns its handle. Raises ConfigError if there is not enough."""
+        handle = c_uint64()
+        self._call(
+            *("cuMemCreate", ctypes.byref(handle), c_size_t(size)),
+            *(ctypes.byref(self._properties), c_uint64(0)),
+        )
+        try:
+            self._call(
+                "cuMemMap", c_uint64(address), c_size_t(size), c_size_t(0), handle, c_uint64(0)
+            )
+            self._call(
+                *("cuMemSetAccess", c_uint64(address), c_size_t(size)),
+                *(ctypes.byref(self._access), c_size_t(1)),
+            )
+        except ConfigError:
+            self._library.cuMemRelease(handle)
+            raise
+        return int(handle.value)
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        """Gives the memory back. The addresses stay reserved."""
+        self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
+        self._call("cuMemRelease", c_uint64(handle))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            what = "the GPU has not enough memory" if status == _NO_MEMORY else f"error {status}"
+            raise ConfigError(f"{name}: {what}")
+
+
+class _Piece:
+    """One piece of memory that PyTorch has taken."""
+
+    def __init__(self, address: int, size: int, handle: int) -> None:
+        self.address, self.size = address, size
+        self.handle: int | None = handle
+        """None: there is no memory behind the addresses."""
+
+
+class DeviceArena:
+    """Memory of one kind: weights, or KV pools.
+
+    Args:
+        tensors: Returns the tensors whose content is not kept when the memory leaves without being
+            put away: an update fills them. None: nothing is ever kept.
+        host_bytes: Pinned memory of the host that is taken at once, for what is put away.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        tensors: Callable[[], Sequence[torch.Tensor]] | None = None,
+        host_bytes: int = 0,
+        driver: Driver | None = None,
+    ) -> None:
+        self._device = device
+        self._driver = driver or Driver(device)
+        self.tensors = tensors
+        self._lock = threading.Lock()
+        self._pieces: dict[int, _Piece] = {}
+        self._is_away = False
+        self._kept = list[Span]()
+        """What was put away, in the order in which it lies in the host's memory."""
+        self._host = torch.empty(0, dtype=torch.uint8)
+        if host_bytes:
+            self._host = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
+        # PyTorch calls these; they must live as long as the pool.
+        self._take = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)(self._on_take)
+        self._free = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)(self._on_free)
+        self._pool: Any = None
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Tensors that are made on the GPU inside, by any thread, lie in the arena."""
+        if self._pool is None:
+            take, free = (ctypes.cast(one, c_void_p).value for one in (self._take, self._free))
+            assert take is not None
+            assert free is not None
+            allocator = torch._C._cuda_customAllocator(take, free)
+            self._pool = torch.cuda.MemPool(allocator)
+        number = torch.cuda.current_device() if self._device.index is None else self._device.index
+        # `torch.cuda.use_mem_pool` is for one thread, and several load a model.
+        torch._C._cuda_beginAllocateToPool(number, self._pool.id)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(number, self._pool.id)
+            torch._C._cuda_releasePool(number, self._pool.id)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the GPU's memory that the arena has now."""
+        return sum(piece.size for piece in self._pieces.values() if piece.handle is not None)
+
+    def leave(self, *, keeps: bool) -> None:
+        """As `Memory.leave`. Without `keeps` the content beside `tensors` is put away all the same,
+        such as tables that were computed while the model was loaded.
+        """
+        if self._is_away:
+            if not keeps:
+                self._forget()
+            return
+        kept = list[Span]()
+        if self.tensors is not None:
+            kept = [Span(one.address, one.address + one.size) for one in self._pieces.values()]
+            kept = kept if keeps else _without(kept, spans_of(self.tensors()))
+        self._put_away(kept)
+        torch.cuda.synchronize(self._device)
+        for piece in self._pieces.values():
+            if piece.handle is not None:
+                self._driver.unmap(piece.address, piece.size, piece.handle)
+                piece.handle = None
+        self._is_away = True
+
+    def come_back(self) -> None:
+        if not self._is_away:
+            return
+        torch.cuda.empty_cache()
+        for piece in self._pieces.values():
+            if piece.handle is None:
+                piece.handle = self._driver.map(piece.address, piece.size)
+                if self.tensors is None:
+                    self._view(piece.address, piece.address + piece.size).zero_()
+        at = 0
+        for begin, end in self._kept:
+            place = self._host[at : at + end - begin]
+            self._view(begin, end).copy_(place, non_blocking=True)
+            at += end - begin
+        torch.cuda.synchronize(self._device)
+        self._is_away = False
+
+    def _put_away(self, spans: Sequence[Span]) -> None:
+        size = sum(end - begin for begin, end in spans)
+        if size > len(self._host):
+            try:
+                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"the host has no {size:,} bytes for weights that sleep: {error}",
+                    param="sleep_host_bytes",
+                ) from error
+        at = 0
+        for begin, end in spans:
+            place = self._host[at : at + end - begin]
+            place.copy_(self._view(begin, end), non_blocking=True)
+            at += end - begin
+        self._kept = list(spans)
+
+    def _forget(self) -> None:
+        """Keeps only what an update does not fill. The host's memory stays, for the next time."""
+        parameters = [] if self.tensors is None else spans_of(self.tensors())
+        kept, at, to = list[Span](), 0, 0
+        for begin, end in self._kept:
+            for first, last in _without([Span(begin, end)], parameters):
+                source = self._host[at + first - begin : at + last - begin].clone()
+                self._host[to : to + last - first].copy_(source)
+                kept.append(Span(first, last))
+                to += last - first
+            at += end - begin
+        self._kept = kept
+
+    def _view(self, begin: int, end: int) -> torch.Tensor:
+        return torch.as_tensor(_Bytes(begin, end - begin), device=self._device)
+
+    def _on_take(self, size: int, device: int, stream: int | None) -> int:
+        # An exception cannot pass through PyTorch's code, which takes 0 for "no memory".
+        try:
+            with self._lock:
+                rounded = -(-size // self._driver.granularity) * self._driver.granularity
+                address = self._driver.reserve(rounded)
+                try:
+                    handle = self._driver.map(address, rounded)
+                except ConfigError:
+                    self._driver.free(address, rounded)
+                    return 0
+                self._pieces[address] = _Piece(address, rounded, handle)
+                return address
+        except ConfigError:
+            return 0
+
+    def _on_free(self, address: int | None, size: int, device: int, stream: int | None) -> None:
+        with self._lock:
+            piece = None if address is None else self._pieces.pop(address, None)
+            if piece is not None:
+                if piece.handle is not None:
+                    self._driver.unmap(piece.address, piece.size, piece.handle)
+                self._driver.free(piece.address, piece.size)
+
+
+class _Bytes:
+    """Bytes of a GPU, as PyTorch takes them from others."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
+    """The parts of spans that no span of `taken`, which are in order, covers."""
+    left = list[Span]()
+    for begin, end in spans:
+        at = begin
+        for first, last in taken:
+            if last <= at or first >= end:
+                continue
+            if first > at:
+                left.append(Span(at, first))
+            at = max(at, min(last, end))
+        if at < end:
+            left.append(Span(at, end))
+    return left

@@ -1,0 +1,265 @@
+"""Memory of one rank that is given back to the system while the rank sleeps.
+
+Addresses stay, as native operations, CUDA graphs and peers know them. On a CPU the system takes the
+pages behind them; on a GPU the driver does (`DeviceArena`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from weft.contract.errors import ConfigError, Internal, WeftError
+from weft.engine.executor.orders import Sleep, Wake
+from weft.engine.executor.refits import RefitResult
+from weft.kernels.shared.memory import give_back
+
+if TYPE_CHECKING:
+    from weft.engine.executor.device_arena import DeviceArena
+
+logger = logging.getLogger(__name__)
+
+_GAP_BYTES = 64
+"""Parameters of one block of memory begin at multiples of this. A lesser gap between two belongs to
+nobody.
+"""
+_PIECE_BYTES = 64 << 20
+
+
+class Span(NamedTuple):
+    """Bytes in memory."""
+
+    begin: int
+    end: int
+
+
+class Memory(Protocol):
+    """Memory that can be given back. Both calls are idempotent."""
+
+    def leave(self, *, keeps: bool) -> None:
+        """Gives the memory back; with `keeps` its content is put away before. Raises ConfigError if
+        there is no room for it; nothing is given back then.
+        """
+        ...
+
+    def come_back(self) -> None:
+        """Takes the memory again, with the content that was put away. Raises ConfigError if there
+        is not enough; it is still away then.
+        """
+        ...
+
+
+def spans_of(tensors: Sequence[torch.Tensor]) -> list[Span]:
+    """The memory of these tensors that nothing else uses, in order. Tensors with gaps, and those in
+    another library's form, are left out.
+    """
+    found = list[tuple[int, int, int]]()
+    for one in tensors:
+        if one.is_mkldnn or not one.numel():
+            continue
+        extent = 1 + sum(
+            (size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True)
+        )
+        if extent == one.numel():
+            begin = one.data_ptr()
+            end = begin + extent * one.element_size()
+            found.append((begin, end, one.untyped_storage().data_ptr()))
+    spans, block = list[Span](), -1
+    for begin, end, storage in sorted(found):
+        if spans and storage == block and begin < spans[-1].end + _GAP_BYTES:
+            spans[-1] = Span(spans[-1].begin, max(end, spans[-1].end))
+        elif not spans or begin >= spans[-1].end:
+            spans.append(Span(begin, end))
+        block = storage
+    return spans
+
+
+class HostWeights:
+    """Weights in the memory of a CPU. They are put away in a file without a name.
+
+    Args:
+        tensors: Returns the parameters.
+        folder: Where the file lies; empty: the system's folder for such files.
+    """
+
+    def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], folder: str) -> None:
+        self._tensors = tensors
+        self._folder = folder or None
+        self._spans = list[Span]()
+        self._file: IO[bytes] | None = None
+        self._is_away = False
+
+    def leave(self, *, keeps: bool) -> None:
+        if self._is_away and (keeps or self._file is None):
+            return
+        if self._is_away:
+            self._close()
+            return
+        self._spans = spans_of(self._tensors())
+        if keeps:
+            self._save()
+        try:
+            for span in self._spans:
+                give_back(span.begin, span.end - span.begin)
+        except OSError as error:
+            self._restore()
+            raise ConfigError(f"the weights' memory cannot be given back: {error}") from error
+        self._is_away = True
+
+    def come_back(self) -> None:
+        if self._is_away:
+            self._restore()
+        self._is_away = False
+
+    def _save(self) -> None:
+        size = sum(span.end - span.begin for span in self._spans)
+        folder = self._folder or tempfile.gettempdir()
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  It stays.
+            number, at = self._file.fileno(), 0
+            os.posix_fallocate(number, 0, max(1, size))
+            for data in _pieces(self._spans):
+                for begin in range(0, len(data), _PIECE_BYTES):
+                    at += os.pwrite(number, data[begin : begin + _PIECE_BYTES], at)
+            if at != size:
+                raise OSError(f"{at:,} bytes were written")
+        except OSError as error:
+            self._close()
+            raise ConfigError(
+                f"no room for {size:,} bytes of weights in {folder}: {error}; set sleep_dir",
+                param="sleep_dir",
+            ) from error
+
+    def _restore(self) -> None:
+        if self._file is None:
+            return
+        number, at = self._file.fileno(), 0
+        try:
+            for data in _pieces(self._spans):
+                for begin in range(0, len(data), _PIECE_BYTES):
+                    at += os.preadv(number, [data[begin : begin + _PIECE_BYTES]], at)
+            if at != os.fstat(number).st_size:
+                raise OSError(f"only {at:,} bytes could be read")
+        except OSError as error:
+            raise ConfigError(f"the weights that were put away cannot be read: {error}") from error
+        self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def _pieces(spans: Sequence[Span]) -> Iterator[memoryview]:
+    """The memory itself, span after span."""
+    for begin, end in spans:
+        yield memoryview((ctypes.c_uint8 * (end - begin)).from_address(begin)).cast("B")
+
+
+class HostPools:
+    """KV pools in the memory of a CPU. What they hold is never kept.
+
+    Args:
+        shared: Pools that several ranks map.
+    """
+
+    def __init__(self, own: Sequence[torch.Tensor], shared: Sequence[torch.Tensor] = ()) -> None:
+        self._own, self._shared = own, shared
+
+    def leave(self, *, keeps: bool) -> None:
+        try:
+            for pools, is_shared in ((self._own, False), (self._shared, True)):
+                for pool in pools:
+                    give_back(pool.data_ptr(), pool.nbytes, is_shared=is_shared)
+        except OSError as error:
+            raise ConfigError(f"the KV pool's memory cannot be given back: {error}") from error
+
+    def come_back(self) -> None:
+        """Does nothing: the system gives memory as it is first written."""
+
+
+class SleepMemory(NamedTuple):
+    """Where what sleeps lies, and what is put away."""
+
+    weights: DeviceArena | None = None
+    """A GPU's; None: its weights do not sleep, or the model is on a CPU."""
+    pools: DeviceArena | None = None
+    """As `weights`, for KV pools, which stay where peers map them."""
+    folder: str = ""
+    """For weights on a CPU; empty: the system's for files that nobody needs later."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A block in which the weights are made."""
+        return nullcontext() if self.weights is None else self.weights.taking()
+
+
+class Sleeper:
+    """Puts one rank's memory to sleep and wakes it, one order at a time. Belongs to the thread that
+    runs the steps.
+
+    Args:
+        weights: None: they cannot sleep.
+        pages: None: they stay.
+        problem: Why the weights cannot sleep.
+    """
+
+    def __init__(
+        self, weights: Memory | None, pages: Memory | None, device: torch.device, problem: str = ""
+    ) -> None:
+        self._weights, self._pages = weights, pages
+        self._device = device
+        self.problem = problem
+        self._result: RefitResult | None = None
+        self.tell: Callable[[RefitResult], None] | None = None
+        """Sends the result of a rank that follows; None: this is rank 0."""
+        self.hear: Callable[[], list[RefitResult]] = list
+        """Waits for the results of all other ranks."""
+
+    def begin(self, order: Sleep | Wake) -> None:
+        self._result = None
+        threading.Thread(target=self._run, args=(order,), name="sleep", daemon=True).start()
+
+    def take(self) -> RefitResult | None:
+        """The result of all ranks, once there is one; None: the order is being obeyed."""
+        result, self._result = self._result, None
+        return result
+
+    def _run(self, order: Sleep | Wake) -> None:
+        own = self._obeyed(order)
+        if self.tell is not None:
+            self.tell(own)
+            return
+        found = [own, *self.hear()]
+        self._result = next((one for one in found if one.problem), own)
+
+    def _obeyed(self, order: Sleep | Wake) -> RefitResult:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                torch.cuda.synchronize()
+            self._obey(order)
+        except WeftError as error:
+            return RefitResult(problem=error.message, reason=error.reason)
+        except Exception as error:
+            logger.exception("memory was not given back or taken")
+            return RefitResult(problem=f"{type(error).__name__}: {error}", reason=Internal.reason)
+        return RefitResult()
+
+    def _obey(self, order: Sleep | Wake) -> None:
+        weights = self._weights if order.weights else None
+        pages = self._pages if order.pages else None
+        if isinstance(order, Wake):
+            for memory in filter(None, (weights, pages)):
+                memory.come_back()
+            return
+        if weights is not None:
+            weights.leave(keeps=order.keeps_weights)
+        if pages is not None:
+            pages.leave(keeps=False)
