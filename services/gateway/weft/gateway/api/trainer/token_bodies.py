@@ -109,6 +109,11 @@ class GenerateTokensBody(_SglangBody):
     background: bool | None = unused()
     require_reasoning: bool | None = unused()
 
+    @property
+    def named_model(self) -> str:
+        """The name of what is to answer; empty: the one model."""
+        return self.lora_path or self.model or ""
+
     @model_validator(mode="before")
     @classmethod
     def _same_for_all(cls, value: object) -> object:

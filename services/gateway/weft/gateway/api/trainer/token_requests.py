@@ -90,7 +90,7 @@ def generate_request(body: GenerateTokensBody, facts: CallFacts) -> RawRequest:
     return RawRequest(
         call=facts,
         own_id=rid if isinstance(rid, str) else "",
-        model=body.lora_path or body.model or "",
+        model=body.named_model,
         prompts=prompts,
         given=given,
         names=names,
