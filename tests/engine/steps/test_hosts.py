@@ -163,7 +163,7 @@ def alone(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 @FULL
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("llama", 2), ("llama", 3), ("mistral", 2), ("qwen3_moe", 2), ("nemotron_h", 2)],
+    [("llama", 2), ("llama", 3), ("mistral", 2), ("qwen3_moe", 2), ("falcon_h1", 2)],
 )
 def test_texts_of_hosts_are_those_of_one_process(
     name: str,
@@ -175,7 +175,7 @@ def test_texts_of_hosts_are_those_of_one_process(
 ) -> None:
     """With TLS, chunks, prefix hits and drafts; host 0 starts last."""
     folder = tmp_path / "model"
-    if name == "nemotron_h":
+    if name == "falcon_h1":
         make_family(name, folder, seed)
     else:
         make_tiny(name, folder, seed, tokenizer=True, vocab_size=517)
@@ -184,6 +184,7 @@ def test_texts_of_hosts_are_those_of_one_process(
         found = hosts.answer()
     with capsys.disabled():
         print("network namespaces" if net.has_namespaces else "loopback", end=" ")
+    assert "texts" in found, found
     (notice,) = (text for text in found["notices"] if "pipeline" in text)
     assert f"{count} stages" in notice
     assert all(net.address(host) in notice for host in range(count))
