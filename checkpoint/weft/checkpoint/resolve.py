@@ -16,14 +16,15 @@ from weft.checkpoint.files import Progress
 from weft.checkpoint.gguf_folder import gguf_folder
 from weft.checkpoint.joined_folder import joined_folder, needs_joining
 from weft.checkpoint.mistral_folder import mistral_folder, needs_conversion
+from weft.checkpoint.whisper_demo import WHISPER_DEMO, convert_whisper
 from weft.contract.errors import ModelError
 
 
 def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """The directory of a model, which is made or downloaded first if necessary.
 
-    `model` is `demo`, `demo-gguf` (its GGUF file), a directory in Hugging Face's or Mistral's
-    layout or with an image tower for the demo model, a GGUF file, a name on a hub
+    `model` is `demo`, `demo-gguf` (its GGUF file), `whisper-tiny-en`, a directory in Hugging Face's
+    or Mistral's layout or with an image tower for the demo model, a GGUF file, a name on a hub
     (`organisation/name`, with `@revision` or without; a directory of that name comes first), or the
     URL of a folder in an object store. `progress` is called with (bytes written, bytes in all)
     while the demo model is converted. Raises ModelError if the model does not exist or cannot be
@@ -31,6 +32,8 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """
     if model == DEMO_NAME:
         return convert_demo(progress)
+    if model == WHISPER_DEMO:
+        return convert_whisper()
     if object_store.is_url(model):
         return object_store.fetch(model)
     path = find_source() if model == DEMO_GGUF else Path(model).expanduser()

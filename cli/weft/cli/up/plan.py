@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weft.checkpoint.eagle_config import head_kind
+from weft.checkpoint.tokenizer_files import read_json
 from weft.cli.certs import files_of
 from weft.cli.up.ports import free_ports
 from weft.cli.up.process import ServiceSpec
@@ -23,6 +24,7 @@ from weft.contract.tasks import Task
 from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.gateway.media.load import PROCESSOR_FILES
 from weft.gateway.settings import GatewaySettings, image_body_bytes
+from weft.gateway.text.speech import MODEL_TYPE as SPEECH
 
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
@@ -408,7 +410,7 @@ def _rest(
                 "listen": rest_address,
                 "backend": ",".join(gateways),
                 "metrics-listen": f"{WORKER_HOST}:0",
-                "max-body-bytes": _image_body_bytes(models),
+                "max-body-bytes": _media_body_bytes(models),
                 "ready-grace-s": settings.ready_grace_s,
                 "drain-timeout": f"{settings.drain_grace_s}s",
                 "insecure": settings.insecure or None,
@@ -420,14 +422,17 @@ def _rest(
     ]
 
 
-def _image_body_bytes(models: Sequence[ModelFolder]) -> int | None:
-    """Largest request body where a model takes images; None: no model does."""
+def _media_body_bytes(models: Sequence[ModelFolder]) -> int | None:
+    """Largest request body where a model takes images or audio; None: no model does."""
     folders = [model.folder for model in models]
-    if not any((folder / name).is_file() for folder in folders for name in PROCESSOR_FILES):
-        return None
     most: int = GatewaySettings.model_fields["max_body_bytes"].default
-    images: int = GatewaySettings.model_fields["max_request_image_bytes"].default
-    return image_body_bytes(most, images)
+    if any((folder / name).is_file() for folder in folders for name in PROCESSOR_FILES):
+        images: int = GatewaySettings.model_fields["max_request_image_bytes"].default
+        return image_body_bytes(most, images)
+    if any(read_json(folder / "config.json").get("model_type") == SPEECH for folder in folders):
+        audio: int = GatewaySettings.model_fields["max_audio_bytes"].default
+        return most + audio
+    return None
 
 
 def _rest_scheme(settings: UpSettings) -> str:

@@ -42,6 +42,10 @@ class OpenAIServiceStub:
     """Answers a conversation."""
     Completions: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Continues texts."""
+    Transcriptions: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Transcribes a file of speech; the body is multipart/form-data, the answer JSON, text or events."""
+    Translations: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """As Transcriptions, into English."""
     Models: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """Lists the models that requests can name."""
     RetrieveModel: _grpc.UnaryUnaryMultiCallable[_openai_pb2.RetrieveModelRequest, _httpbody_pb2.HttpBody]
@@ -77,6 +81,10 @@ class OpenAIServiceAsyncStub(OpenAIServiceStub):
     """Answers a conversation."""
     Completions: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Continues texts."""
+    Transcriptions: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Transcribes a file of speech; the body is multipart/form-data, the answer JSON, text or events."""
+    Translations: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """As Transcriptions, into English."""
     Models: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Lists the models that requests can name."""
     RetrieveModel: _aio.UnaryUnaryMultiCallable[_openai_pb2.RetrieveModelRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -121,6 +129,22 @@ class OpenAIServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
         """Continues texts."""
+
+    @_abc_1.abstractmethod
+    def Transcriptions(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Transcribes a file of speech; the body is multipart/form-data, the answer JSON, text or events."""
+
+    @_abc_1.abstractmethod
+    def Translations(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """As Transcriptions, into English."""
 
     @_abc_1.abstractmethod
     def Models(

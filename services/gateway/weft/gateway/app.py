@@ -28,6 +28,7 @@ from weft.gateway.admission.slo import LatencyGate
 from weft.gateway.admission.slo.admission import LatencyAdmission
 from weft.gateway.admission.tenants import Tenants
 from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.audio.calls import AudioCalls
 from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.parse import BodyParser
@@ -49,6 +50,7 @@ from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.media.clips import ClipReader
 from weft.gateway.media.metrics import MediaCollector
 from weft.gateway.media.reader import ImageReader
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
@@ -174,6 +176,8 @@ class GatewayApp:
         cards = AdapterCards(self.adapters)
         self.images = ImageReader(settings)
         """Reads the images of all models."""
+        self.clips = ClipReader(settings, self.images.pool, self.images.held)
+        """Decodes the audio of all models."""
         served = [self._serve(model) for model in loaded]
         self.catalogue = Catalogue(served, self.adapters, cards, settings.expected_adapters)
         """The models that requests can name."""
@@ -244,7 +248,7 @@ class GatewayApp:
         self._add_faces(keys)
         self._add_gauges()
         self.metrics.registry.register(FleetCollector(self.fleet, self.catalogue))
-        self.metrics.registry.register(MediaCollector(self.images))
+        self.metrics.registry.register(MediaCollector(self.images, self.clips))
         self._fleet_task: asyncio.Task[None] | None = None
         self._view_task: asyncio.Task[None] | None = None
         self._open_task: asyncio.Task[None] | None = None
@@ -318,8 +322,17 @@ class GatewayApp:
         bodies = BodyParser(most, ignores_unknown=self._settings.ignore_unknown_fields)
         relays = EdgeFace(self._ending)
         edge_pb2_grpc.add_EdgeServiceServicer_to_server(relays, self.server.grpc)
+        audio = AudioCalls(
+            self.pipeline,
+            self.catalogue,
+            bodies,
+            relays,
+            self.clips,
+            max_bytes=most,
+            timeout_s=self._settings.request_timeout_s,
+        )
         self._openai = OpenAIFace(
-            self.pipeline, self.catalogue, self.fleet, adapters, bodies, relays
+            self.pipeline, self.catalogue, self.fleet, adapters, bodies, relays, audio
         )
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
         add_dialects(
@@ -365,8 +378,12 @@ class GatewayApp:
     @property
     def _max_body_bytes(self) -> int:
         takes_images = any(model.images is not None for model in self._models.values())
+        hears = any(model.speech is not None for model in self._models.values())
         settings = self._settings
-        return settings.image_body_bytes if takes_images else settings.max_body_bytes
+        return max(
+            settings.image_body_bytes if takes_images else settings.max_body_bytes,
+            settings.audio_body_bytes if hears else 0,
+        )
 
     @property
     def _message_bytes(self) -> tuple[tuple[str, int], ...]:

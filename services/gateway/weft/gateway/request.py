@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.contract.request import CallParams, Constraint, SamplingParams, StopCriteria
+from weft.contract.request import (
+    CallParams,
+    Constraint,
+    SamplingParams,
+    StopCriteria,
+    TimeTokens,
+)
 from weft.contract.spans import Media, MediaSpan
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
@@ -83,6 +89,14 @@ class TokenPrompt:
     """Tokens to continue."""
 
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipPrompt(TokenPrompt):
+    """Tokens to continue, of which the first are the rows of a clip of audio."""
+
+    clip: Media = field(repr=False)
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +269,8 @@ class RawRequest:
     not those of `PARAMETERS`.
     """
     constraint: Constraint | None = None
+    time_tokens: TimeTokens | None = None
+    """Rules for tokens that say times; None: no token does."""
     calls: Calls | None = None
     """Calls that answers may have; None: they are text."""
     lowers_max_tokens: bool = False

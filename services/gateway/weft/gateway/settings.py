@@ -393,8 +393,20 @@ class GatewaySettings(_RoutingSettings):
         le=1 << 30,
         description="largest image, in pixels; a larger one is refused before it is decoded",
     )
+    max_audio_bytes: int = Field(
+        25 << 20, ge=1, le=1 << 30, description="largest file of audio, in bytes"
+    )
+    max_audio_seconds: float = Field(
+        3600.0,
+        gt=0,
+        le=86_400,
+        description="longest audio of one file; no more of a file is decoded, in seconds",
+    )
     media_processes: int = Field(
-        2, ge=1, le=64, description="processes that decode images, started at the first one"
+        2,
+        ge=1,
+        le=64,
+        description="processes that decode images and audio, started at the first one",
     )
     media_timeout_s: float = Field(
         20.0,
@@ -477,6 +489,11 @@ class GatewaySettings(_RoutingSettings):
     def image_body_bytes(self) -> int:
         """Largest request body where a model takes images, which are in base64."""
         return image_body_bytes(self.max_body_bytes, self.max_request_image_bytes)
+
+    @property
+    def audio_body_bytes(self) -> int:
+        """Largest request body where a model takes files of audio."""
+        return self.max_body_bytes + self.max_audio_bytes
 
     @property
     def model_folders(self) -> list[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""Metrics of images, read when scraped."""
+"""Metrics of images and audio, read when scraped."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from weft.checkpoint.audio_config import SAMPLE_RATE
+from weft.gateway.media.clips import ClipReader
 from weft.gateway.media.reader import ImageReader
 
 
 class MediaCollector(Collector):
     """Images, what they wait for and what they take."""
 
-    def __init__(self, reader: ImageReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: ImageReader, clips: ClipReader) -> None:
+        self._reader, self._clips = reader, clips
 
     def collect(self) -> Iterator[Metric]:
         """The endpoint's thread calls this."""
@@ -48,4 +50,12 @@ class MediaCollector(Collector):
         )
         memory.add_metric(["memo"], reader.memo.num_bytes)
         memory.add_metric(["requests"], reader.held.num_bytes)
-        yield from (images, fetches, losses, jobs, memory)
+        seconds = CounterMetricFamily(
+            "weft_audio_seconds", "Audio that was decoded for requests, in seconds."
+        )
+        seconds.add_metric([], self._clips.num_samples / SAMPLE_RATE)
+        files = CounterMetricFamily("weft_audio_files", "Files of audio that were decoded.")
+        files.add_metric([], self._clips.num_files)
+        parts = CounterMetricFamily("weft_audio_clips", "Clips that were made of them.")
+        parts.add_metric([], self._clips.num_clips)
+        yield from (images, fetches, losses, jobs, memory, files, seconds, parts)

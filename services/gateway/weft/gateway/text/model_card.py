@@ -27,6 +27,7 @@ from weft.gateway.text.answer.formats import (
     find_tool_format,
 )
 from weft.gateway.text.control_tokens import ControlTokens
+from weft.gateway.text.speech import SpeechTokens, load_speech
 from weft.gateway.text.template import ChatTemplate
 from weft.gateway.text.vocabulary import Vocabulary
 
@@ -78,6 +79,8 @@ class ModelCard:
     """How the model takes images; None: it reads text alone."""
     images_problem: str = ""
     """Why its images are not served; empty: they are, or it has none."""
+    speech: SpeechTokens | None = None
+    """How the model transcribes speech; None: it does not."""
     model_type: str = ""
     """`model_type` of config.json."""
     hidden_size: int = 0
@@ -167,6 +170,8 @@ def load_model_card(
     parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser, chat_template)
     tokenizer: Tokenizer = parts["tokenizer"]
     images, images_problem = _images(folder, whole_config, tokenizer)
+    speech = load_speech(folder, whole_config, generation_config, tokenizer)
+    context = context if speech is None else speech.context_tokens
     return ModelCard(
         name=name or folder.resolve().name,
         **parts,
@@ -187,6 +192,7 @@ def load_model_card(
         pooling_problem=problem,
         images=images,
         images_problem=images_problem,
+        speech=speech,
         model_type=str(config.get("model_type", "")),
         hidden_size=_integer(config, "hidden_size", 1) if config.get("hidden_size") else 0,
         num_parameters=num_parameters(folder),

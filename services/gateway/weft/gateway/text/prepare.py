@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
+from weft.contract.spans import MediaSpan
 from weft.gateway.admission.admission import Admission
 from weft.gateway.media.reader import ImageReader
 from weft.gateway.request import (
     ChatPrompt,
+    ClipPrompt,
     GenerateRequest,
     PairPrompt,
     PoolingOptions,
@@ -256,6 +258,9 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
         return PreparedPrompt(ids=ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
         return PreparedPrompt(ids=_encode_wrapped(model, prompt))
+    if isinstance(prompt, ClipPrompt):
+        span = MediaSpan(position=0, length=prompt.num_rows, digest=prompt.clip.digest)
+        return PreparedPrompt(ids=list(prompt.ids), spans=(span,), media=(prompt.clip,))
     assert isinstance(prompt, TokenPrompt)
     return PreparedPrompt(ids=list(prompt.ids))
 

@@ -7,6 +7,8 @@ import "weft.dev/weft/services/rest/internal/forward"
 func init() {
 	forward_OpenAIService_ChatCompletions_0 = forward.Stream
 	forward_OpenAIService_Completions_0 = forward.Stream
+	forward_OpenAIService_Transcriptions_0 = forward.Stream
+	forward_OpenAIService_Translations_0 = forward.Stream
 	forward_ResponsesService_CreateResponse_0 = forward.Stream
 	forward_PoolingService_CreateEmbeddings_0 = forward.Stream
 	forward_PoolingService_EmbedTexts_0 = forward.Stream

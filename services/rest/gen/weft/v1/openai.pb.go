@@ -122,10 +122,12 @@ const file_weft_v1_openai_proto_rawDesc = "" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"9\n" +
 	"\x18CancelRequestByIdRequest\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId2\xbe\t\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId2\x84\v\n" +
 	"\rOpenAIService\x12`\n" +
 	"\x0fChatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/v1/chat/completions0\x01\x12W\n" +
-	"\vCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/completions0\x01\x12J\n" +
+	"\vCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/completions0\x01\x12c\n" +
+	"\x0eTranscriptions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"#\x82\xd3\xe4\x93\x02\x1d:\x01*\"\x18/v1/audio/transcriptions0\x01\x12_\n" +
+	"\fTranslations\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"!\x82\xd3\xe4\x93\x02\x1b:\x01*\"\x16/v1/audio/translations0\x01\x12J\n" +
 	"\x06Models\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\f\x12\n" +
 	"/v1/models\x12c\n" +
 	"\rRetrieveModel\x12\x1d.weft.v1.RetrieveModelRequest\x1a\x14.google.api.HttpBody\"\x1d\x82\xd3\xe4\x93\x02\x17\x12\x15/v1/models/{model=**}\x12k\n" +
@@ -162,32 +164,36 @@ var file_weft_v1_openai_proto_goTypes = []any{
 var file_weft_v1_openai_proto_depIdxs = []int32{
 	2,  // 0: weft.v1.OpenAIService.ChatCompletions:input_type -> google.api.HttpBody
 	2,  // 1: weft.v1.OpenAIService.Completions:input_type -> google.api.HttpBody
-	3,  // 2: weft.v1.OpenAIService.Models:input_type -> google.protobuf.Empty
-	0,  // 3: weft.v1.OpenAIService.RetrieveModel:input_type -> weft.v1.RetrieveModelRequest
-	2,  // 4: weft.v1.OpenAIService.CountChatTokens:input_type -> google.api.HttpBody
-	2,  // 5: weft.v1.OpenAIService.TokenizeText:input_type -> google.api.HttpBody
-	2,  // 6: weft.v1.OpenAIService.DetokenizeTokens:input_type -> google.api.HttpBody
-	2,  // 7: weft.v1.OpenAIService.LoadLoraAdapter:input_type -> google.api.HttpBody
-	2,  // 8: weft.v1.OpenAIService.UnloadLoraAdapter:input_type -> google.api.HttpBody
-	2,  // 9: weft.v1.OpenAIService.EndSession:input_type -> google.api.HttpBody
-	1,  // 10: weft.v1.OpenAIService.CancelRequestById:input_type -> weft.v1.CancelRequestByIdRequest
-	3,  // 11: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
-	3,  // 12: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
-	2,  // 13: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
-	2,  // 14: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
-	2,  // 15: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
-	2,  // 16: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
-	2,  // 17: weft.v1.OpenAIService.CountChatTokens:output_type -> google.api.HttpBody
-	2,  // 18: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
-	2,  // 19: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
-	2,  // 20: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
-	2,  // 21: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
-	2,  // 22: weft.v1.OpenAIService.EndSession:output_type -> google.api.HttpBody
-	2,  // 23: weft.v1.OpenAIService.CancelRequestById:output_type -> google.api.HttpBody
-	2,  // 24: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
-	2,  // 25: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
-	13, // [13:26] is the sub-list for method output_type
-	0,  // [0:13] is the sub-list for method input_type
+	2,  // 2: weft.v1.OpenAIService.Transcriptions:input_type -> google.api.HttpBody
+	2,  // 3: weft.v1.OpenAIService.Translations:input_type -> google.api.HttpBody
+	3,  // 4: weft.v1.OpenAIService.Models:input_type -> google.protobuf.Empty
+	0,  // 5: weft.v1.OpenAIService.RetrieveModel:input_type -> weft.v1.RetrieveModelRequest
+	2,  // 6: weft.v1.OpenAIService.CountChatTokens:input_type -> google.api.HttpBody
+	2,  // 7: weft.v1.OpenAIService.TokenizeText:input_type -> google.api.HttpBody
+	2,  // 8: weft.v1.OpenAIService.DetokenizeTokens:input_type -> google.api.HttpBody
+	2,  // 9: weft.v1.OpenAIService.LoadLoraAdapter:input_type -> google.api.HttpBody
+	2,  // 10: weft.v1.OpenAIService.UnloadLoraAdapter:input_type -> google.api.HttpBody
+	2,  // 11: weft.v1.OpenAIService.EndSession:input_type -> google.api.HttpBody
+	1,  // 12: weft.v1.OpenAIService.CancelRequestById:input_type -> weft.v1.CancelRequestByIdRequest
+	3,  // 13: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
+	3,  // 14: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
+	2,  // 15: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
+	2,  // 16: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
+	2,  // 17: weft.v1.OpenAIService.Transcriptions:output_type -> google.api.HttpBody
+	2,  // 18: weft.v1.OpenAIService.Translations:output_type -> google.api.HttpBody
+	2,  // 19: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
+	2,  // 20: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
+	2,  // 21: weft.v1.OpenAIService.CountChatTokens:output_type -> google.api.HttpBody
+	2,  // 22: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
+	2,  // 23: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
+	2,  // 24: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
+	2,  // 25: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
+	2,  // 26: weft.v1.OpenAIService.EndSession:output_type -> google.api.HttpBody
+	2,  // 27: weft.v1.OpenAIService.CancelRequestById:output_type -> google.api.HttpBody
+	2,  // 28: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
+	2,  // 29: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
+	15, // [15:30] is the sub-list for method output_type
+	0,  // [0:15] is the sub-list for method input_type
 	0,  // [0:0] is the sub-list for extension type_name
 	0,  // [0:0] is the sub-list for extension extendee
 	0,  // [0:0] is the sub-list for field type_name

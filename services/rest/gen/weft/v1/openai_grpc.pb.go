@@ -23,6 +23,8 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	OpenAIService_ChatCompletions_FullMethodName   = "/weft.v1.OpenAIService/ChatCompletions"
 	OpenAIService_Completions_FullMethodName       = "/weft.v1.OpenAIService/Completions"
+	OpenAIService_Transcriptions_FullMethodName    = "/weft.v1.OpenAIService/Transcriptions"
+	OpenAIService_Translations_FullMethodName      = "/weft.v1.OpenAIService/Translations"
 	OpenAIService_Models_FullMethodName            = "/weft.v1.OpenAIService/Models"
 	OpenAIService_RetrieveModel_FullMethodName     = "/weft.v1.OpenAIService/RetrieveModel"
 	OpenAIService_CountChatTokens_FullMethodName   = "/weft.v1.OpenAIService/CountChatTokens"
@@ -48,6 +50,10 @@ type OpenAIServiceClient interface {
 	ChatCompletions(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Continues texts.
 	Completions(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Transcribes a file of speech; the body is multipart/form-data, the answer JSON, text or events.
+	Transcriptions(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// As Transcriptions, into English.
+	Translations(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Lists the models that requests can name.
 	Models(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Describes one model; 404 when there is no such.
@@ -117,6 +123,44 @@ func (c *openAIServiceClient) Completions(ctx context.Context, in *httpbody.Http
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type OpenAIService_CompletionsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *openAIServiceClient) Transcriptions(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &OpenAIService_ServiceDesc.Streams[2], OpenAIService_Transcriptions_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OpenAIService_TranscriptionsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *openAIServiceClient) Translations(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &OpenAIService_ServiceDesc.Streams[3], OpenAIService_Translations_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OpenAIService_TranslationsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
 
 func (c *openAIServiceClient) Models(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -240,6 +284,10 @@ type OpenAIServiceServer interface {
 	ChatCompletions(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Continues texts.
 	Completions(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Transcribes a file of speech; the body is multipart/form-data, the answer JSON, text or events.
+	Transcriptions(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// As Transcriptions, into English.
+	Translations(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Lists the models that requests can name.
 	Models(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// Describes one model; 404 when there is no such.
@@ -277,6 +325,12 @@ func (UnimplementedOpenAIServiceServer) ChatCompletions(*httpbody.HttpBody, grpc
 }
 func (UnimplementedOpenAIServiceServer) Completions(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
 	return status.Error(codes.Unimplemented, "method Completions not implemented")
+}
+func (UnimplementedOpenAIServiceServer) Transcriptions(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method Transcriptions not implemented")
+}
+func (UnimplementedOpenAIServiceServer) Translations(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method Translations not implemented")
 }
 func (UnimplementedOpenAIServiceServer) Models(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method Models not implemented")
@@ -353,6 +407,28 @@ func _OpenAIService_Completions_Handler(srv interface{}, stream grpc.ServerStrea
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type OpenAIService_CompletionsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _OpenAIService_Transcriptions_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(OpenAIServiceServer).Transcriptions(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OpenAIService_TranscriptionsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _OpenAIService_Translations_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(OpenAIServiceServer).Translations(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type OpenAIService_TranslationsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
 
 func _OpenAIService_Models_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
@@ -613,6 +689,16 @@ var OpenAIService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "Completions",
 			Handler:       _OpenAIService_Completions_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "Transcriptions",
+			Handler:       _OpenAIService_Transcriptions_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "Translations",
+			Handler:       _OpenAIService_Translations_Handler,
 			ServerStreams: true,
 		},
 	},

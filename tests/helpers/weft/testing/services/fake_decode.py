@@ -65,6 +65,8 @@ class Script:
     repeat_deltas: bool = False
     """Send every delta twice, the second time together with the one before."""
     top_logprobs: int | None = None
+    logprob: float | None = None
+    """Log-probability of each token; None: it depends on its index."""
     fill_by: int | None = None
     """Number of the prefill candidate that filled the prompt's full pages; None = nobody was
     asked."""
@@ -505,7 +507,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         )
         if run.submit.HasField("logprobs"):
             for index, token_id in enumerate(ids):
-                entry = tokens.logprobs.add(token_id=token_id, logprob=-0.5 - (first + index) % 3)
+                own = run.script.logprob
+                own = -0.5 - (first + index) % 3 if own is None else own
+                entry = tokens.logprobs.add(token_id=token_id, logprob=own)
                 for rank in range(run.submit.logprobs.top_logprobs):
                     entry.top.add(token_id=rank + 5, logprob=-1.0 - rank)
 

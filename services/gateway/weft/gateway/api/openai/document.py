@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from weft.common.version import version
+from weft.gateway.api.audio.answers import TranscriptAnswer, TranscriptEvent
+from weft.gateway.api.audio.bodies import SpeechBody
 from weft.gateway.api.document import dialect_paths
 from weft.gateway.api.openai import adapters, answers, bodies
 from weft.gateway.api.openai.bounds import state_bounds
@@ -44,6 +46,12 @@ _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] |
     ),
     "/detokenize": ("Token ids to text.", bodies.DetokenizeBody, answers.DetokenizeAnswer, None),
 }
+_FORMS: dict[str, str] = {
+    "/v1/audio/transcriptions": "Transcribes a file of speech.",
+    "/v1/audio/translations": "Transcribes a file of speech into English.",
+}
+"""Calls whose body is a form with a file."""
+_FILE = {"type": "string", "format": "binary", "description": "WAV, FLAC, OGG or MP3"}
 _BARE_POSTS: dict[str, tuple[str, type[BaseModel]]] = {
     "/v1/requests/{request_id}/cancel": (
         "Ends a request of the caller that waits or runs.",
@@ -79,6 +87,23 @@ def openapi_document() -> dict[str, Any]:
                 "responses": _responses(content),
             }
         }
+    for path, summary in _FORMS.items():
+        answered = {
+            "application/json": {"schema": _ref(TranscriptAnswer)},
+            "text/event-stream": {"schema": _ref(TranscriptEvent)},
+            "text/plain": {"schema": {"type": "string"}},
+        }
+        given = {"multipart/form-data": {"schema": _ref(SpeechBody)}}
+        paths[path] = {
+            "post": {
+                "summary": summary,
+                "operationId": _operation("post", path),
+                "requestBody": {"required": True, "content": given},
+                "responses": _responses(answered),
+            }
+        }
+    modes += [(SpeechBody, "validation")]
+    modes += [(one, "serialization") for one in (TranscriptAnswer, TranscriptEvent)]
     bare = [("get", *one) for one in _GETS.items()] + [
         ("post", *one) for one in _BARE_POSTS.items()
     ]
@@ -97,6 +122,8 @@ def openapi_document() -> dict[str, Any]:
             ]
         paths[path] = {method: operation}
     _, schemas = models_json_schema(modes, ref_template=_REF)
+    form = schemas["$defs"]["SpeechBody"]
+    form["properties"]["file"], form["required"] = _FILE, ["file"]
     state_bounds(schemas["$defs"], adapters.BOUNDS)
     more_paths, more_schemas = dialect_paths()
     return {

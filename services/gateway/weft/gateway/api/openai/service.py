@@ -13,6 +13,7 @@ from google.protobuf.empty_pb2 import Empty
 from weft.contract.errors import Draining, PeerUnavailable, RequestNotFound
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.audio.calls import AudioCalls
 from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
 from weft.gateway.api.openai.adapters import (
@@ -78,12 +79,14 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         adapters: AdapterCalls,
         bodies: BodyParser,
         relays: EdgeFace,
+        audio: AudioCalls,
     ) -> None:
         self._pipeline = pipeline
         self._models = models
         self._fleet = fleet
         self._adapters = adapters
         self._relays = relays
+        self._audio = audio
         self.bodies = self._bodies = bodies
         """Parses the bodies of all dialects."""
 
@@ -131,6 +134,12 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             )
 
         await self._answer(raw, body, write, context)
+
+    async def Transcriptions(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        await self._audio.run(request, context, translates=False)
+
+    async def Translations(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        await self._audio.run(request, context, translates=True)
 
     async def _answer(
         self,

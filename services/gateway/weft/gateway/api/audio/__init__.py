@@ -1,0 +1,1 @@
+"""Transcription of speech: OpenAI's calls of audio."""

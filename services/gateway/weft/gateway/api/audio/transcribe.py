@@ -1,0 +1,211 @@
+"""Transcribes a file, clip after clip: each is a request of its own to the model.
+
+A clip begins where the last complete segment of the one before has ended. Its text is drawn again
+at a higher temperature if it is improbable or repeats itself (arXiv 2212.04356, section 4.5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.checkpoint.audio_config import FRAME_SAMPLES
+from weft.contract.errors import DeadlineExceeded
+from weft.contract.request import MAX_BIAS, TimeTokens
+from weft.contract.spans import Media
+from weft.gateway.api.audio.bodies import SpeechBody
+from weft.gateway.api.audio.segments import FRAME_S, Decoded, Segment, divide
+from weft.gateway.generation.answer import Delta
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.media.clips import ClipReader, Samples
+from weft.gateway.request import CallFacts, ClipPrompt, RawRequest
+from weft.gateway.text.model_card import ModelCard
+from weft.gateway.text.speech import SpeechTokens
+
+_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_NUM_SAMPLES = 5
+"""Of which the most probable one counts, above temperature 0."""
+_MOST_COMPRESSION = 2.4
+_LEAST_LOGPROB = -1.0
+_MOST_NO_SPEECH = 0.6
+_FORGETS_FROM = 0.5
+"""Temperature above which the next clip is not told what was said."""
+_NUM_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechOrder:
+    """What a client wants of a file."""
+
+    body: SpeechBody
+    model: str
+    call: CallFacts
+    translates: bool
+    deadline: float
+    """When all must be done, in the event loop's time."""
+
+
+class Transcription:
+    """One file under way."""
+
+    def __init__(
+        self, pipeline: RequestPipeline, clips: ClipReader, card: ModelCard, order: SpeechOrder
+    ) -> None:
+        assert card.speech is not None, "only called for models that transcribe"
+        self._pipeline, self._clips, self._card, self._order = pipeline, clips, card, order
+        self._speech: SpeechTokens = card.speech
+        self._numbers = itertools.count()
+        self.language = order.body.language or ("" if self._speech.languages else "en")
+        """Code of the spoken language; empty until it is found."""
+
+    async def segments(self, samples: Samples) -> AsyncIterator[list[Segment]]:
+        """Yields the segments of each clip. Raises what a request raises."""
+        speech, num_frames = self._speech, -(-len(samples) // FRAME_SAMPLES)
+        said, seek = self._begin(), 0
+        while seek < num_frames:
+            length = min(speech.audio.num_frames, num_frames - seek)
+            start = seek * FRAME_SAMPLES
+            part = samples.part(start, start + length * FRAME_SAMPLES)
+            clip = await self._clips.clip(
+                speech.audio,
+                part,
+                deadline=self._order.deadline,
+                tenant=self._order.call.tenant_name,
+            )
+            if not self.language:
+                self.language = await self._find_language(clip)
+            decoded = await self._decode(clip, said)
+            if _is_silence(decoded):
+                seek += length
+                continue
+            pieces, done = divide(decoded.ids, speech.first_time, length)
+            found = [
+                Segment(
+                    start_s=round((seek + piece.start) * FRAME_S, 2),
+                    end_s=round((seek + piece.end) * FRAME_S, 2),
+                    text=text,
+                    ids=piece.ids,
+                    seek=seek,
+                    clip=decoded,
+                )
+                for piece in pieces
+                if piece.end > piece.start and (text := self._text(piece.ids)).strip()
+            ]
+            said = [*said, *(one for segment in found for one in segment.ids)]
+            said = [] if decoded.temperature > _FORGETS_FROM else said
+            yield found
+            seek += done
+
+    def _begin(self) -> list[int]:
+        text = self._order.body.prompt.strip()
+        if not text:
+            return []
+        ids: list[int] = self._card.tokenizer.encode(f" {text}", add_special_tokens=False).ids
+        return ids
+
+    async def _decode(self, clip: Media, said: Sequence[int]) -> Decoded:
+        body = self._order.body
+        temperatures = (body.temperature,) if body.temperature else _TEMPERATURES
+        decoded: Decoded | None = None
+        for temperature in temperatures:
+            decoded = await self._draw(clip, said, temperature)
+            is_improbable = decoded.avg_logprob < _LEAST_LOGPROB
+            if is_improbable or (body.is_verbose and decoded.no_speech is None):
+                decoded = replace(decoded, no_speech=await self._no_speech(clip))
+            repeats = decoded.compression_ratio > _MOST_COMPRESSION
+            if _is_silence(decoded) or not (is_improbable or repeats):
+                break
+        assert decoded is not None, "there is a temperature"
+        return decoded
+
+    async def _draw(self, clip: Media, said: Sequence[int], temperature: float) -> Decoded:
+        speech = self._speech
+        task = speech.translate if self._order.translates else speech.transcribe
+        begin = [speech.start]
+        if speech.languages:
+            begin += [speech.languages[self.language], task]
+        room = speech.max_tokens // 2 - 1
+        before = [speech.previous, *said[-room:]] if said else []
+        most = min(speech.max_tokens // 2, speech.max_tokens - len(before) - len(begin))
+        given = {
+            "temperature": temperature,
+            "max_tokens": most,
+            "n": _NUM_SAMPLES if temperature else 1,
+            "top_logprobs": 0,
+            "logit_bias": dict.fromkeys(speech.never, -MAX_BIAS),
+        }
+        times = TimeTokens(first=speech.first_time, end=speech.end, max_initial=speech.max_initial)
+        samples = await self._run(clip, [*before, *begin], given, times)
+        made = [self._decoded(deltas, temperature) for deltas in samples]
+        return max(made, key=lambda one: one.avg_logprob)
+
+    def _decoded(self, deltas: Sequence[Delta], temperature: float) -> Decoded:
+        ids = [one for delta in deltas for one in delta.ids]
+        logprobs = [entry.logprob for delta in deltas for entry in delta.logprobs]
+        if ids and ids[-1] == self._speech.end:
+            ids.pop()
+        mean = sum(logprobs) / (len(ids) + 1)
+        text = self._text(ids).strip()
+        return Decoded(ids=tuple(ids), text=text, temperature=temperature, avg_logprob=mean)
+
+    async def _no_speech(self, clip: Media) -> float:
+        return (await self._first_token(clip)).get(self._speech.no_speech, 0.0)
+
+    async def _find_language(self, clip: Media) -> str:
+        shares, languages = await self._first_token(clip), self._speech.languages
+        best = max(languages, key=lambda code: shares.get(languages[code], 0.0))
+        return best if shares.get(languages[best]) else "en"
+
+    async def _first_token(self, clip: Media) -> Mapping[int, float]:
+        """Probabilities of the likeliest tokens after the start."""
+        given = {"temperature": 0.0, "max_tokens": 1, "top_logprobs": _NUM_LISTED}
+        ((delta, *_),) = await self._run(clip, [self._speech.start], given)
+        return {
+            one.token_id: math.exp(one.logprob) for entry in delta.logprobs for one in entry.top
+        }
+
+    async def _run(
+        self,
+        clip: Media,
+        begin: Sequence[int],
+        given: Mapping[str, Any],
+        times: TimeTokens | None = None,
+    ) -> list[list[Delta]]:
+        """The deltas of each sample."""
+        order, num_rows = self._order, self._speech.audio.num_rows
+        left_s = order.deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise DeadlineExceeded("the deadline passed between two clips", stage="decode")
+        name = f"{order.call.request_id}-{next(self._numbers)}"
+        ids = (*[self._speech.end] * num_rows, *begin)
+        raw = RawRequest(
+            call=replace(order.call, request_id=name, timeout_s=left_s),
+            model=order.model,
+            prompts=(ClipPrompt(ids=ids, clip=clip, num_rows=num_rows),),
+            # One seed, so that a file has one text.
+            given={**given, "seed": 0, "speculates": False},
+            time_tokens=times,
+        )
+        samples: dict[int, list[Delta]] = {}
+        async with self._pipeline.open(raw) as answer:
+            while deltas := await answer.next_deltas():
+                for delta in deltas:
+                    samples.setdefault(delta.sample, []).append(delta)
+        return [samples[number] for number in sorted(samples)]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        words = [one for one in ids if one < self._speech.end]
+        text: str = self._card.tokenizer.decode(words)
+        return text
+
+
+def _is_silence(decoded: Decoded) -> bool:
+    return (
+        decoded.no_speech is not None
+        and decoded.no_speech > _MOST_NO_SPEECH
+        and decoded.avg_logprob < _LEAST_LOGPROB
+    )
