@@ -63,7 +63,9 @@ class ClipReader:
             raise invalid(where, told)
         self.held.take(holder, len(data))
         head = {"audio": "file", "max_seconds": self._max_seconds}
-        reply, samples = await self._pool.run(head, data, deadline=deadline, tenant=tenant)
+        reply, samples = await self._pool.run(
+            head, memoryview(data), deadline=deadline, tenant=tenant
+        )
         if "bad" in reply:
             raise invalid(where, reply["bad"])
         self.held.take(holder, len(samples))
@@ -77,7 +79,9 @@ class ClipReader:
     ) -> Media:
         """The spectrogram of at most one clip's samples. Raises as `decode` does."""
         head = {"audio": "clip", "mels": config.num_mels, "samples": config.num_samples}
-        reply, data = await self._pool.run(head, samples, deadline=deadline, tenant=tenant)
+        reply, data = await self._pool.run(
+            head, memoryview(samples), deadline=deadline, tenant=tenant
+        )
         self.num_clips += 1
         return Media(
             kind="audio",

@@ -7,6 +7,7 @@ from functools import partial
 
 from google.api.httpbody_pb2 import HttpBody
 from weft.checkpoint.audio_config import SAMPLE_RATE
+from weft.common.rpc.interceptors import TakenBody
 from weft.gateway.api.audio.answers import (
     CONTENT_TYPES,
     EVENTS,
@@ -49,10 +50,13 @@ class AudioCalls:
         self._clips = clips
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
 
-    async def run(self, request: HttpBody, context: Context, *, translates: bool) -> None:
+    async def run(
+        self, request: HttpBody | TakenBody, context: Context, *, translates: bool
+    ) -> None:
         """Answers a call whose body is a form with a file."""
         call, data = call_facts(context, "transcript"), request.data
-        request.data = b""
+        if isinstance(request, TakenBody):
+            request.remove()
         if len(data) > self._max_bytes:
             told = f"the body has {len(data)} bytes; at most {self._max_bytes} are accepted"
             raise BodyTooLarge(told, stage="validate")
