@@ -106,7 +106,9 @@ class AudioCalls:
             async for found in work.segments(samples):
                 text = "".join([one.text for one in found])
                 if text:
-                    await out.send(delta_event(text if segments else text.lstrip()))
+                    event = delta_event(text if segments else text.lstrip())
+                    if (sent := out.send(event)) is not None:
+                        await sent
                 segments += found
         last = done_event(whole_text(segments), len(samples) / SAMPLE_RATE)
         await context.write(HttpBody(content_type=EVENTS, data=last))
