@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from weft.contract.errors import ModelError
+from weft.engine.base.content_digest import content_digest
 from weft.engine.model.loader import load_model
-from weft.engine.model.weights.sent import SentTensors, content_digest
+from weft.engine.model.weights.sent import SentTensors
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.senders import described, tensors_of
 

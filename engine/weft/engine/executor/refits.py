@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
 from weft.contract.weights import SentTensor, WeightGroup
+from weft.engine.executor.weight_groups import Broadcasts, join
 from weft.engine.model.refit import Refit
 from weft.engine.model.weights.sent import dtype_of, listed, num_bytes
-from weft.engine.parallel.weight_groups import Broadcasts, join
 
 logger = logging.getLogger(__name__)
 

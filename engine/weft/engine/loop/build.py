@@ -421,6 +421,7 @@ def _make_executor(
         device,
         max_step_tokens=_max_step_tokens(config, models),
         cuda_graphs=config.cuda_graphs
+        and device.type == "cuda"
         and models.loaded.config.audio is None
         and can_capture(models.loaded.model),
         lora=lora,

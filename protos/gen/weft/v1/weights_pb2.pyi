@@ -336,6 +336,7 @@ class WeightGroup(_message.Message):
     address: _builtins.str
     """Where the store of the group listens."""
     port: _builtins.int
+    """From 1 to 65,535."""
     rank: _builtins.int
     """Of the worker's first rank, from 1; its others follow."""
     size: _builtins.int
@@ -503,7 +504,9 @@ class SentTensor(_message.Message):
     dtype: _builtins.str
     """As PyTorch names it, such as bfloat16."""
     @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the whole tensor; empty: a scalar."""
+
     def __init__(
         self,
         *,

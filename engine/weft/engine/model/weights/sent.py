@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from weft.checkpoint.digest import combine
 from weft.contract.errors import ModelError
 from weft.contract.weights import SentTensor
+from weft.engine.base.content_digest import content_digest
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.tensor_reads import are_finite
 
 _NAMES_SHOWN = 8
-_WORD_BYTES = 4
-_ROW_WORDS = 1 << 16
-"""Words of a row, whose products with the two rows of `_multipliers` are added up."""
-_ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -182,38 +176,3 @@ def listed(names: Sequence[str]) -> str:
     """The first of some names, and how many there are."""
     more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
-
-
-def content_digest(tensor: torch.Tensor) -> bytes:
-    """32 bytes over a tensor's dtype, shape and numbers: sums of its words, each times a number
-    that only its place decides, which a GPU makes about as fast as it reads its memory.
-    """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % _WORD_BYTES:
-        data = data.clone()
-    count = data.numel() // _WORD_BYTES
-    words = data[: count * _WORD_BYTES].view(torch.int32)
-    rest: Any = data[count * _WORD_BYTES :].cpu().numpy()
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=32)
-    digest.update(rest.tobytes())
-    whole, step = count // _ROW_WORDS, _ROWS_AT_ONCE.get(data.device.type, 1)
-    rows = words[: whole * _ROW_WORDS].view(whole, 1, _ROW_WORDS)
-    tables = _multipliers(data.device)
-    sums = [
-        (rows[first : first + step].long() * tables).sum(2).view(-1)
-        for first in range(0, whole, step)
-    ]
-    if tail := count - whole * _ROW_WORDS:
-        sums.append((words[whole * _ROW_WORDS :].long() * tables[:, :tail]).sum(1))
-    if sums:
-        numbers: Any = torch.cat(sums).cpu().numpy()
-        digest.update(numbers.tobytes())
-    return digest.digest()
-
-
-@cache
-def _multipliers(device: torch.device) -> torch.Tensor:
-    """[2, `_ROW_WORDS`] odd int64, the same on every device."""
-    drawn = np.random.PCG64(75).random_raw(2 * _ROW_WORDS)
-    numbers = (drawn | np.uint64(1)).view(np.int64).reshape(2, _ROW_WORDS)
-    return torch.from_numpy(numbers).to(device)

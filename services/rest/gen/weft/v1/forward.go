@@ -25,5 +25,7 @@ func init() {
 	forward_OllamaService_Generate_0 = forward.Stream
 	forward_OllamaService_Embed_0 = forward.Stream
 	forward_OllamaService_EmbedPrompt_0 = forward.Stream
+	forward_TrainerService_GenerateTokens_0 = forward.Stream
+	forward_TrainerService_ContinueTokens_0 = forward.Stream
 	forward_MeshService_WatchMesh_0 = forward.Events
 }

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,10 +71,8 @@ class TransformersModel:
         _read_parameters(causal, weights)
         self._body, self._given, self._head = _parted(causal)
         self._first_position = 0
-        self.can_capture = False
-        """Whether a pass can become a CUDA graph: nothing in it waits for the device."""
         self._calls: tuple[Call, ...] = ()
-        if weights.device.type == "meta":
+        if weights.device == torch.device("meta"):
             return
         self._calls = self._record(weights.device)
         dims = {call.dim for call in self._calls}
@@ -81,7 +80,6 @@ class TransformersModel:
         self._turns = {dim: cos_sin_table(rope, dim, 1).to(weights.device) for dim in dims}
         self._places = places_in_pools(self._planes())
         self._try_pages(weights.device)
-        self.can_capture = weights.device.type == "cuda" and self._runs_without_waiting()
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         return paged_layout(self._planes(), self.dtype, page_size)
@@ -136,9 +134,10 @@ class TransformersModel:
         ids = 7 + 13 * torch.arange(_TRIED, device=device)
         return ids % self.config.vocab_size, torch.arange(_TRIED, device=device)
 
+    @cached_property
     @torch.inference_mode()
-    def _runs_without_waiting(self) -> bool:
-        """Passes once over pages while waiting for the device is an error."""
+    def can_capture(self) -> bool:
+        """Whether a pass can become a CUDA graph: on a GPU, one over pages does not wait for it."""
         device = self._turns[self._calls[0].dim].device
         pool = torch.zeros(
             self.kv_layout(_TRIED_PAGE).pool_shape(8), dtype=self.dtype, device=device
