@@ -49,6 +49,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.OpenAIService/UnloadLoraAdapter": frozenset({"rest", "cli"}),
     "/weft.v1.OpenAIService/ChatCompletions": _FRONT,
     "/weft.v1.OpenAIService/Completions": _FRONT,
+    "/weft.v1.OpenAIService/Transcriptions": _FRONT,
+    "/weft.v1.OpenAIService/Translations": _FRONT,
     "/weft.v1.OpenAIService/Models": _FRONT,
     "/weft.v1.OpenAIService/RetrieveModel": _FRONT,
     "/weft.v1.OpenAIService/CountChatTokens": _FRONT,
