@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from weft.common.tasks import log_failure
 from weft.contract.codec.walk import duration
 from weft.contract.errors import (
+    Asleep,
     DeadlineExceeded,
     Draining,
     Internal,
@@ -354,7 +355,7 @@ class Generation:
         while True:
             try:
                 self.start()
-            except PeerUnavailable:
+            except (Asleep, PeerUnavailable):
                 if self._is_refusal(error) or self._losses.has_waited_enough(loop.time()):
                     self._give_up(error)
                     return
@@ -368,7 +369,8 @@ class Generation:
     def _is_refusal(self, error: WeftError) -> bool:
         if isinstance(error, Draining):
             return not self._was_accepted
-        return isinstance(error, Overloaded) and not any(sample.ids for sample in self.samples)
+        has_begun = any(sample.ids for sample in self.samples)
+        return isinstance(error, Asleep | Overloaded) and not has_begun
 
     def _give_up(self, error: WeftError) -> None:
         self.error = error
