@@ -211,7 +211,7 @@ WEIGHTS = ("config_groups", "group_0", "weights")
     [
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
         ({"bits": 4}, "'' is not supported"),
-        (changed("format", value="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' is not supp"),
+        (changed("format", value="marlin-24"), "'marlin-24' is not supp"),
         (changed(*WEIGHTS, "num_bits", value=4), "weights.num_bits = 4"),
         (changed(*WEIGHTS, "strategy", value="group"), "weights.strategy = 'group'"),
         (changed(*WEIGHTS, "symmetric", value=False), "weights.symmetric = False"),

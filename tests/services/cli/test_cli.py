@@ -294,4 +294,4 @@ def test_commands_are_dispatched(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["nonsense"]) == 2
     assert "no command 'nonsense'" in capsys.readouterr().err
     assert cli_main.main(["serve", "nonsense"]) == 2
-    assert "gateway, prefill, decode, kvstore, rest" in capsys.readouterr().err
+    assert "gateway, prefill, decode, kvstore, planner, rest" in capsys.readouterr().err

@@ -453,7 +453,7 @@ async def test_bad_adapters_are_refused_and_service_goes_on(mesh: Harness, root:
         ("x", "pirate"),
         ("x", "linked"),
         ("x", "../adapters/json"),
-        ("x", str(root / "json")),
+        ("x", str(root.parent / "json")),
         ("x", "missing"),
         ("a:b", "json"),
         (MODEL, "json"),

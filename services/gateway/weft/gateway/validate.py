@@ -43,11 +43,11 @@ def check_parameters(
         one, param = PARAMETERS[name], names.get(name, name)
         if one.type in ("float", "int"):
             _check_number(param, value, one)
-        elif one.type == "str":
-            check_text(param, value, one)
         elif one.choices:
             if value not in one.choices:
                 raise invalid(param, f"must be {' or '.join(one.choices)}")
+        elif one.type == "str":
+            check_text(param, value, one)
         elif one.type == "tuple[str, ...]":
             _check_texts(param, value, one)
         elif one.type != "bool":
