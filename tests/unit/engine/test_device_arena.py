@@ -132,7 +132,6 @@ def test_memory_that_is_not_there_leaves_the_arena_asleep(
     assert torch.equal(one, was)
 
 
-@pytest.mark.full  # It ended the process of the tests once, for a reason that is not known.
 def test_freed_pieces_are_given_back(arena: HostArena, driver: HostDriver) -> None:
     first, second = arena.tensor(10, 10).data_ptr(), arena.tensor(10, 10).data_ptr()
     arena._on_free(first, 400, 0, None)
@@ -141,6 +140,22 @@ def test_freed_pieces_are_given_back(arena: HostArena, driver: HostDriver) -> No
     arena.come_back()
     assert not driver.mapped
     assert not driver.blocks
+
+
+def test_nothing_comes_back_into_memory_that_was_freed_meanwhile(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, freed = arena.tensor(10, 10), arena.tensor(10, 10).data_ptr()
+    was = kept.clone()
+    arena.leave(keeps=True)
+    arena._on_free(freed, 400, 0, None)
+    seen, view = list[int](), arena._view
+    monkeypatch.setattr(
+        arena, "_view", lambda begin, end: (seen.append(begin), view(begin, end))[1]
+    )
+    arena.come_back()
+    assert seen == [kept.data_ptr()]
+    assert torch.equal(kept, was)
 
 
 def test_parts_without_others() -> None:

@@ -143,6 +143,8 @@ class DeviceArena:
         self._is_away = False
         self._kept = list[Span]()
         """What was put away, in the order in which it lies in the host's memory."""
+        self._dropped: set[int] = set()
+        """Begins of those spans whose memory was freed meanwhile, and may be another's."""
         self._host = torch.empty(0, dtype=torch.uint8)
         if host_bytes:
             self._host = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
@@ -206,9 +208,11 @@ class DeviceArena:
         at = 0
         for begin, end in self._kept:
             place = self._host[at : at + end - begin]
-            self._view(begin, end).copy_(place, non_blocking=True)
+            if begin not in self._dropped:
+                self._view(begin, end).copy_(place, non_blocking=True)
             at += end - begin
         torch.cuda.synchronize(self._device)
+        self._dropped.clear()
         self._is_away = False
 
     def _put_away(self, spans: Sequence[Span]) -> None:
@@ -227,19 +231,22 @@ class DeviceArena:
             place.copy_(self._view(begin, end), non_blocking=True)
             at += end - begin
         self._kept = list(spans)
+        self._dropped.clear()
 
     def _forget(self) -> None:
         """Keeps only what an update does not fill. The host's memory stays, for the next time."""
         parameters = [] if self.tensors is None else spans_of(self.tensors())
         kept, at, to = list[Span](), 0, 0
         for begin, end in self._kept:
-            for first, last in _without([Span(begin, end)], parameters):
+            left = [] if begin in self._dropped else _without([Span(begin, end)], parameters)
+            for first, last in left:
                 source = self._host[at + first - begin : at + last - begin].clone()
                 self._host[to : to + last - first].copy_(source)
                 kept.append(Span(first, last))
                 to += last - first
             at += end - begin
         self._kept = kept
+        self._dropped.clear()
 
     def _view(self, begin: int, end: int) -> torch.Tensor:
         return torch.as_tensor(_Bytes(begin, end - begin), device=self._device)
@@ -267,6 +274,10 @@ class DeviceArena:
                 if piece.handle is not None:
                     self._driver.unmap(piece.address, piece.size, piece.handle)
                 self._driver.free(piece.address, piece.size)
+                last = piece.address + piece.size
+                self._dropped.update(
+                    one.begin for one in self._kept if piece.address <= one.begin < last
+                )
 
 
 class _Bytes:
