@@ -14,7 +14,7 @@ from weft.contract.errors import RanksLost
 _HEADER = struct.Struct("<qqq")
 """Header: number of the step's stream, rows, columns."""
 _SEEN_S = 2.0
-"""Time for which a stage waits to learn why its neighbour is gone."""
+"""A stage whose neighbour closed the connection waits so long for the reason before it fails."""
 
 
 class StageGroup(Protocol):

@@ -17,6 +17,14 @@ _RECENT_S = 10.0
 _MIN_SPREAD = 0.25
 """Variance of the number of requests, in requests squared, from which a slope is trusted."""
 
+NUM_SIZES = 24
+"""Prompts are counted by powers of two of their tokens; the last size has all longer ones."""
+
+
+def size_of_prompt(num_tokens: int) -> int:
+    """Index of a prompt's size, below `NUM_SIZES`."""
+    return min(num_tokens.bit_length(), NUM_SIZES - 1)
+
 
 def first_token_s(
     queued_tokens: ArrayLike, to_compute: ArrayLike, tokens_per_s: ArrayLike

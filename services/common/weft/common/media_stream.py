@@ -53,7 +53,7 @@ async def media_of(
         if size < 0 or num_bytes > size:
             raise _refused("a part has bytes that belong to no medium")
         received.append(part.data)
-        # A part is hashed while the next one comes.
+        # Each part is hashed in a thread while the next one is received.
         if hashing is not None:
             await hashing
         hashing = asyncio.ensure_future(asyncio.to_thread(hasher.update, received[-1]))

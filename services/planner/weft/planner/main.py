@@ -53,7 +53,7 @@ class PlannerAdmin(AdminBackend):
 
 
 def _identity(settings: PlannerSettings) -> Identity | None:
-    """That of operators, whose calls it makes; None: without TLS."""
+    """The certificate of an operator, with which the planner calls gateways; None: without TLS."""
     if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
         return None
     files = TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca)

@@ -13,7 +13,7 @@ from weft.gateway.validate import invalid
 
 _SHOWN_CHARS = 40
 _MAX_BEGIN_CHARS = 1024
-"""Within which a data URL has its first comma."""
+"""The first comma of a data URL must lie within so many characters."""
 
 
 class ImageRefused(InvalidRequest):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from weft.common.capacity import NUM_SIZES, size_of_prompt
 from weft.contract.errors import Overloaded, TargetUnattainable, WeftError
 from weft.v1 import mesh_pb2
-
-NUM_SIZES = 24
-"""Prompts are counted by powers of two of their tokens; the last size has all longer ones."""
 
 
 class ModelDemand:
@@ -26,7 +24,7 @@ class ModelDemand:
 
     def sized(self, num_tokens: int) -> None:
         """A prompt's tokens are known."""
-        size = min(num_tokens.bit_length(), NUM_SIZES - 1)
+        size = size_of_prompt(num_tokens)
         self.prompts[size] += 1
         self.prompt_tokens[size] += num_tokens
 

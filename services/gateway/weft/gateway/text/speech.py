@@ -18,7 +18,7 @@ from weft.contract.errors import ModelError
 MODEL_TYPE = "whisper"
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _MULTILINGUAL = 51_865
-"""Least number of tokens of a model of several languages."""
+"""A Whisper model of several languages has at least so many tokens in its vocabulary."""
 _MAX_INITIAL = 50
 _PROCESSOR = "preprocessor_config.json"
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+from weft.common.capacity import NUM_SIZES, size_of_prompt
 from weft.planner.forecast import Speed, Targets
 from weft.planner.replay.traces import Arrival
 
-_NUM_SIZES = 24
 _LEAST_SHARE = 1e-4
 _NEWER = 1.0 + 1.0 / 1024
 
@@ -75,9 +75,9 @@ class Fleet:
         """When prompts end, and tokens of their answers; a heap."""
         self.tally = Tally()
         self.num_arrived = 0
-        # By powers of two of the prompt's tokens; newer arrivals weigh more.
-        self._weights = [0.0] * _NUM_SIZES
-        self._weighted_tokens = [0.0] * _NUM_SIZES
+        # By size of the prompt; newer arrivals weigh more.
+        self._weights = [0.0] * NUM_SIZES
+        self._weighted_tokens = [0.0] * NUM_SIZES
         self._weight = 1.0
         self._outputs = 0.0
         self._num_outputs = 0.0
@@ -140,7 +140,7 @@ class Fleet:
         self.run_until(arrival.time_s)
         self.tally.requests += 1
         self.num_arrived += 1
-        size = min(arrival.prompt_tokens.bit_length(), _NUM_SIZES - 1)
+        size = size_of_prompt(arrival.prompt_tokens)
         self._weight *= _NEWER
         if self._weight > 1e100:
             self._weights = [weight / self._weight for weight in self._weights]
