@@ -148,7 +148,7 @@ async def test_a_planner_gives_workers_roles_and_its_end_takes_them_back(
     command = [
         *(*WEFT, "serve", "planner", "--gateway", mesh.service("gateway")["admin_address"]),
         *("--admin-token-file", str(mesh.state / "admin-token"), "--planner-id", "planner-0"),
-        *("--act", "--first-token-s", "5", "--inter-token-s", "2", "--interval-s", "1"),
+        *("--act", "roles", "--first-token-s", "5", "--inter-token-s", "2", "--interval-s", "1"),
     ]
     log = tmp_path / "planner.log"
     with log.open("wb") as out:

@@ -73,8 +73,8 @@ async def test_a_planner_is_told_and_tells(tmp_path: Path) -> None:
         for worker in mesh.workers:
             worker.prefill_tokens_per_second = 2000.0
             worker.decode_step_s, worker.decode_step_requests = 0.01, 1.0
-        first = planner_of(mesh, tmp_path, "first", act=True)
-        second = planner_of(mesh, tmp_path, "second", act=True)
+        first = planner_of(mesh, tmp_path, "first", act=["roles"])
+        second = planner_of(mesh, tmp_path, "second", act=["roles"])
         running = asyncio.create_task(first.run())
         try:
             async with asyncio.timeout(60):

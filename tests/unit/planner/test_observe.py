@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from weft.contract.codec.walk import duration
 from weft.gateway.telemetry.demand import ModelDemand
+from weft.planner.actuators.roles import RoleOrder, role_orders
+from weft.planner.forecast import Counts
 from weft.planner.observe import MeshPicture
-from weft.planner.policy import Plan
-from weft.planner.roles import RoleOrder, role_orders
 from weft.v1 import mesh_pb2
 
 BOTH = mesh_pb2.MEMBER_ROLE_BOTH
@@ -87,30 +87,30 @@ def test_a_restarted_gateway_takes_nothing_back() -> None:
 
 def test_the_idlest_workers_change() -> None:
     members = [member(f"w{at}", BOTH, running=at) for at in range(4)]
-    orders = role_orders(members, Plan(prefill=1, decode=3, why=""))
+    orders = role_orders(members, Counts(1, 3))
     assert [one.member_id for one in orders if one.role == "prefill"] == ["w0"]
     assert len(orders) == 4
     # Who has the role keeps it, and is told again for its lease.
     members[2] = member("w2", PREFILL, running=9)
-    orders = role_orders(members, Plan(prefill=1, decode=3, why=""))
+    orders = role_orders(members, Counts(1, 3))
     assert [one.member_id for one in orders if one.role == "prefill"] == ["w2"]
 
 
 def test_changes_come_before_renewals_and_decoders_first() -> None:
     members = [member("w0", PREFILL), member("w1", DECODE), member("w2", PREFILL, running=5)]
-    orders = role_orders(members, Plan(prefill=1, decode=2, why=""))
+    orders = role_orders(members, Counts(1, 2))
     assert orders[0] == RoleOrder("w2", "decode")
 
 
 @pytest.mark.parametrize(("able", "prefill"), [(1, 0), (2, 1), (4, 3)])
 def test_one_worker_always_decodes(able: int, prefill: int) -> None:
     members = [member(f"w{at}", BOTH) for at in range(able)]
-    orders = role_orders(members, Plan(prefill=9, decode=1, why=""))
+    orders = role_orders(members, Counts(9, 1))
     assert sum(one.role == "prefill" for one in orders) == prefill
 
 
 def test_workers_of_one_role_count_and_stay() -> None:
     members = [member("p", PREFILL, able=False), member("d", DECODE, able=False)]
-    assert role_orders(members, Plan(prefill=2, decode=0, why="")) == []
+    assert role_orders(members, Counts(2, 0)) == []
     members.append(member("w0", BOTH))
-    assert role_orders(members, Plan(prefill=2, decode=1, why="")) == [RoleOrder("w0", "prefill")]
+    assert role_orders(members, Counts(2, 1)) == [RoleOrder("w0", "prefill")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from weft.planner.forecast import Speed, Targets
+from weft.planner.forecast import Counts, Speed, Targets
 from weft.planner.policy import ModelPlanner, Observation, Plan, Rules
 from weft.planner.replay.fleet import Fleet
 from weft.planner.replay.replay import INTERVAL_S, replay
@@ -104,6 +104,51 @@ def test_somebody_elses_change_is_told_and_not_fought() -> None:
     assert told.run(600, 1.0).prefill < before
 
 
+def test_an_order_of_somebody_else_is_told_although_no_worker_has_moved() -> None:
+    """dynamo#4420: somebody edits the replicas."""
+    told = Told(prefill=2, decode=1)
+    plan = told.run(600, 1.0)
+    own = Counts(plan.prefill, plan.decode)
+    told.seen = replace(told.seen, ordered=own, own_order=own)
+    told.run(INTERVAL_S, 1.0)
+    assert told.alarms() == set()
+    edited = Counts(plan.prefill + 2, plan.decode)
+    told.seen = replace(told.seen, ordered=edited)
+    told.run(INTERVAL_S, 1.0)
+    assert told.alarms() == {"foreign_edit"}
+    # Plans go on from it.
+    assert Counts(told.plan.prefill, told.plan.decode) == edited
+    told.seen = replace(told.seen, own_order=edited)
+    told.run(INTERVAL_S, 1.0)
+    assert told.alarms() == set()
+
+
+def test_a_worker_that_dies_is_wanted_again() -> None:
+    """It is no edit, and nobody should get used to its absence."""
+    told = Told(prefill=2, decode=2)
+    plan = told.run(600, 4.0)
+    assert plan.prefill > 1
+    told.seen = replace(told.seen, prefill=plan.prefill - 1)
+    told.run(300, 4.0, obeys=False)
+    assert told.plan.prefill >= plan.prefill
+    assert told.alarms() == set()
+    told.run(600, 4.0, obeys=False)
+    assert told.alarms() == {"no_effect"}
+
+
+def test_workers_that_start_late_are_no_edit() -> None:
+    told = Told(prefill=1, decode=1)
+    told.run(30, 6.0, obeys=False)
+    most = told.run(60, 6.0, obeys=False).prefill
+    assert most > 1
+    # Load goes before they come.
+    for _ in range(4):
+        told.run(60, 0.2, obeys=False)
+    told.seen = replace(told.seen, prefill=most)
+    told.run(INTERVAL_S, 0.2, obeys=False)
+    assert "foreign_edit" not in told.alarms()
+
+
 def test_a_change_without_effect_is_told() -> None:
     """llm-d#2310: inert, and all is green."""
     told = Told(prefill=1, decode=1)
@@ -112,6 +157,10 @@ def test_a_change_without_effect_is_told() -> None:
     assert told.plan.prefill > 1
     told.run(900, 6.0, obeys=False)
     assert "no_effect" in told.alarms()
+    # Wishes that change do not put it off.
+    for rate in (7.0, 8.0, 9.0, 10.0):
+        told.run(240, rate, obeys=False)
+        assert "no_effect" in told.alarms()
 
 
 def test_no_news_change_nothing_and_are_told() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from weft.common.capacity import first_token_s, requests_within
 
@@ -18,6 +19,20 @@ _SPREAD = 1.7
 """Standard deviations of the number of running requests that steps must have room for."""
 _DRAIN_S = 60.0
 MAX_WORKERS = 4096
+
+
+class Counts(NamedTuple):
+    """Numbers of workers of one model."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill} prefill and {self.decode} decode workers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -13,26 +15,97 @@ from weft.common.rpc.channel import open_channel
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import run_together
-from weft.planner.forecast import Targets
+from weft.contract.errors import PeerUnavailable, WeftError
+from weft.planner.actuators.base import CALL_TIMEOUT_S, Actuator
+from weft.planner.actuators.make import make_actuators
+from weft.planner.forecast import Counts, Targets
 from weft.planner.observe import MeshPicture
-from weft.planner.policy import ModelPlanner, Plan, Rules
-from weft.planner.roles import role_orders
+from weft.planner.policy import Alarm, ModelPlanner, Plan, Rules
 from weft.planner.settings import PlannerSettings
 from weft.v1 import mesh_pb2, mesh_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
 _WATCH_AGAIN_S = 1.0
-_CALL_TIMEOUT_S = 10.0
-_LEASES = 6.0
-"""Decisions for which what is told, and a role, outlast the planner."""
+_ORDER_TIMEOUT_S = 3.0
+
+
+class GatewayCalls:
+    """The operators' ports of gateways.
+
+    Raises:
+        ConfigError: The token cannot be read.
+    """
+
+    def __init__(self, settings: PlannerSettings, identity: Identity | None) -> None:
+        assert settings.admin_token_file is not None, "checked with the settings"
+        self._metadata = (("authorization", f"Bearer {read_token(settings.admin_token_file)}"),)
+        self._channels = {
+            address: open_channel(address, "gateway", identity) for address in settings.gateway
+        }
+
+    @property
+    def addresses(self) -> list[str]:
+        return list(self._channels)
+
+    def _stub(self, address: str) -> mesh_pb2_grpc.MeshServiceAsyncStub:
+        stub: mesh_pb2_grpc.MeshServiceAsyncStub = mesh_pb2_grpc.MeshServiceStub(
+            self._channels[address]
+        )
+        return stub
+
+    async def watch(self, address: str) -> AsyncIterator[mesh_pb2.WatchMeshResponse]:
+        """News of a gateway until it ends them. Raises WeftError."""
+        request = mesh_pb2.WatchMeshRequest(interval=Duration(seconds=1))
+        call = self._stub(address).WatchMesh(request, metadata=self._metadata)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def tell(
+        self, address: str, request: mesh_pb2.TellPlanRequest
+    ) -> mesh_pb2.TellPlanResponse:
+        """Raises WeftError."""
+        try:
+            return await self._stub(address).TellPlan(
+                request, timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def set_role(self, member_id: str, role: str, lease_s: float) -> str:
+        """Asks one gateway after the other until one answers."""
+        request = mesh_pb2.SetMemberRoleRequest(member_id=member_id, role=role)
+        request.lease.FromNanoseconds(int(lease_s * 1e9))
+        failure: WeftError | None = None
+        for address in self._channels:
+            try:
+                answer = await self._stub(address).SetMemberRole(
+                    request, timeout=_ORDER_TIMEOUT_S, metadata=self._metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if not isinstance(failure, PeerUnavailable):
+                    break
+                continue
+            return answer.previous_role
+        assert failure is not None, "there is at least one gateway"
+        raise failure
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
 
 
 class MeshPlanner:
     """Plans for all models of some gateways.
 
     Raises:
-        ConfigError: The token cannot be read.
+        ConfigError: The token cannot be read, or an actuator cannot be used.
     """
 
     def __init__(
@@ -40,11 +113,8 @@ class MeshPlanner:
     ) -> None:
         self._settings = settings
         self.planner_id = planner_id
-        assert settings.admin_token_file is not None, "checked with the settings"
-        self._metadata = (("authorization", f"Bearer {read_token(settings.admin_token_file)}"),)
-        self._channels = {
-            address: open_channel(address, "gateway", identity) for address in settings.gateway
-        }
+        self._calls = GatewayCalls(settings, identity)
+        self._actuators: Sequence[Actuator] = make_actuators(settings, self._calls)
         self._picture = MeshPicture()
         self._planners: dict[str, ModelPlanner] = {}
         self.plans: dict[str, Plan] = {}
@@ -54,40 +124,58 @@ class MeshPlanner:
         self.changed = asyncio.Event()
         """Set after each decision, for those who wait for the next one."""
         self._last_acts: dict[str, str] = {}
+        self._ordered: dict[str, Counts] = {}
+        """What is ordered now, where that is known, by model."""
+        self._own: dict[str, Counts] = {}
+        """What this planner ordered last, by model, while it acts."""
 
     async def run(self) -> None:
         try:
             await run_together(
-                *(self._watch(address) for address in self._channels), self._decide_often()
+                *(self._watch(address) for address in self._calls.addresses), self._decide_often()
             )
         finally:
-            for channel in self._channels.values():
-                await channel.close()
+            for actuator in self._actuators:
+                await actuator.close()
+            await self._calls.close()
 
     async def _watch(self, address: str) -> None:
-        stub = mesh_pb2_grpc.MeshServiceStub(self._channels[address])
-        interval = Duration(seconds=1)
         while True:
             try:
-                call = stub.WatchMesh(
-                    mesh_pb2.WatchMeshRequest(interval=interval), metadata=self._metadata
-                )
-                async for message in call:
+                async for message in self._calls.watch(address):
                     self._picture.take(address, time.monotonic(), message)
-            except grpc.aio.AioRpcError as error:
-                _log.warning(
-                    "a gateway is not heard",
-                    extra={"gateway": address, "reason": str(from_rpc_error(error))},
-                )
+            except WeftError as error:
+                what = {"gateway": address, "reason": error.message}
+                _log.warning("a gateway is not heard", extra=what)
             await asyncio.sleep(_WATCH_AGAIN_S)
 
     async def _decide_often(self) -> None:
         while True:
             await asyncio.sleep(self._settings.interval_s)
+            await self._read_orders()
             self.decide(time.monotonic())
             await self._tell()
             if self.acts:
                 await self._act()
+            else:
+                self._own.clear()
+
+    async def _read_orders(self) -> None:
+        """Learns what is ordered now. Orders that cannot be read are not known."""
+        self._ordered.clear()
+        for model in self._picture.models():
+            workers = self._picture.workers(model)
+            for actuator in self._actuators:
+                try:
+                    async with asyncio.timeout(CALL_TIMEOUT_S):
+                        ordered = await actuator.ordered(model, workers)
+                except (WeftError, TimeoutError) as error:
+                    reason = str(error) or "no answer in time"
+                    _log.warning("orders are not known", extra={"model": model, "reason": reason})
+                    continue
+                if ordered is not None:
+                    self._ordered[model] = ordered
+                    break
 
     def decide(self, now_s: float) -> None:
         settings = self._settings
@@ -107,7 +195,12 @@ class MeshPlanner:
                 )
                 planner = self._planners[model] = ModelPlanner(targets, rules)
             before = self.plans.get(model)
-            plan = planner.decide(now_s, self._picture.observe(model))
+            seen = self._picture.observe(model)
+            if seen is not None:
+                seen = replace(
+                    seen, ordered=self._ordered.get(model), own_order=self._own.get(model)
+                )
+            plan = planner.decide(now_s, seen)
             self.plans[model] = plan
             for alarm in plan.alarms:
                 if before is None or alarm.name not in {one.name for one in before.alarms}:
@@ -123,25 +216,24 @@ class MeshPlanner:
         so, and more than half must answer.
         """
         request = mesh_pb2.TellPlanRequest(
-            planner_id=self.planner_id, wants_to_act=self._settings.act, plans=self._told()
+            planner_id=self.planner_id, wants_to_act=bool(self._settings.act), plans=self._told()
         )
-        request.lease.FromNanoseconds(int(_LEASES * self._settings.interval_s * 1e9))
-        answers = await asyncio.gather(*(self._tell_one(one, request) for one in self._channels))
+        request.lease.FromNanoseconds(int(self._settings.lease_s * 1e9))
+        answers = await asyncio.gather(
+            *(self._tell_one(one, request) for one in self._calls.addresses)
+        )
         heard = [answer for answer in answers if answer is not None]
         may = bool(heard) and all(answer.acts for answer in heard)
-        self.acts = self._settings.act and may and 2 * len(heard) > len(answers)
+        self.acts = bool(self._settings.act) and may and 2 * len(heard) > len(answers)
 
     async def _tell_one(
         self, address: str, request: mesh_pb2.TellPlanRequest
     ) -> mesh_pb2.TellPlanResponse | None:
-        stub: mesh_pb2_grpc.MeshServiceAsyncStub = mesh_pb2_grpc.MeshServiceStub(
-            self._channels[address]
-        )
         try:
-            return await stub.TellPlan(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            reason = str(from_rpc_error(error))
-            _log.warning("a gateway was not told", extra={"gateway": address, "reason": reason})
+            return await self._calls.tell(address, request)
+        except WeftError as error:
+            what = {"gateway": address, "reason": error.message}
+            _log.warning("a gateway was not told", extra=what)
             return None
 
     def _told(self) -> list[mesh_pb2.MeshPlan]:
@@ -163,27 +255,25 @@ class MeshPlanner:
         return found
 
     async def _act(self) -> None:
-        """Sets roles, with leases: without a planner, workers are of both roles again."""
-        stub: mesh_pb2_grpc.MeshServiceAsyncStub = mesh_pb2_grpc.MeshServiceStub(
-            next(iter(self._channels.values()))
-        )
         for model, plan in self.plans.items():
             if any(alarm.name == "no_data" for alarm in plan.alarms):
                 continue
-            workers = self._picture.workers(model)
-            for order in role_orders(workers.values(), plan):
-                request = mesh_pb2.SetMemberRoleRequest(member_id=order.member_id, role=order.role)
-                request.lease.FromNanoseconds(int(_LEASES * self._settings.interval_s * 1e9))
+            counts, workers = Counts(plan.prefill, plan.decode), self._picture.workers(model)
+            for actuator in self._actuators:
                 try:
-                    answer = await stub.SetMemberRole(
-                        request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata
-                    )
-                except grpc.aio.AioRpcError as error:
-                    what = {"worker": order.member_id, "reason": str(from_rpc_error(error))}
-                    _log.warning("a role was not set", extra=what)
+                    async with asyncio.timeout(CALL_TIMEOUT_S):
+                        done = await actuator.order(model, counts, workers)
+                except (WeftError, TimeoutError) as error:
+                    text = f"an order failed: {str(error) or 'no answer in time'}"
+                    self._alarm(model, Alarm(name="no_effect", text=text))
                     continue
-                if answer.previous_role != order.role:
-                    self._last_acts[model] = (
-                        f"{order.member_id}: {order.role} (was {answer.previous_role})"
-                    )
-                    _log.info("role set: %s", self._last_acts[model])
+                self._own[model] = counts
+                if done:
+                    self._last_acts[model] = done
+                    _log.info("done: %s", done, extra={"model": model})
+
+    def _alarm(self, model: str, alarm: Alarm) -> None:
+        """Adds an alarm to a plan until the next one is made."""
+        plan = self.plans[model]
+        self.plans[model] = replace(plan, alarms=(*plan.alarms, alarm))
+        _log.warning(alarm.text, extra={"model": model, "alarm": alarm.name})

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weft.planner.forecast import (
+    Counts,
     Demand,
     Speed,
     Targets,
@@ -69,6 +70,10 @@ class Observation:
     ready: int
     """Workers of both roles that serve."""
     speed: Speed
+    ordered: Counts | None = None
+    """Numbers that are ordered now, whoever has ordered them; None: it is not known."""
+    own_order: Counts | None = None
+    """This planner's last order; None: it has given none."""
     worst_share: float = 0.0
     """KV pages in use at the fullest worker, as a share."""
     mean_share: float = 0.0
@@ -112,9 +117,11 @@ class ModelPlanner:
     _counts: deque[tuple[float, int]] = field(default_factory=deque)
     _past: deque[_Past] = field(default_factory=deque)
     _plan: Plan | None = None
-    _planned_at: float = 0.0
-    _seen: tuple[int, int] = (0, 0)
-    _was_met: bool = True
+    _effective_at: float = 0.0
+    """When numbers last were those wanted, or came nearer."""
+    _seen: Counts = field(default_factory=lambda: Counts(0, 0))
+    _wanted: deque[tuple[float, Counts]] = field(default_factory=deque)
+    """Numbers that were wanted lately, and since when."""
     num_changes: int = 0
     """Times that the wanted numbers changed."""
 
@@ -124,10 +131,11 @@ class ModelPlanner:
             return self._alarmed("no_data", "nothing is heard of the mesh; nothing changes", seen)
         if not seen.speed.is_known:
             return self._alarmed("no_data", "workers have not told their speeds yet", seen)
+        there = seen.ordered or Counts(seen.prefill, seen.decode)
         foreign = self._find_foreign(now_s, seen)
         if foreign is not None:
             # Plans go on from what is there now, so that nobody is fought.
-            self._take(now_s, seen.prefill, seen.decode, foreign.text)
+            self._take(now_s, *there, foreign.text)
             self._past.clear()
         self._count(seen)
         lows, highs = zip(
@@ -135,7 +143,7 @@ class ModelPlanner:
         )
         calm = need(highs[-1], seen.speed, self.targets)
         if self._plan is None:
-            self._take(now_s, seen.prefill, seen.decode, "as found")
+            self._take(now_s, *there, "as found")
         assert self._plan is not None
         fast_prefill, fast_decode, why = 0, 0, calm.why
         for low, high in zip(lows, highs, strict=True):
@@ -171,7 +179,7 @@ class ModelPlanner:
                 f"{seen.mean_share:.0%}: routing, not numbers, is uneven"
             )
             alarms.append(Alarm(name="uneven", text=text))
-        self._seen = (seen.prefill, seen.decode)
+        self._seen = Counts(seen.prefill, seen.decode)
         self._plan = replace(self._plan, why=why, alarms=tuple(alarms))
         return self._plan
 
@@ -250,37 +258,48 @@ class ModelPlanner:
         return kept, budget - kept, [Alarm(name="over_budget", text=text)]
 
     def _find_foreign(self, now_s: float, seen: Observation) -> Alarm | None:
-        """Somebody else changed the numbers: they moved away from what is wanted."""
-        plan, before = self._plan, self._seen
-        if plan is None or before == (0, 0) or (seen.prefill, seen.decode) == before:
+        """Somebody else changed the numbers. Where orders are not known, these are more workers
+        than were wanted lately: fewer may have died, or not have started yet.
+        """
+        if self._plan is None:
             return None
-        was = abs(before[0] - plan.prefill) + abs(before[1] - plan.decode)
-        now = abs(seen.prefill - plan.prefill) + abs(seen.decode - plan.decode)
-        if now <= was:
+        if seen.ordered is not None and seen.own_order is not None:
+            if seen.ordered == seen.own_order:
+                return None
+            text = f"{seen.ordered} are ordered, and this planner has ordered {seen.own_order}"
+            return Alarm(name="foreign_edit", text=text)
+        before, now = self._seen, Counts(seen.prefill, seen.decode)
+        while len(self._wanted) > 1 and now_s - self._wanted[1][0] > self.rules.effect_s:
+            self._wanted.popleft()
+        wanted = Counts(*map(max, zip(*(one for _, one in self._wanted), strict=True)))
+        if now.prefill <= max(before.prefill, wanted.prefill) and (
+            now.decode <= max(before.decode, wanted.decode)
+        ):
             return None
-        text = (
-            f"there are {seen.prefill} prefill and {seen.decode} decode workers after "
-            f"{before[0]} and {before[1]}, which this planner has not asked for"
-        )
+        text = f"there are {now} after {before}, which this planner has not asked for"
         return Alarm(name="foreign_edit", text=text)
 
     def _find_ineffective(self, now_s: float, seen: Observation) -> list[Alarm]:
-        plan = self._plan
+        """Numbers have neither been there nor come nearer for long, however wishes changed."""
+        plan, before = self._plan, self._seen
         assert plan is not None
-        if (seen.prefill, seen.decode) == (plan.prefill, plan.decode):
-            self._planned_at = now_s
+        if _distance(seen, plan) == 0 or _distance(seen, plan) < _distance(before, plan):
+            self._effective_at = now_s
             return []
-        if now_s - self._planned_at <= self.rules.effect_s:
+        if now_s - self._effective_at <= self.rules.effect_s:
             return []
         text = (
-            f"{plan.prefill} prefill and {plan.decode} decode workers are wanted since "
-            f"{now_s - self._planned_at:.0f} s, and there are {seen.prefill} and {seen.decode}"
+            f"{plan.prefill} prefill and {plan.decode} decode workers are wanted, there are "
+            f"{seen.prefill} and {seen.decode}, and for {now_s - self._effective_at:.0f} s they "
+            "have not come nearer"
         )
         return [Alarm(name="no_effect", text=text)]
 
     def _take(self, now_s: float, prefill: int, decode: int, why: str) -> None:
+        if self._plan is None:
+            self._effective_at = now_s
         self._plan = Plan(prefill=prefill, decode=decode, why=why)
-        self._planned_at = now_s
+        self._wanted.append((now_s, Counts(prefill, decode)))
 
     def _alarmed(self, name: AlarmName, text: str, seen: Observation | None) -> Plan:
         """Everything stays as it is."""
@@ -289,3 +308,8 @@ class ModelPlanner:
             return replace(self._plan, alarms=(alarm,))
         have = (0, 0) if seen is None else (seen.prefill, seen.decode)
         return Plan(prefill=have[0], decode=have[1], why=text, alarms=(alarm,))
+
+
+def _distance(there: Counts | Observation, plan: Plan) -> int:
+    """Workers that would have to come or go."""
+    return abs(there.prefill - plan.prefill) + abs(there.decode - plan.decode)

@@ -6,7 +6,11 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 from weft.common.settings import ServiceSettings
+from weft.planner.actuators.base import ActuatorName
 from weft.planner.policy import Rules
+
+_LEASES = 6.0
+"""Decisions for which a lease lasts."""
 
 
 class PlannerSettings(ServiceSettings):
@@ -26,10 +30,12 @@ class PlannerSettings(ServiceSettings):
         description="operators' ports of all gateways, host:port each; their token is that of "
         "--admin-token-file",
     )
-    act: bool = Field(
-        False,
-        description="change roles of workers (`--role both`) as is wanted; off = only tell. One "
-        "planner at a time acts",
+    act: list[ActuatorName] = Field(
+        [],
+        max_length=2,
+        description="what it changes so that there are as many workers as it wants; empty = it "
+        "only tells. roles: roles of workers that were started with `--role both`. One planner at "
+        "a time acts",
     )
     first_token_s: float = Field(
         1.0, gt=0, le=3600, description="target: time to the first token, in seconds"
@@ -55,6 +61,11 @@ class PlannerSettings(ServiceSettings):
     interval_s: float = Field(
         5.0, ge=1, le=60, description="time between two decisions, in seconds"
     )
+
+    @property
+    def lease_s(self) -> float:
+        """Time by which what a planner tells, and a role, outlasts it."""
+        return _LEASES * self.interval_s
 
     @model_validator(mode="after")
     def _check_token(self) -> Self:

@@ -1,0 +1,1 @@
+"""What a planner that may act changes, each kind in a file of its own."""
