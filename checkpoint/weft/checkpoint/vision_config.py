@@ -7,7 +7,7 @@ model's width. Its rows take the places of embeddings of placeholder tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 from weft.checkpoint.fields import Fields, read_json_file
 from weft.checkpoint.moe_config import without_defaults
 from weft.checkpoint.parts import NormConfig
+from weft.contract.errors import InvalidRequest
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
 PatchPositions = Literal["bucketed", "learned", "interpolated", "centred", "none"]
@@ -320,6 +321,27 @@ class VisionConfig:
         num_taps = 0 if self.taps is None else len(self.taps.layers)
         return self.connector.out_features * (1 + num_taps)
 
+    def patches_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of patches of a picture of this shape, [height, width, 3]. Raises
+        InvalidRequest for a shape that the tower does not take.
+        """
+        vit, side, most = self.vit, self.square_size, self.most_pixels
+        if most is None:
+            whole = [self.tile_size, self.tile_size, NUM_CHANNELS]
+            if list(shape) != whole:
+                raise _wrong_shape(shape, f"{whole}")
+            return vit.grid, vit.grid
+        is_picture = len(shape) == 3 and shape[2] == NUM_CHANNELS and min(shape) > 0
+        if not is_picture or shape[0] % side or shape[1] % side or shape[0] * shape[1] > most:
+            told = f"[height, width, 3] in multiples of {side} with at most {most} pixels"
+            raise _wrong_shape(shape, told)
+        return shape[0] // vit.patch_size, shape[1] // vit.patch_size
+
+    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """As `patches_of`, of the rows that the tower makes of a picture."""
+        rows, columns = self.patches_of(shape)
+        return rows // self.connector.factor, columns // self.connector.factor
+
     def fingerprint(self) -> bytes:
         """Canonical bytes of every field that changes rows."""
         values: dict[str, Any] = {
@@ -332,6 +354,14 @@ class VisionConfig:
         if self.axes is not None:
             values["axes"] = asdict(self.axes)
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _wrong_shape(shape: Sequence[int], wanted: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"an image has the shape {list(shape)}; this model takes {wanted}",
+        stage="validate",
+        param="spans",
+    )
 
 
 def read_idefics3_vision(whole: Fields, text: Fields) -> VisionConfig:

@@ -29,6 +29,10 @@ class MediaSpan:
     """`Media.digest` of the medium."""
     offset: int = field(default=0, metadata=wire(low=0))
     """Row of the medium that stands at `position`; the others follow in order."""
+    shape: tuple[int, ...] = field(default=(), metadata=wire(most=3))
+    """`Media.shape` of the medium, which workers without an encoder need where a model rotates by
+    rows and columns; empty: not told.
+    """
 
     @property
     def end(self) -> int:

@@ -239,10 +239,14 @@ def test_a_quantised_language_model(case: Case, tmp_path: Path) -> None:
     case.check(prompt, sample.token_ids, load_reference(floats))
 
 
-def test_a_prefill_worker_fills_pages_of_images(case: Case) -> None:
+@pytest.mark.parametrize(
+    "has_tower", [False, pytest.param(True, marks=pytest.mark.full)], ids=["no tower", "tower"]
+)
+def test_a_prefill_worker_fills_pages_of_images(case: Case, has_tower: bool) -> None:
     """The owner computes the rest, also where the last page ends within an image."""
     clock = ManualClock()
-    owner, filler = (make_engine(case.folder, role, clock) for role in ("decode", "prefill"))
+    owner = make_engine(case.folder, "decode", clock, language_model_only=not has_tower)
+    filler = make_engine(case.folder, "prefill", clock)
     pair = EnginePair(owner, [filler], clock)
     try:
         for count in (1, 2):
@@ -254,7 +258,8 @@ def test_a_prefill_worker_fills_pages_of_images(case: Case) -> None:
                 asked = Prompt(list(ids), prompt.spans, prompt.media)
                 before = owner.counters()["fills_done"]
                 filler.turn(Inbox(media=list(asked.media)))
-                pair.send(media=asked.media)
+                if has_tower:
+                    pair.send(media=asked.media)
                 name = pair.submit(asked.ids, COUNT, spans=list(asked.spans), cache_salt=str(ids))
                 (tokens,) = pair.finish(name)
                 case.check(asked, tokens)

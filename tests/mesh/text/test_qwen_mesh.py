@@ -39,13 +39,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Qwen3Vl().make(tmp_path_factory.mktemp("images") / "seeing", random.randrange(2**31))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[" --language-model-only", ""],
+    ids=["without its tower", "with its tower"],
+)
 def mesh(
-    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
+    request: pytest.FixtureRequest,
+    model_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    rest_binary: Path,
 ) -> Iterator[LocalMesh]:
-    """Prompts are computed by the prefill worker."""
+    """Prompts are computed by the prefill worker. The decode worker has no image tower, or one that
+    it does not need.
+    """
     flags = ("--model", str(model_dir), "--dtype", "float32", "--local-prefill-max-tokens", "0")
-    mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags, "--decode-args", PATIENT)
+    mesh = LocalMesh(
+        tmp_path_factory.mktemp("mesh"), *flags, "--decode-args", PATIENT + request.param
+    )
     try:
         mesh.wait_ready()
         mesh.wait_healthy()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest, MediaMissing
 from weft.contract.spans import Media, MediaSpan
-from weft.engine.requests.media_rows import GROUP_ROWS, EncoderFacts, MediaRows, check_media
+from weft.engine.requests.media_axes import MediaAxes
+from weft.engine.requests.media_positions import MediaPositions
+from weft.engine.requests.media_rows import (
+    GROUP_ROWS,
+    EncoderFacts,
+    FilledMedia,
+    MediaRows,
+    check_media,
+)
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
@@ -25,6 +33,7 @@ class Asked:
     spans: list[MediaSpan]
     num_done: int = 0
     num_tokens: int = 0
+    axes: MediaPositions | None = None
 
 
 def medium(name: int, num_rows: int) -> Media:
@@ -187,3 +196,33 @@ def test_a_medium_that_could_not_be_encoded_is_encoded_again() -> None:
     assert [device.rows[place] for place in places.tolist()] == [
         (one.digest, row) for row in range(3 * GROUP_ROWS)
     ]
+
+
+def grid_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Of squares of 2 x 2 pixels."""
+    if len(shape) != 3:
+        raise InvalidRequest("no picture", stage="validate", param="spans")
+    return shape[0] // 2, shape[1] // 2
+
+
+def test_without_a_tower_spans_tell_where_media_turn() -> None:
+    """Positions are those of a worker that has the media; what a span says of them must fit."""
+    one = Media.of("image", "test", (4, 6, 3), bytes(72))
+    span = MediaSpan(position=3, length=6, digest=one.digest, shape=one.shape)
+    filled, whole = FilledMedia(MediaAxes(grid_of)), Asked([span], 0, 20)
+    filled.check([span], 20)
+    filled.begin(cast(Request, whole))
+    store = MediaStore(1 << 20)
+    store.put(one)
+    sizes = {"max_step_cost": 40, "max_step_tokens": 100}
+    media = MediaRows(store, FACTS, 8 * GROUP_ROWS, **sizes, axes=MediaAxes(grid_of))
+    other = Asked([replace(span, shape=())], 0, 20)
+    media.begin(cast(Request, other))
+    assert whole.axes is not None
+    assert other.axes is not None
+    assert whole.axes.of(0, 20).tolist() == other.axes.of(0, 20).tolist()
+    for wrong in (replace(span, shape=()), replace(span, shape=(4, 4, 3)), replace(span, offset=1)):
+        with pytest.raises(InvalidRequest):
+            filled.check([wrong], 20)
+    with pytest.raises(InvalidRequest, match="its span says"):
+        media.check([replace(span, shape=(6, 4, 3))], 20)

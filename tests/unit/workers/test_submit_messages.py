@@ -95,7 +95,15 @@ def a_submit() -> decode_pb2.Submit:
             "normalize": False,
             "segment_start": 6,
         },
-        spans=[{"position": 5, "length": 6, "digest": bytes(range(32)), "offset": 7}],
+        spans=[
+            {
+                "position": 5,
+                "length": 6,
+                "digest": bytes(range(32)),
+                "offset": 7,
+                "shape": [4, 5, 3],
+            }
+        ],
     )
     assert {field.name for field, _ in message.ListFields()} == set(
         decode_pb2.Submit.DESCRIPTOR.fields_by_name
@@ -157,7 +165,7 @@ def test_every_field_reaches_the_engine() -> None:
         session_id="s" * 128,
         ends_session=True,
         progress=[SampleProgress(sample=1, tokens=[8, 9], is_finished=True)],
-        spans=[MediaSpan(position=5, length=6, digest=bytes(range(32)), offset=7)],
+        spans=[MediaSpan(position=5, length=6, digest=bytes(range(32)), offset=7, shape=(4, 5, 3))],
     )
     constraint = decoded(a_submit()).sampling.constraint
     assert constraint is not None

@@ -704,6 +704,18 @@ class EngineConfig(PageConfig):
         is_left_out = self.language_model_only and model.audio is None
         return model.tower is not None and not is_left_out
 
+    def takes_media(self, model: ModelConfig) -> bool:
+        """Whether prompts may have media: an owner without a tower takes those whose media prefill
+        workers encode.
+        """
+        is_filled = self.role == "decode" and self.ships_pages and model.vision is not None
+        return is_filled or self.has_tower(model)
+
+    def rotates_by_axes(self, model: ModelConfig) -> bool:
+        """Whether requests may rotate elsewhere than at their tokens' positions."""
+        vision = model.vision
+        return vision is not None and vision.axes is not None and self.takes_media(model)
+
     @property
     def reads_mtp(self) -> bool:
         return self.mtp_head or self.drafter == "mtp"

@@ -127,7 +127,8 @@ class LocalExecutor:
         peers: Ranks with a GPU each, of which rank 0 draws for all; None: the model is on one
             device.
         has_logits: Whether this process has the model's head; False: that is another stage's.
-        media: Rows of media; None: prompts have none.
+        media: Rows of media; None: no step takes any.
+        has_axes: Whether requests may rotate elsewhere than at their tokens' positions.
         refit: Changes the model's weights; None: they cannot be changed, and do not sleep.
         sleep: What sleeps on a GPU, and where weights of a CPU sleep; None: the defaults.
     """
@@ -159,6 +160,7 @@ class LocalExecutor:
         peers: DevicePeers | None = None,
         has_logits: bool = True,
         media: MediaEmbeddings | None = None,
+        has_axes: bool = False,
         refit: Refit | None = None,
         sleep: SleepMemory | None = None,
     ) -> None:
@@ -173,8 +175,7 @@ class LocalExecutor:
         self.media = media
         self.rotations: SlotRotations | None = None
         """None: rotations are by tokens' positions alone."""
-        vision = model.config.vision
-        if media is not None and vision is not None and vision.axes is not None:
+        if has_axes:
             self.rotations = SlotRotations(max_requests, device)
         self._on_capture = on_capture
         heads = PooledHeads(DenseLayers(), None) if heads is None else heads

@@ -84,6 +84,7 @@ from weft.engine.model.refit import Refit
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stages import describe_stages
+from weft.engine.requests.media_axes import MediaAxes
 from weft.engine.requests.media_rows import EncoderFacts
 from weft.engine.requests.request import Request
 from weft.engine.sampling.device_draws import WAYS
@@ -325,6 +326,7 @@ def _load_parts(
             else AdapterManager(lora.limits, lora, wake, host, on_order=on_order)
         ),
         encoder=_encoder_facts(loaded),
+        media_axes=MediaAxes(vision.grid_of if vision is not None and vision.axes else None),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
@@ -438,6 +440,7 @@ def _make_executor(
         num_ranks=config.tp,
         peers=_device_peers(peers),
         media=media,
+        has_axes=config.rotates_by_axes(models.loaded.config),
         refit=_refit_of(config, models),
         sleep=sleep,
     )
@@ -461,22 +464,17 @@ def _encoder_digest(config: EngineConfig, loaded: LoadedModel, layout: CacheLayo
     """
     if loaded.encoder is not None:
         return loaded.encoder.digest
-    vision = loaded.config.vision
-    is_filled = config.role == "decode" and config.ships_pages and vision is not None
-    if not is_filled or vision is None or vision.axes is not None:
+    if not config.takes_media(loaded.config):
         return b""
     has_companions = layout.states is not None or len(layout.groups) > 1
     return b"" if has_companions else loaded.tower_digest
 
 
 def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:
-    encoder, vision = loaded.encoder, loaded.config.vision
+    encoder, is_first = loaded.encoder, loaded.config.audio is not None
     if encoder is None:
         return None
-    has_axes = vision is not None and vision.axes is not None
-    grid_of = encoder.grid_of if has_axes else None
-    is_first = loaded.config.audio is not None
-    return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, grid_of, is_first)
+    return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, is_first)
 
 
 def _device_peers(peers: SharedGroup | DevicePeers | None) -> DevicePeers | None:

@@ -20,7 +20,7 @@ from weft.engine.executor.step_input import (
     StepInput,
     TurnedRows,
 )
-from weft.engine.requests.media_rows import MediaRows
+from weft.engine.requests.media_rows import FilledMedia, MediaRows
 from weft.engine.sampling.prompt_scores import ScoredRows
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.pages.memory.page_table import PageTable
@@ -32,7 +32,7 @@ starts, counts.
 
 
 def step_input(
-    plan: Plan, table: PageTable, page_size: int, media: MediaRows | None = None
+    plan: Plan, table: PageTable, page_size: int, media: MediaRows | FilledMedia | None = None
 ) -> StepInput:
     """Makes the input of a started plan, whose drafts are known or being made. Enters the requests'
     new pages into the page table. `media` has the rows of its prompts' media; None: they have none.
@@ -207,7 +207,7 @@ def _pieces(
     return np.ascontiguousarray(np.array(pieces, np.int64).T)
 
 
-def _inserted(plan: Plan, media: MediaRows, at: int) -> InsertedRows | None:
+def _inserted(plan: Plan, media: MediaRows | FilledMedia, at: int) -> InsertedRows | None:
     """Rows of a step that come from media; its chunks begin at row `at`."""
     rows, sources, ends = [], [], []
     for request, start, num_tokens, _, has_lead in plan.chunks:

@@ -13,6 +13,7 @@ from weft.engine.loop.carriers import Carrier
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.requests.companions import Companion
+from weft.engine.requests.media_axes import MediaAxes
 from weft.engine.requests.media_rows import EncoderFacts
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.adapters import Adapters
@@ -46,7 +47,9 @@ class EngineComponents:
     """The sampler; None: tokens are sampled on the host."""
     adapters: Adapters = field(default_factory=Adapters)
     encoder: EncoderFacts | None = None
-    """The model's encoder of media; None: prompts have none."""
+    """The model's encoder of media; None: there is none here."""
+    media_axes: MediaAxes = field(default_factory=lambda: MediaAxes(None))
+    """Rotations of requests with media."""
     drafter: Drafter | None = None
     gate: DraftGate | None = None
     """Decides how many drafts pay; None without a drafter."""

@@ -36,7 +36,7 @@ from weft.engine.loop.draws import SampledTokens, StepSampler, wait_for_tokens
 from weft.engine.loop.encode import step_input
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
-from weft.engine.requests.media_rows import MediaRows
+from weft.engine.requests.media_rows import FilledMedia, MediaRows
 from weft.engine.requests.request import Request
 from weft.engine.sampling.pending import PendingTokens
 from weft.engine.scheduler.plan import Plan
@@ -98,7 +98,7 @@ class StepPipeline:
     Args:
         is_overlapped: Whether a step begins before the one before it is committed.
         drafter: Drafter of requests with drafts; None: there are none.
-        media: Rows of the media in prompts; None: prompts have none.
+        media: The media in prompts; None: prompts have none.
         host: The lock that other threads yield; released while this thread waits for the device.
         lead_s: If turns leave steps: time before the expected end of a step of decodes at which the
             next one begins, at the latest (`StepEnds`).
@@ -114,7 +114,7 @@ class StepPipeline:
         *,
         is_overlapped: bool,
         drafter: Drafter | None = None,
-        media: MediaRows | None = None,
+        media: MediaRows | FilledMedia | None = None,
         host: HostPriority,
         lead_s: float = math.inf,
     ) -> None:
@@ -259,7 +259,7 @@ class StepPipeline:
                 plan.drafting_s = self._clock() - drafting_at
             if self._media is not None:
                 self._media.encode(self._encode)
-                self._media.shift((item.request for item in plan.chunks), self._shift)
+                self._media.axes.shift((item.request for item in plan.chunks), self._shift)
             made = step_input(
                 plan, self._executor.page_table, self._executor.facts.page_size, self._media
             )

@@ -100,7 +100,7 @@ class EngineWiring:
         self.filled_media: FilledMedia | None = None
         """Set where prompts have media and there is no encoder."""
         if self.media is None and parts.intake.encoder_digest:
-            self.filled_media = FilledMedia()
+            self.filled_media = FilledMedia(parts.media_axes)
         self._prompt_budget = PromptBudget(
             self.costs,
             config.inter_token_target_s,
@@ -126,7 +126,7 @@ class EngineWiring:
             clock,
             is_overlapped=config.is_overlapped,
             drafter=parts.drafter,
-            media=self.media,
+            media=self.media or self.filled_media,
             host=parts.host,
             lead_s=config.step_lead_s,
         )
@@ -200,7 +200,7 @@ class EngineWiring:
             return None
         store = MediaStore(config.media_bytes)
         sizes = config.media_rows, config.max_step_patches, config.max_step_tokens
-        return MediaRows(store, encoder, *sizes)
+        return MediaRows(store, encoder, *sizes, self._parts.media_axes)
 
     def _make_scheduler(self, *, drafts_on_device: bool) -> Scheduler:
         config, parts, pages = self._config, self._parts, self.pages

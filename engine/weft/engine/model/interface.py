@@ -107,10 +107,6 @@ class MediaEncoder(Protocol):
         """Rows of a medium of this shape. Raises InvalidRequest for one that it cannot take."""
         ...
 
-    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
-        """As `rows_of`, by the rows and columns in which they lie."""
-        ...
-
     def cost_of(self, shape: Sequence[int]) -> int:
         """Patches of a medium of this shape."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import InvalidRequest
 from weft.contract.spans import Media, MediaSpan, check_spans, has_media_rows, spans_within
-from weft.engine.requests.media_positions import MediaPositions
+from weft.engine.requests.media_axes import MediaAxes
 from weft.engine.requests.media_store import MediaStore
 from weft.engine.requests.request import Request
 
@@ -21,6 +21,9 @@ _NOT_FIRST = (
 )
 GROUP_ROWS = 16
 """Rows that are given to a medium together."""
+
+
+EncodeRun = Callable[[Sequence[tuple[Media, Int64Array]]], None]
 
 
 class EncoderFacts(NamedTuple):
@@ -34,10 +37,6 @@ class EncoderFacts(NamedTuple):
     """Patches of a medium of this shape."""
     sees_both_ways: bool = False
     """Whether tokens of a medium attend to one another both ways."""
-    grid_of: Callable[[Sequence[int]], tuple[int, int]] | None = None
-    """Rows and columns in which the rows of a medium of this shape lie, where the model rotates by
-    them; None: it rotates by tokens' positions alone.
-    """
     is_first: bool = False
     """Whether each prompt begins with all rows of one medium, to which its other tokens attend."""
 
@@ -62,12 +61,14 @@ class FilledMedia:
     rows are needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, axes: MediaAxes) -> None:
+        self.axes = axes
         self._stranded: list[Request] = []
 
     def check(self, spans: Sequence[MediaSpan], num_tokens: int) -> None:
         """Raises InvalidRequest if the tokens that an owner runs itself need rows."""
         check_spans(spans, num_tokens)
+        self.axes.check(spans)
         if has_media_rows(spans, num_tokens - 1, num_tokens):
             raise InvalidRequest(
                 "the prompt ends with an image, and this worker has no image tower "
@@ -76,11 +77,14 @@ class FilledMedia:
                 param="spans",
             )
 
-    def begin(self, request: Request) -> None: ...
+    def begin(self, request: Request) -> None:
+        self.axes.begin(request, [span.shape for span in request.spans])
 
     def end(self, request: Request) -> None: ...
 
     def begin_plan(self, *, has_running: bool) -> None: ...
+
+    def encode(self, run: EncodeRun) -> None: ...
 
     def begin_step(self, number: int) -> None: ...
 
@@ -92,6 +96,12 @@ class FilledMedia:
             return num_tokens
         self._stranded.append(request)
         return 0
+
+    def places_in(
+        self, request: Request, first: int, end: int
+    ) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """As `MediaRows.places_in`: there are none."""
+        return iter(())
 
     def take_stranded(self) -> Sequence[Request]:
         """The requests that were stranded since the last call."""
@@ -121,6 +131,7 @@ class MediaRows:
         max_step_cost: Patches that a step encodes beside running requests. The first medium of a
             step may have more.
         max_step_tokens: Prompt tokens that a step can have.
+        axes: Rotations of requests; None: they are by tokens' positions.
     """
 
     def __init__(
@@ -130,8 +141,10 @@ class MediaRows:
         num_rows: int,
         max_step_cost: int,
         max_step_tokens: int,
+        axes: MediaAxes | None = None,
     ) -> None:
         self.store = store
+        self.axes = axes or MediaAxes(None)
         self._facts = facts
         self._num_groups = num_rows // GROUP_ROWS
         self._free = list(range(self._num_groups - 1, -1, -1))
@@ -143,7 +156,6 @@ class MediaRows:
         self._due: list[tuple[Media, _Encoded]] = []
         self._planned: dict[bytes, _Encoded] = {}
         self._steps: dict[int, list[_Encoded]] = {}
-        self._shifts: dict[int, int] = {}
         self.num_encoded = 0
         """Media encoded since the start."""
         self.num_patches = 0
@@ -164,6 +176,12 @@ class MediaRows:
         for span in spans:
             media = self.store.get(span.digest)
             num_rows = self._facts.rows_of(media.shape)
+            if span.shape not in ((), media.shape):
+                raise InvalidRequest(
+                    f"an image has the shape {list(media.shape)}, its span says {list(span.shape)}",
+                    stage="validate",
+                    param="spans",
+                )
             if span.offset + span.length > num_rows:
                 raise InvalidRequest(
                     f"an image has {num_rows} rows, and the prompt wants {span.length} from row "
@@ -208,10 +226,7 @@ class MediaRows:
     def begin(self, request: Request) -> None:
         """Keeps the content of a request's media until `end`."""
         self.store.pin(request.spans)
-        if request.spans and self._facts.grid_of is not None:
-            shapes = (self.store.get(span.digest).shape for span in request.spans)
-            grids = [self._facts.grid_of(shape) for shape in shapes]
-            request.axes = MediaPositions(request.spans, grids)
+        self.axes.begin(request, [self.store.get(span.digest).shape for span in request.spans])
 
     def end(self, request: Request) -> None:
         self.store.unpin(request.spans)
@@ -232,7 +247,7 @@ class MediaRows:
                 return max(0, span.position - start)
         return num_tokens
 
-    def encode(self, run: Callable[[Sequence[tuple[Media, Int64Array]]], None]) -> None:
+    def encode(self, run: EncodeRun) -> None:
         """Encodes the media that the planned step needs and that have no rows yet, if there are
         any: calls `run` with each of them and the places of its rows. If that raises, none of them
         has rows.
@@ -249,18 +264,6 @@ class MediaRows:
             raise
         self.num_encoded += len(due)
         self.num_patches += sum(self._facts.cost_of(media.shape) for media, _ in due)
-
-    def shift(self, requests: Iterable[Request], tell: Callable[[int, int], None]) -> None:
-        """Calls `tell` with the slot and the shift of each request whose rotations are elsewhere
-        than those of the request that had its slot before. A request begins with a chunk.
-        """
-        if self._facts.grid_of is None:
-            return
-        for request in requests:
-            shift = 0 if request.axes is None else request.axes.shift
-            if self._shifts.get(request.slot, 0) != shift:
-                self._shifts[request.slot] = shift
-                tell(request.slot, shift)
 
     def places_in(
         self, request: Request, first: int, end: int

@@ -146,6 +146,7 @@ class MediaSpan(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position in the prompt of the first token."""
     length: _builtins.int
@@ -154,6 +155,12 @@ class MediaSpan(_message.Message):
     """Of the processed medium, 32 bytes; see PutMedia."""
     offset: _builtins.int
     """Row of the medium that stands at `position`; the others follow in order."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of the processed medium; see PutMedia. Workers without an image tower need it where a model
+        rotates by rows and columns.
+        """
+
     def __init__(
         self,
         *,
@@ -161,10 +168,11 @@ class MediaSpan(_message.Message):
         length: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         offset: _builtins.int = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "offset", b"offset", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "offset", b"offset", "position", b"position", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -208,6 +208,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         peers=None if isinstance(peers, SharedGroup) else peers,
         has_logits=others.neighbours is None,
         media=media,
+        has_axes=config.rotates_by_axes(loaded.config),
         refit=loaded.refit,
         sleep=sleep,
     )

@@ -81,9 +81,6 @@ class AudioTower:
             )
         return self.config.num_rows
 
-    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
-        return self.rows_of(shape), 1
-
     def cost_of(self, shape: Sequence[int]) -> int:
         return self.config.num_positions
 

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import torch
 from weft.checkpoint.vision_config import NUM_CHANNELS, VisionConfig
-from weft.contract.errors import InvalidRequest
 from weft.engine.model.layers.encoder import (
     EncoderAttention,
     GluMLP,
@@ -119,19 +118,15 @@ class VisionTower:
         return self.cost_of(shape) // self.config.connector.factor**2
 
     def cost_of(self, shape: Sequence[int]) -> int:
-        rows, columns = self._grid(shape)
+        rows, columns = self.config.patches_of(shape)
         return rows * columns
-
-    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
-        rows, columns = self._grid(shape)
-        return rows // self.config.connector.factor, columns // self.config.connector.factor
 
     def encode(self, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows of pictures, in the model's dtype. On a CPU, and where products are in one order, a
         picture's rows do not depend on the others. Raises InvalidRequest for other pixels than the
         tower takes.
         """
-        grids = tuple(self._grid(picture.shape) for picture in pictures)
+        grids = tuple(self.config.patches_of(picture.shape) for picture in pictures)
         layout = self._layout(grids)
         batch = Ragged(layout.pictures, turns=layout.turns)
         windowed = batch
@@ -151,28 +146,6 @@ class VisionTower:
         rows = self._connector(x)
         rows = rows if not found else torch.cat((rows, *found), dim=1)
         return rows if layout.back is None else rows.index_select(0, layout.back)
-
-    def _grid(self, shape: Sequence[int]) -> Grid:
-        """Raises InvalidRequest for a shape that the tower does not take."""
-        config, vit = self.config, self.config.vit
-        if config.most_pixels is None:
-            if tuple(shape) != self.max_shape(0):
-                raise _wrong_shape(shape, f"{list(self.max_shape(0))}")
-            return vit.grid, vit.grid
-        side, most = config.square_size, config.most_pixels
-        is_picture = len(shape) == 3 and shape[2] == NUM_CHANNELS and min(shape) > 0
-        if not is_picture or shape[0] % side or shape[1] % side or shape[0] * shape[1] > most:
-            told = f"[height, width, 3] in multiples of {side} with at most {most} pixels"
-            raise _wrong_shape(shape, told)
-        return shape[0] // vit.patch_size, shape[1] // vit.patch_size
-
-
-def _wrong_shape(shape: Sequence[int], wanted: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"an image has the shape {list(shape)}; this model takes {wanted}",
-        stage="validate",
-        param="spans",
-    )
 
 
 def _below(weights: Weights, prefixes: tuple[str, ...], name: str) -> Weights:

@@ -167,6 +167,7 @@ def put_in(
                     length=run.length,
                     digest=media[run.medium].digest,
                     offset=run.offset,
+                    shape=media[run.medium].shape,
                 )
                 for run in expansion.runs
             ]

@@ -259,8 +259,9 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
     if isinstance(prompt, WrappedPrompt):
         return PreparedPrompt(ids=_encode_wrapped(model, prompt))
     if isinstance(prompt, ClipPrompt):
-        span = MediaSpan(position=0, length=prompt.num_rows, digest=prompt.clip.digest)
-        return PreparedPrompt(ids=list(prompt.ids), spans=(span,), media=(prompt.clip,))
+        clip = prompt.clip
+        span = MediaSpan(position=0, length=prompt.num_rows, digest=clip.digest, shape=clip.shape)
+        return PreparedPrompt(ids=list(prompt.ids), spans=(span,), media=(clip,))
     assert isinstance(prompt, TokenPrompt)
     return PreparedPrompt(ids=list(prompt.ids))
 

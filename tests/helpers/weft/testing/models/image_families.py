@@ -204,7 +204,9 @@ class Gemma3(ImageFamily):
 
     def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
         ids.append(BEGIN_ID)
-        spans.append(MediaSpan(position=len(ids), length=16, digest=medium.digest))
+        spans.append(
+            MediaSpan(position=len(ids), length=16, digest=medium.digest, shape=medium.shape)
+        )
         ids += [*[IMAGE_TOKEN_ID] * 16, END_ID]
 
     def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,7 +261,9 @@ class InternVL(ImageFamily):
 
     def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
         ids.append(BEGIN_ID)
-        spans.append(MediaSpan(position=len(ids), length=16, digest=medium.digest))
+        spans.append(
+            MediaSpan(position=len(ids), length=16, digest=medium.digest, shape=medium.shape)
+        )
         ids += [*[IMAGE_TOKEN_ID] * 16, END_ID]
 
     def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -317,6 +321,7 @@ class Mistral3(ImageFamily):
                     length=columns,
                     digest=medium.digest,
                     offset=row * columns,
+                    shape=medium.shape,
                 )
             )
             ids += [*[IMAGE_TOKEN_ID] * columns, BREAK_ID]
@@ -402,7 +407,9 @@ class PaddleOCR(ImageFamily):
         height, width, _ = medium.shape
         length = height * width // self.square**2
         ids.append(BEGIN_ID)
-        spans.append(MediaSpan(position=len(ids), length=length, digest=medium.digest))
+        spans.append(
+            MediaSpan(position=len(ids), length=length, digest=medium.digest, shape=medium.shape)
+        )
         ids += [*[IMAGE_TOKEN_ID] * length, END_ID]
 
     def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -203,7 +203,9 @@ class QwenVl(ImageFamily):
     def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
         count = medium.shape[0] * medium.shape[1] // SQUARE**2
         ids.append(IDS[START])
-        spans.append(MediaSpan(position=len(ids), length=count, digest=medium.digest))
+        spans.append(
+            MediaSpan(position=len(ids), length=count, digest=medium.digest, shape=medium.shape)
+        )
         ids += [*[IDS[IMAGE]] * count, IDS[END]]
 
     def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
