@@ -123,9 +123,9 @@ test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some mesh
 chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS="...".
 	$(BIN)/weft chaos --minutes 30 $(ARGS)
 
-test-k8s: setup ## Run the manifests and discovery against a real kube-apiserver (built first).
-	$(BIN)/python scripts/get_kube_apiserver.py
-	WEFT_REQUIRE=go,kube-apiserver $(BIN)/pytest tests/k8s $(ARGS)
+test-k8s: setup ## Run manifests, chart and discovery against a real kube-apiserver and Helm (built first).
+	$(BIN)/python scripts/get_kubernetes.py
+	WEFT_REQUIRE=go,helm,kube-apiserver $(BIN)/pytest tests/k8s $(ARGS)
 
 bench: setup ## Measure the mesh, the bare engine and transformers; flags in ARGS="...".
 	$(BIN)/python bench/bench.py $(ARGS)

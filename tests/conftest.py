@@ -77,6 +77,11 @@ def _missing_kube_apiserver() -> str | None:
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
 
 
+def _missing_helm() -> str | None:
+    is_there = (ROOT / "k8s" / "tools" / "bin" / "helm").exists()
+    return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
+
+
 def _missing_chromium() -> str | None:
     if not importlib.util.find_spec("playwright"):
         return "the package `playwright` is not installed"
@@ -128,6 +133,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cuda": _missing_cuda,
     "fa3": _missing_fa3,
     "go": _missing_go,
+    "helm": _missing_helm,
     "kube-apiserver": _missing_kube_apiserver,
     "load-clients": _missing_load_clients,
     "nixl": _missing_nixl,

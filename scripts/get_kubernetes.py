@@ -1,6 +1,7 @@
-"""Gets what `make test-k8s` needs into k8s/tools/bin: kube-apiserver, built from source, and etcd.
+"""Gets what `make test-k8s` needs into k8s/tools/bin: kube-apiserver and Helm, built from source,
+and etcd.
 
-The build takes some minutes of CPU, once. An `etcd` on the PATH is taken; else it is unpacked from
+The builds take some minutes of CPU, once. An `etcd` on the PATH is taken; else it is unpacked from
 Debian's package `etcd-server`, which is not installed.
 """
 
@@ -10,11 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from go_toolchain import find_go, go_environment
+from go_toolchain import build_tool, find_go, go_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "k8s" / "tools" / "apiserver"
-BIN = ROOT / "k8s" / "tools" / "bin"
+TOOLS = ROOT / "k8s" / "tools"
+SOURCE = TOOLS / "apiserver"
+BIN = TOOLS / "bin"
 
 
 def kubernetes_version() -> str:
@@ -58,8 +60,9 @@ def main() -> int:
     try:
         get_etcd()
         build_apiserver(go)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"no kube-apiserver for tests: {error}")
+        build_tool(go, TOOLS / "helm", "helm", BIN)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        print(f"nothing to test Kubernetes with: {error}")
         return 1
     return 0
 
