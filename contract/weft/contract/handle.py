@@ -93,6 +93,10 @@ class KvHandle:
     """Asks a KV store for so many pages before those blocks (`PieceShape.state_pages`)."""
     spans: list[MediaSpan] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
     """Media among the tokens, in order."""
+    tail_spans: list[MediaSpan] = field(default_factory=list, metadata=wire(most=MAX_SPANS))
+    """Media from the last of the tokens on, whose rows the owner asks for: it has no encoder, and
+    computes these tokens itself. The rows follow all else in `pages`, end to end.
+    """
     encoder_digest: bytes = b""
     """With media: the owner's encoder of them, which keys name."""
 

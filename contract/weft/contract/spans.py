@@ -116,6 +116,21 @@ def spans_before(spans: Sequence[MediaSpan], end: int) -> list[MediaSpan]:
     ]
 
 
+def spans_from(spans: Sequence[MediaSpan], start: int) -> list[MediaSpan]:
+    """The spans, or parts of spans, at positions from `start` on."""
+    index = bisect_right(spans, start, key=lambda span: span.end)
+    found = list(spans[index:])
+    if found and (num_before := start - found[0].position) > 0:
+        first = found[0]
+        found[0] = replace(
+            first,
+            position=start,
+            length=first.length - num_before,
+            offset=first.offset + num_before,
+        )
+    return found
+
+
 def before_span(spans: Sequence[MediaSpan], position: int) -> int:
     """The position itself, or the first one of the span that it cuts. `spans` are in order."""
     index = bisect_right(spans, position, key=lambda span: span.end)

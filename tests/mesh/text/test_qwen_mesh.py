@@ -26,7 +26,15 @@ from weft.testing.meshes.local_mesh import LocalMesh
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.models.choices import check_choices
 from weft.testing.models.image_families import Prompt
-from weft.testing.models.tiny_qwen_vl import CHAT_TEMPLATE, IDS, IMAGE, SQUARE, Qwen3Vl
+from weft.testing.models.tiny_qwen_vl import (
+    CHAT_TEMPLATE,
+    IDS,
+    IMAGE,
+    SQUARE,
+    Qwen3Vl,
+    Qwen35,
+    QwenVl,
+)
 
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(400), pytest.mark.full]
 
@@ -34,9 +42,15 @@ NUM_NEW = 20
 NEAR_TIE = 1e-4
 
 
+@pytest.fixture(scope="module", params=[Qwen3Vl, Qwen35], ids=lambda family: family.__name__)
+def family(request: pytest.FixtureRequest) -> QwenVl:
+    found: QwenVl = request.param()
+    return found
+
+
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Qwen3Vl().make(tmp_path_factory.mktemp("images") / "seeing", random.randrange(2**31))
+def model_dir(family: QwenVl, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family.make(tmp_path_factory.mktemp("images") / "seeing", random.randrange(2**31))
 
 
 @pytest.fixture(
@@ -67,7 +81,7 @@ def mesh(
         mesh.process.wait()
 
 
-def check(folder: Path, content: list[str | Image.Image], tokens: list[int]) -> int:
+def check(family: QwenVl, folder: Path, content: list[str | Image.Image], tokens: list[int]) -> int:
     """Each token is the choice of transformers' model, where float32 can tell. Returns the tokens
     of the prompt.
     """
@@ -97,7 +111,7 @@ def check(folder: Path, content: list[str | Image.Image], tokens: list[int]) -> 
         spans.append(MediaSpan(position=len(ids), length=count, digest=media[-1].digest))
         ids += [id_] * count
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    check_choices(Qwen3Vl().logits(model, Prompt(ids, spans, media), tokens), tokens, NEAR_TIE)
+    check_choices(family.logits(model, Prompt(ids, spans, media), tokens), tokens, NEAR_TIE)
     return len(ids)
 
 
@@ -127,7 +141,9 @@ def body(content: list[str | Image.Image], count: int = NUM_NEW, **more: Any) ->
     }
 
 
-def test_answers_are_those_of_transformers(mesh: LocalMesh, model_dir: Path) -> None:
+def test_answers_are_those_of_transformers(
+    mesh: LocalMesh, family: QwenVl, model_dir: Path
+) -> None:
     for content in (
         ["What is this?", picture(64, 64)],
         [picture(200, 90), "and", picture(40, 130), "What differs?"],
@@ -136,11 +152,11 @@ def test_answers_are_those_of_transformers(mesh: LocalMesh, model_dir: Path) -> 
         answer = httpx.post(f"{mesh.url}/v1/chat/completions", json=body(content), timeout=120)
         assert answer.status_code == 200, answer.text
         found = answer.json()
-        num_tokens = check(model_dir, content, found["choices"][0]["token_ids"])
+        num_tokens = check(family, model_dir, content, found["choices"][0]["token_ids"])
         assert found["usage"]["prompt_tokens"] == num_tokens
 
 
-def test_an_answer_survives_its_worker(mesh: LocalMesh, model_dir: Path) -> None:
+def test_an_answer_survives_its_worker(mesh: LocalMesh, family: QwenVl, model_dir: Path) -> None:
     """The decode worker's engine is killed in the middle. Its successor was never brought the
     image, and rotates the tokens so far by the same rule.
     """
@@ -160,4 +176,4 @@ def test_an_answer_survives_its_worker(mesh: LocalMesh, model_dir: Path) -> None
             if before < 20 <= len(ids):
                 os.kill(mesh.service("decode-0")["engine_pid"], signal.SIGKILL)
     assert len(ids) == 200
-    check(model_dir, content, ids)
+    check(family, model_dir, content, ids)

@@ -34,6 +34,7 @@ class Asked:
     num_done: int = 0
     num_tokens: int = 0
     axes: MediaPositions | None = None
+    tail_spans: tuple[MediaSpan, ...] = ()
 
 
 def medium(name: int, num_rows: int) -> Media:

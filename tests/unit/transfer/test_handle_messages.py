@@ -10,6 +10,7 @@ from weft.contract.codec.pairs import HANDLE as CODEC
 from weft.contract.codec.pairs import event_from_proto, event_to_proto
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import FillEvent, FillTimings, KvHandle, NixlTargetInfo
+from weft.contract.spans import MediaSpan
 from weft.contract.token_ids import token_ids
 from weft.v1 import kv_pb2
 
@@ -39,6 +40,9 @@ HANDLE = KvHandle(
     priority=-12,
     tenant="acme",
     block_pages=5,
+    spans=[MediaSpan(position=40, length=8, digest=bytes(32), offset=2, shape=(4, 6, 3))],
+    tail_spans=[MediaSpan(position=47, length=3, digest=bytes(32), offset=9, shape=(4, 6, 3))],
+    encoder_digest=bytes(range(32)),
 )
 
 

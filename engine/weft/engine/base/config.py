@@ -389,8 +389,7 @@ class EngineConfig(PageConfig):
     )
     language_model_only: bool = setting(
         "leave the image tower of the model's checkpoint out: a decode worker then takes images "
-        "only where prefill workers compute them, if the model has pages of one group and "
-        "positions along one axis",
+        "only where prefill workers compute them (not Gemma 3 with window_pages = free)",
         False,
     )
     media_bytes: int = setting(

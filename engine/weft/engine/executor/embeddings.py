@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from weft.engine.executor.orders import EncodeMedia
+from weft.engine.executor.orders import EncodeMedia, PackRows, UnpackRows
+from weft.engine.executor.page_bytes import read_bytes, write_bytes
 from weft.engine.executor.step_input import InsertedRows
 from weft.engine.model.interface import MediaEncoder
 from weft.engine.model.step import Inserted
+from weft.engine.transfer.device_pages import DevicePages
 from weft.kernels.ops.peers.spec import Peers
 
 _NUM_SIDES = 3
@@ -28,6 +30,8 @@ class MediaEmbeddings:
     """Memory for the rows of media: [num_rows, row_width] in the model's dtype.
 
     Args:
+        encoder: None: rows come from other workers, in pages.
+        row_width: Elements of a row.
         max_cost: Patches that are encoded together. A single medium may have more.
         peers: Ranks that all have the encoder, and each encode a share of an order's media; None:
             this process encodes all.
@@ -35,19 +39,33 @@ class MediaEmbeddings:
 
     def __init__(
         self,
-        encoder: MediaEncoder,
+        encoder: MediaEncoder | None,
+        row_width: int,
         num_rows: int,
         dtype: torch.dtype,
         device: torch.device,
         max_cost: int,
         peers: Peers | None = None,
     ) -> None:
-        self.encoder = encoder
+        self._encoder = encoder
         self.num_rows = num_rows
         self.max_cost = max_cost
         self.num_ranks = 1 if peers is None else peers.size
-        self._rows = torch.zeros((num_rows, encoder.row_width), dtype=dtype, device=device)
+        self._rows = torch.zeros((num_rows, row_width), dtype=dtype, device=device)
         self._peers = peers
+
+    @property
+    def encoder(self) -> MediaEncoder:
+        assert self._encoder is not None, "the model's encoder is left out"
+        return self._encoder
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows.shape[1] * self._rows.element_size()
+
+    @property
+    def has_encoder(self) -> bool:
+        return self._encoder is not None
 
     def encode(self, order: EncodeMedia) -> None:
         """With several ranks, all of them must get the order."""
@@ -61,12 +79,33 @@ class MediaEmbeddings:
                 for one in batch:
                     end = begin + one.rows.stop - one.rows.start
                     made[one.rows], begin = rows[begin:end], end
-            if self._peers is not None:
-                # Each row is 0 on all ranks but one.
-                parts = made.view(-1, self._peers.width or made.shape[1])
-                made = self._peers.add_sum(parts, torch.zeros_like(parts)).view(made.shape)
-            places = torch.tensor(order.rows, dtype=torch.int64).to(device, non_blocking=True)
-            self._rows.index_copy_(0, places, made)
+            self._put(order.rows, made)
+
+    def pack(self, order: PackRows, pool: torch.Tensor | DevicePages) -> None:
+        rows = self._rows.index_select(0, self._index(order.rows))
+        write_bytes(rows.view(torch.uint8).view(-1), order.pages, pool)
+
+    def unpack(self, order: UnpackRows, pool: torch.Tensor | DevicePages) -> None:
+        """With several ranks, all of them must get the order."""
+        shape = len(order.rows), self._rows.shape[1]
+        with torch.inference_mode():
+            if self._peers is not None and self._peers.rank:
+                made = self._rows.new_zeros(shape)
+            else:
+                data = read_bytes(order.pages, pool)
+                num_bytes = math.prod(shape) * self._rows.element_size()
+                made = data[:num_bytes].view(self._rows.dtype).view(shape)
+            self._put(order.rows, made)
+
+    def _put(self, places: Sequence[int], made: torch.Tensor) -> None:
+        """Each row of `made` is 0 on all ranks but one."""
+        if self._peers is not None:
+            parts = made.view(-1, self._peers.width or made.shape[1])
+            made = self._peers.add_sum(parts, torch.zeros_like(parts)).view(made.shape)
+        self._rows.index_copy_(0, self._index(places), made)
+
+    def _index(self, places: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(places, dtype=torch.int64).to(self._rows.device, non_blocking=True)
 
     def of(self, inserted: InsertedRows) -> Inserted:
         """What a step's stack puts in place of embeddings."""

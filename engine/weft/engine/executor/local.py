@@ -39,6 +39,7 @@ from weft.engine.executor.orders import (
     Order,
     PackBlock,
     PackPages,
+    PackRows,
     PoisonBlocks,
     PoisonPages,
     PrepareProfile,
@@ -50,6 +51,7 @@ from weft.engine.executor.orders import (
     StopProfile,
     UnpackBlock,
     UnpackPages,
+    UnpackRows,
     Wake,
     ZeroPages,
 )
@@ -584,6 +586,12 @@ class LocalExecutor:
             case EncodeMedia():
                 assert self.media is not None, "the model has no encoder"
                 self.media.encode(order)
+            case PackRows():
+                assert self.media is not None, "there is no memory for rows"
+                self.media.pack(order, self._whole_pages)
+            case UnpackRows():
+                assert self.media is not None, "there is no memory for rows"
+                self.media.unpack(order, self._whole_pages)
             case ShiftRotations(slot, shift):
                 assert self.rotations is not None, "the model has one axis"
                 self.rotations.shift(slot, shift)

@@ -40,14 +40,15 @@ def warm_up_media(
     has_steps: bool,
 ) -> None:
     """Encodes media of several sizes, and computes steps of several sizes with rows of media, all
-    in the null page. With several ranks all of them do this at the same time. Call it while no step
-    is under way. Without `has_steps` nothing but the encoder runs.
+    in the null page. Without an encoder only the steps run. With several ranks all of them do this
+    at the same time. Call it while no step is under way. Without `has_steps` nothing but the
+    encoder runs.
     """
-    for order in _orders(media):
+    for order in _orders(media) if media.has_encoder else ():
         executor.order(order)
     if not has_steps:
         return
-    sees_both_ways = media.encoder.sees_both_ways
+    sees_both_ways = media.has_encoder and media.encoder.sees_both_ways
     for step in _steps(executor, max_step_tokens, max_context_tokens, sees_both_ways):
         logits = executor.launch(step).logits
         assert logits is not None, "the last row of each step draws"

@@ -87,6 +87,23 @@ class EncodeMedia(NamedTuple):
     """uint8, one medium after another."""
 
 
+class PackRows(NamedTuple):
+    """Copies rows of media, which all ranks have alike, end to end into pages."""
+
+    rows: Sequence[int]
+    """Places in the memory of media."""
+    pages: Sequence[int]
+
+
+class UnpackRows(NamedTuple):
+    """Copies rows of media out of the pages where `PackRows` put them. One rank reads the pages, so
+    each of them needs this order.
+    """
+
+    rows: Sequence[int]
+    pages: Sequence[int]
+
+
 class ShiftRotations(NamedTuple):
     """Sets what is added to the positions of a slot's rows for their rotations. The rows of images
     and those before them bring their own (`StepInput.turned`).
@@ -179,11 +196,13 @@ PageOrder: TypeAlias = (
     | UnpackBlock
     | PackPages
     | UnpackPages
+    | PackRows
 )
 """Orders on pages and blocks. Ranks that share their pages need one of them to do these."""
 Order: TypeAlias = (
     PageOrder
     | EncodeMedia
+    | UnpackRows
     | ShiftRotations
     | PrepareProfile
     | StartProfile

@@ -14,6 +14,7 @@ from weft.contract.layout import StatePart, StatePlane
 from weft.engine.base.device_copies import DeviceCopies
 from weft.engine.base.state_rows import NO_TABLE, StateRows
 from weft.engine.executor.encodings import StepArrays
+from weft.engine.executor.page_bytes import read_bytes, write_bytes
 from weft.engine.model.state_step import Rows, StatePools, StateRound, StateStep
 from weft.engine.transfer.device_pages import DevicePages
 from weft.kernels.ops.pages import page_index
@@ -111,27 +112,13 @@ class StateMemory:
             pool: [num_pages, page_bytes] uint8, or the pages of all ranks.
         """
         row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in self.of_blocks])
-        page_bytes = pool.shape[1] if isinstance(pool, torch.Tensor) else pool.page_bytes
-        room = row.new_zeros(len(pages) * page_bytes)
-        room[: row.shape[0]] = row
-        numbers = page_index(pages, row.device)
-        if isinstance(pool, torch.Tensor):
-            pool.index_copy_(0, numbers, room.view(len(pages), -1))
-        else:
-            pool.scatter(room.view(len(pages), -1), numbers)
+        write_bytes(row, pages, pool)
 
     def from_pages(
         self, block: int, pages: Sequence[int], pool: torch.Tensor | DevicePages
     ) -> None:
         """Copies a block out of the pages that `to_pages` has filled."""
-        numbers = page_index(pages, self.of_blocks[0].device)
-        if isinstance(pool, torch.Tensor):
-            room = pool.index_select(0, numbers).view(-1)
-        else:
-            rows = torch.empty((len(pages), pool.page_bytes), dtype=torch.uint8, device=pool.device)
-            pool.gather(numbers, rows)
-            room = rows.view(-1)
-        at = 0
+        room, at = read_bytes(pages, pool), 0
         for part in self.of_blocks:
             size = part[block].numel() * part.element_size()
             part[block] = room[at : at + size].clone().view(part.dtype).view(part[block].shape)

@@ -50,7 +50,9 @@ from weft.engine.executor.ranks.ranked import RankedExecutor
 from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
+    has_companions,
     media_of,
+    num_slot_rows,
     peers_of,
     pool_of,
     sleep_memory,
@@ -200,7 +202,7 @@ def _load_parts(
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
     shared = None if ranks is None else SharedMemory(ranks, peers)
-    media = media_of(config, loaded, device, peers)
+    media = media_of(config, loaded, layout, device, peers)
     lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
     pools = size_pools(
@@ -326,6 +328,8 @@ def _load_parts(
             else AdapterManager(lora.limits, lora, wake, host, on_order=on_order)
         ),
         encoder=_encoder_facts(loaded),
+        media_row_bytes=0 if media is None else media.row_bytes,
+        media_slot_rows=num_slot_rows(config, loaded, layout),
         media_axes=MediaAxes(vision.grid_of if vision is not None and vision.axes else None),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
@@ -459,15 +463,16 @@ def _refit_of(config: EngineConfig, models: _Models) -> Refit | None:
 def _encoder_digest(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> bytes:
     """Names the encoder of the media in prompts; empty: prompts have none.
 
-    An owner without one takes prompts whose media prefill workers encode, if pages of one group are
-    all that it needs of them.
+    An owner without one takes prompts whose media prefill workers encode. Where it computes a
+    prompt's last tokens itself, because it needs more than pages of one group, media must not be
+    larger than a page, nor the model be divided into stages.
     """
     if loaded.encoder is not None:
         return loaded.encoder.digest
     if not config.takes_media(loaded.config):
         return b""
-    has_companions = layout.states is not None or len(layout.groups) > 1
-    return b"" if has_companions else loaded.tower_digest
+    lacks_rows = has_companions(layout) and not num_slot_rows(config, loaded, layout)
+    return b"" if lacks_rows else loaded.tower_digest
 
 
 def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 from weft.contract.handle import KvHandle
 from weft.contract.keys import PieceShape
 from weft.contract.layout import CacheLayout
+from weft.contract.spans import MediaSpan
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.device_copies import Mark
@@ -29,6 +30,7 @@ from weft.engine.executor.orders import (
     ZeroPages,
 )
 from weft.engine.executor.port import Executor
+from weft.engine.loop.tail_rows import TailRows
 from weft.engine.requests.companions import Companion
 from weft.engine.requests.request import Request
 from weft.engine.requests.state_companion import StateCompanion
@@ -203,6 +205,7 @@ class CompanionPacker:
     Args:
         memory: The first group's pages.
         has_store: Whether leases may be of a KV store, which has each piece in separate pages.
+        tail: Rows of media, which come last; None: there are none.
         on_allocated: Called before writing to pages that may have been taken from the prefix cache;
             None: no tiers copy what is taken.
     """
@@ -215,6 +218,7 @@ class CompanionPacker:
         executor: Executor,
         *,
         has_store: bool,
+        tail: TailRows | None,
         on_allocated: Callable[[], None] | None,
     ) -> None:
         self._carriers = carriers
@@ -222,6 +226,7 @@ class CompanionPacker:
         self._memory = memory
         self._executor = executor
         self._has_store = has_store
+        self._tail = tail
         self._spared = memory.num_usable_pages // SPARED_SHARE
         self._copied: Mark | None = None
         self._on_allocated = on_allocated
@@ -241,10 +246,11 @@ class CompanionPacker:
 
     @property
     def num_pages(self) -> int:
-        return sum(
+        num_pages = sum(
             self._num_carriers(carrier, self._most_of(carrier), is_stored=self._has_store)
             for carrier in self._carriers
         )
+        return num_pages + (0 if self._tail is None else self._tail.max_pages)
 
     def _most_of(self, carrier: Carrier) -> int:
         return carrier.companion.num_needed(0, self._memory.num_usable_pages * self._page_size)
@@ -253,7 +259,7 @@ class CompanionPacker:
         self, asked: KvHandle | Request, end_token: int = 0, *, is_stored: bool = False
     ) -> int:
         if isinstance(asked, Request):
-            return sum(
+            num_pages = sum(
                 self._num_carriers(
                     carrier,
                     carrier.companion.num_needed(asked.num_computed, end_token),
@@ -261,21 +267,40 @@ class CompanionPacker:
                 )
                 for carrier in self._carriers
             )
-        return int(self._parts(asked.companion_pages, asked.end_token)[-1].pages.stop)
+            spans = [] if is_stored else self.tail_spans(asked, end_token)
+            return num_pages + self._num_tail_pages(spans)
+        num_last = self._num_tail_pages(asked.tail_spans)
+        parts = self._parts(asked.companion_pages - num_last, asked.end_token)
+        return int(parts[-1].pages.stop) + num_last
+
+    def tail_spans(self, request: Request, end_token: int) -> list[MediaSpan]:
+        return [] if self._tail is None else self._tail.wanted(request, end_token)
+
+    def lacks_rows(self, request: Request) -> bool:
+        return self._tail is not None and self._tail.lacks(request)
+
+    def _num_tail_pages(self, spans: Sequence[MediaSpan]) -> int:
+        return 0 if self._tail is None else self._tail.num_pages(spans)
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
         assert isinstance(job, Request)
-        border, parts = end_token // self._page_size, self._parts(job.companion_pages, end_token)
+        border, num_last = end_token // self._page_size, self._num_tail_pages(job.tail_spans)
+        parts = self._parts(job.companion_pages - num_last, end_token)
         pieces = [
             part.carrier.companion.last_pieces(job, border, part.num_pieces) for part in parts
         ]
         if None in pieces or job.held.num_promised < job.companion_pages:
+            return None
+        places = [] if self._tail is None else self._tail.places(job)
+        if places is None:
             return None
         into = job.held.take_promised(self._memory, job.companion_pages, job.namespace)
         self._prepare()
         for part, own in zip(parts, pieces, strict=True):
             if own:
                 part.carrier.pack(own[::-1], into[part.pages], is_each=False)
+        if self._tail is not None:
+            self._tail.pack(places, into[len(into) - num_last :])
         # Threads read these pages, and write to others that were zeroed, without waiting for steps.
         self._executor.mark().wait()
         return into
@@ -284,6 +309,10 @@ class CompanionPacker:
         self, request: Request, pages: list[int], end_token: int, *, is_stored: bool
     ) -> None:
         border = end_token // self._page_size
+        if not is_stored and self._tail is not None:
+            num_others = len(pages) - self._num_tail_pages(self.tail_spans(request, end_token))
+            self._tail.unpack(request, end_token, pages[num_others:])
+            pages = pages[:num_others]
         for carrier, count, part in self._parts(len(pages), end_token, is_stored=is_stored):
             new = carrier.companion.adopt(request, border)
             # Otherwise the next step would zero them.

@@ -9,10 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 from weft.contract.arrays import NO_NUMBERS, Int32Array, Int64Array
-from weft.contract.spans import spans_within
+from weft.contract.spans import Media, spans_within
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.token_trees import parents_of
 from weft.engine.executor.drafts.chains import LaterChains
+from weft.engine.executor.orders import EncodeMedia
 from weft.engine.executor.step_input import (
     ON_DEVICE,
     InsertedRows,
@@ -205,6 +206,15 @@ def _pieces(
         tokens += request.tokens[first : start + num_tokens]
         table.extend(request.slot, request.held.pages)
     return np.ascontiguousarray(np.array(pieces, np.int64).T)
+
+
+def media_order(due: Sequence[tuple[Media, Int64Array]]) -> EncodeMedia:
+    """Encodes media, each with the places of its rows."""
+    return EncodeMedia(
+        rows=np.concatenate([places for _, places in due]).tolist(),
+        shapes=[size for media, _ in due for size in media.shape],
+        data=b"".join(media.data for media, _ in due),
+    )
 
 
 def _inserted(plan: Plan, media: MediaRows | FilledMedia, at: int) -> InsertedRows | None:

@@ -64,6 +64,9 @@ class ComputeJobs:
             return "namespace", "the encoder of images differs"
         try:
             check_media(self._media, handle.spans, handle.end_token)
+            if handle.tail_spans:
+                _check_tail(handle)
+                check_media(self._media, handle.tail_spans, handle.tail_spans[-1].end)
         except MediaMissing as error:
             return "media_missing", error.message
         except InvalidRequest as error:
@@ -88,3 +91,14 @@ class ComputeJobs:
     def end(self, job: FillJob) -> None:
         assert isinstance(job, Request)
         self._scheduler.finish(job)
+
+
+def _check_tail(handle: KvHandle) -> None:
+    begin, end = max(0, handle.end_token - 1), handle.end_token + handle.page_size
+    if handle.tail_spans[0].position < begin or handle.tail_spans[-1].end > end:
+        raise InvalidRequest(
+            f"rows of media are wanted outside of the positions {begin} to {end - 1}, which follow "
+            "the fill's last page",
+            stage="validate",
+            param="tail_spans",
+        )

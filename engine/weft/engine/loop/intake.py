@@ -308,6 +308,7 @@ class Intake:
             tenant=handle.tenant,
             namespace=handle.namespace,
             spans=handle.spans,
+            tail_spans=handle.tail_spans,
             uncut_spans=handle.spans if self._has_uncut_spans else (),
             adapter=handle.adapter,
             traceparent=traceparent,

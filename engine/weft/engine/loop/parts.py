@@ -50,6 +50,10 @@ class EngineComponents:
     """The model's encoder of media; None: there is none here."""
     media_axes: MediaAxes = field(default_factory=lambda: MediaAxes(None))
     """Rotations of requests with media."""
+    media_row_bytes: int = 0
+    """Bytes of a row of media; 0: there is no memory for any."""
+    media_slot_rows: int = 0
+    """Rows of media for each slot, where others send those that this worker cannot make."""
     drafter: Drafter | None = None
     gate: DraftGate | None = None
     """Decides how many drafts pay; None without a drafter."""

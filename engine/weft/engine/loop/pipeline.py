@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 from weft.contract import faults
 from weft.contract.arrays import Int64Array
 from weft.contract.clock import Clock
@@ -30,10 +29,10 @@ from weft.contract.give_way import HostPriority
 from weft.contract.pages import PageCopy
 from weft.contract.spans import Media
 from weft.engine.base.device_copies import Mark
-from weft.engine.executor.orders import CopyPages, EncodeMedia, ShiftRotations
+from weft.engine.executor.orders import CopyPages, ShiftRotations
 from weft.engine.executor.port import Executor, Logits
 from weft.engine.loop.draws import SampledTokens, StepSampler, wait_for_tokens
-from weft.engine.loop.encode import step_input
+from weft.engine.loop.encode import media_order, step_input
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.step_ends import StepEnds
 from weft.engine.requests.media_rows import FilledMedia, MediaRows
@@ -274,13 +273,7 @@ class StepPipeline:
         return step
 
     def _encode(self, due: Sequence[tuple[Media, Int64Array]]) -> None:
-        self._executor.order(
-            EncodeMedia(
-                rows=np.concatenate([places for _, places in due]).tolist(),
-                shapes=[size for media, _ in due for size in media.shape],
-                data=b"".join(media.data for media, _ in due),
-            )
-        )
+        self._executor.order(media_order(due))
 
     def _shift(self, slot: int, shift: int) -> None:
         self._executor.order(ShiftRotations(slot, shift))

@@ -11,7 +11,6 @@ from weft.contract.layout import CacheLayout
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.build import tree_rows
-from weft.engine.executor.local import activations_dtype
 from weft.engine.executor.memory_plan import (
     MIN_PAGES,
     MemoryNeeds,
@@ -22,9 +21,9 @@ from weft.engine.executor.memory_plan import (
     divide_states,
     measure_needs,
     pages_of,
-    with_media,
 )
 from weft.engine.executor.ranks.leader import RankLeader
+from weft.engine.executor.ranks.share import with_media_rows
 from weft.engine.model.loader import LoadedModel
 from weft.engine.parallel.shards import layout_of_rank
 
@@ -162,10 +161,7 @@ def _measure(
         max_drafts=config.most_drafts,
         tree_rows=tree_rows(config),
     )
-    if loaded.encoder is not None:
-        itemsize = activations_dtype(loaded.model).itemsize
-        sizes = config.media_rows, config.max_step_patches, itemsize
-        needs = with_media(needs, loaded.encoder, *sizes, device)
+    needs = with_media_rows(needs, config, loaded, layout, device)
     if draft is not None:
         needs = draft.added_to(needs, max_context_tokens, page_bytes, device)
     if layout.states is None or needs.for_pool <= 0:

@@ -20,6 +20,7 @@ from weft.engine.loop.profiles import StepProfiles
 from weft.engine.loop.sleep import CachedPages, SleepControl
 from weft.engine.loop.stats import EngineStats
 from weft.engine.loop.stream_pace import StreamPace
+from weft.engine.loop.tail_rows import TailRows
 from weft.engine.loop.weights import WeightControl
 from weft.engine.requests.media_rows import FilledMedia, MediaRows
 from weft.engine.requests.media_store import MediaStore
@@ -74,6 +75,11 @@ class EngineWiring:
         fill_events = FillEvents(self._arrived, self._fill_completed, self._fill_failed)
         self.tier_policy = TierPolicy(config.write_through_threshold, config.load_back_threshold)
         self.tiers = self._make_tiers(fill_events)
+        self.media = self._make_media()
+        self.filled_media: FilledMedia | None = None
+        """Set where prompts have media and there is no encoder."""
+        if self.media is None and parts.intake.encoder_digest:
+            self.filled_media = FilledMedia(parts.media_axes, parts.media_slot_rows)
         self.packer = self._make_packer()
         self.audit: PageAudit | None = None
         if config.enable_faults:
@@ -96,11 +102,6 @@ class EngineWiring:
         held = self.pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self.out.store, clock, self.packer)
         # Who runs next.
-        self.media = self._make_media()
-        self.filled_media: FilledMedia | None = None
-        """Set where prompts have media and there is no encoder."""
-        if self.media is None and parts.intake.encoder_digest:
-            self.filled_media = FilledMedia(parts.media_axes)
         self._prompt_budget = PromptBudget(
             self.costs,
             config.inter_token_target_s,
@@ -191,8 +192,17 @@ class EngineWiring:
             parts.memory,
             parts.executor,
             has_store=config.has_store,
+            tail=self._make_tail(),
             on_allocated=None if self.tiers is None else self.tiers.write_back,
         )
+
+    def _make_tail(self) -> TailRows | None:
+        config, parts = self._config, self._parts
+        media = self.media or self.filled_media
+        if media is None or not parts.media_row_bytes:
+            return None
+        sizes = parts.media_row_bytes, parts.layout.page_bytes, config.page_size
+        return TailRows(*sizes, media, parts.executor)
 
     def _make_media(self) -> MediaRows | None:
         config, encoder = self._config, self._parts.encoder

@@ -13,7 +13,7 @@ from weft.contract.errors import InvalidRequest
 from weft.contract.spans import Media, MediaSpan, check_spans, has_media_rows, spans_within
 from weft.engine.requests.media_axes import MediaAxes
 from weft.engine.requests.media_store import MediaStore
-from weft.engine.requests.request import Request
+from weft.engine.requests.request import Request, RequestKey
 
 _NOT_FIRST = (
     "a prompt of this model begins with all rows of one clip of audio, and other tokens "
@@ -56,13 +56,28 @@ class _Encoded:
         return self.groups[rows // GROUP_ROWS] * GROUP_ROWS + rows % GROUP_ROWS
 
 
+class _Tail(NamedTuple):
+    slot: int
+    first: int
+    """Position whose row is the first one of the slot's."""
+
+
 class FilledMedia:
-    """Media of prompts on a worker without an encoder: other workers compute all tokens for which
-    rows are needed.
+    """Media of prompts on a worker without an encoder: other workers compute the tokens for which
+    rows are needed, or send the rows of those after a fill's last page, which this worker computes.
+
+    Args:
+        slot_rows: Rows for each slot in the executor's memory: as many as a page has and one more;
+            0: no rows are sent.
     """
 
-    def __init__(self, axes: MediaAxes) -> None:
+    def __init__(self, axes: MediaAxes, slot_rows: int = 0) -> None:
         self.axes = axes
+        self.slot_rows = slot_rows
+        self._tails: dict[RequestKey, _Tail] = {}
+        """A request's samples share its rows, until another one's take their place."""
+        self._keys: dict[int, RequestKey] = {}
+        """By slot."""
         self._stranded: list[Request] = []
 
     def check(self, spans: Sequence[MediaSpan], num_tokens: int) -> None:
@@ -91,8 +106,9 @@ class FilledMedia:
     def end_step(self, number: int) -> None: ...
 
     def limit(self, request: Request, start: int, num_tokens: int) -> int:
-        """As `MediaRows.limit`. A request that needs rows is stranded: no filler is left."""
-        if not has_media_rows(request.spans, start, start + num_tokens):
+        """As `MediaRows.limit`. A request that lacks rows is stranded: no filler is left."""
+        needs_rows = has_media_rows(request.spans, start, start + num_tokens)
+        if not needs_rows or self.has_rows(request, start):
             return num_tokens
         self._stranded.append(request)
         return 0
@@ -100,8 +116,31 @@ class FilledMedia:
     def places_in(
         self, request: Request, first: int, end: int
     ) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """As `MediaRows.places_in`: there are none."""
-        return iter(())
+        """As `MediaRows.places_in`."""
+        for _, begin, last in spans_within(request.spans, first, end):
+            places = self._places(self._tails[request.key], begin, last)
+            yield np.arange(begin - first, last - first), places
+
+    def has_rows(self, request: Request, start: int) -> bool:
+        """Whether the rows are here that the tokens from `start` on take."""
+        tail = self._tails.get(request.key)
+        return tail is not None and tail.first <= max(0, start - 1)
+
+    def take_rows(self, request: Request, start: int) -> list[int]:
+        """Places for the rows that the tokens from `start` on take, which the caller fills."""
+        tail = _Tail(request.slot, max(0, start - 1))
+        if (former := self._keys.get(request.slot)) is not None:
+            self._tails.pop(former, None)
+        if (own := self._tails.get(request.key)) is not None:
+            del self._keys[own.slot]
+        self._tails[request.key], self._keys[request.slot] = tail, request.key
+        found = spans_within(request.spans, tail.first, request.num_tokens)
+        return [
+            place for _, begin, last in found for place in self._places(tail, begin, last).tolist()
+        ]
+
+    def _places(self, tail: _Tail, begin: int, end: int) -> Int64Array:
+        return tail.slot * self.slot_rows + np.arange(begin, end) - tail.first
 
     def take_stranded(self) -> Sequence[Request]:
         """The requests that were stranded since the last call."""
@@ -226,10 +265,12 @@ class MediaRows:
     def begin(self, request: Request) -> None:
         """Keeps the content of a request's media until `end`."""
         self.store.pin(request.spans)
+        self.store.pin(request.tail_spans)
         self.axes.begin(request, [self.store.get(span.digest).shape for span in request.spans])
 
     def end(self, request: Request) -> None:
         self.store.unpin(request.spans)
+        self.store.unpin(request.tail_spans)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -245,7 +286,35 @@ class MediaRows:
         for span, _, _ in spans_within(request.spans, first, start + num_tokens):
             if not self._use(span.digest):
                 return max(0, span.position - start)
+        if start + num_tokens == request.num_tokens:
+            # Then they are here when the fill is packed (`encode_now`).
+            for span in request.tail_spans:
+                if not self._use(span.digest):
+                    return max(0, num_tokens - 1)
         return num_tokens
+
+    def encode_now(self, spans: Sequence[MediaSpan], run: EncodeRun) -> list[int] | None:
+        """The places of the spans' rows, which are encoded if they are not there. No step keeps
+        them, so the caller reads them at once. None: there is no room for them.
+        """
+        held = list[_Encoded]()
+        try:
+            for span in spans:
+                encoded = self._held.get(span.digest) or self._reserve(span.digest, is_now=True)
+                if encoded is None:
+                    return None
+                encoded.num_uses += 1
+                held.append(encoded)
+            self.encode(run)
+            found = zip(spans, held, strict=True)
+            return [
+                place
+                for span, encoded in found
+                for place in encoded.places(span.offset, span.length).tolist()
+            ]
+        finally:
+            for encoded in held:
+                self._leave(encoded)
 
     def encode(self, run: EncodeRun) -> None:
         """Encodes the media that the planned step needs and that have no rows yet, if there are
@@ -284,9 +353,7 @@ class MediaRows:
 
     def end_step(self, number: int) -> None:
         for encoded in self._steps.pop(number, ()):
-            encoded.num_uses -= 1
-            if encoded.is_lost and not encoded.num_uses:
-                self._free += encoded.groups.tolist()
+            self._leave(encoded)
 
     def sizes(self) -> dict[str, int]:
         """Media held in host memory, media with rows on the device, and steps that read some."""
@@ -295,6 +362,11 @@ class MediaRows:
             "media_with_rows": len(self._held),
             "media_steps": len(self._steps),
         }
+
+    def _leave(self, encoded: _Encoded) -> None:
+        encoded.num_uses -= 1
+        if encoded.is_lost and not encoded.num_uses:
+            self._free += encoded.groups.tolist()
 
     def _use(self, digest: bytes) -> bool:
         if digest in self._planned:
@@ -311,10 +383,10 @@ class MediaRows:
         self._planned[digest] = encoded
         return True
 
-    def _reserve(self, digest: bytes) -> _Encoded | None:
+    def _reserve(self, digest: bytes, *, is_now: bool = False) -> _Encoded | None:
         media = self.store.get(digest)
         cost = self._facts.cost_of(media.shape)
-        if self._has_running and cost > self._room and self._due:
+        if not is_now and self._has_running and cost > self._room and self._due:
             return None
         num_groups = -(-self._facts.rows_of(media.shape) // GROUP_ROWS)
         if not self._make_room(num_groups):

@@ -212,6 +212,8 @@ class Request:
     namespace: bytes = b""
     spans: Sequence[MediaSpan] = ()
     """Media of its prompt, in order."""
+    tail_spans: Sequence[MediaSpan] = ()
+    """A fill job's: media whose rows its owner asks for (`KvHandle.tail_spans`)."""
     uncut_spans: Sequence[MediaSpan] = ()
     """Those that no step ends within, since their tokens attend to one another both ways."""
     axes: MediaPositions | None = None

@@ -618,9 +618,9 @@ class Scheduler:
         has_lead = self._limits.needs_lead and start > 0 and request.state_end != start
         has_lead = has_lead and not self.pages.has_last_rows
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
-        if request.uncut_spans:
+        if request.uncut_spans and num_tokens > 0:
             num_tokens = self._whole_spans(request, start, num_tokens, is_first=not items)
-        if self._media is not None and request.spans:
+        if self._media is not None and (request.spans or request.tail_spans):
             num_tokens = self._media.limit(request, start, num_tokens)
         if num_tokens == pending and request.is_fill and not items:
             end = before_span(

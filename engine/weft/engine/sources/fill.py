@@ -13,6 +13,7 @@ from weft.contract.handle import (
     SharedTargetInfo,
 )
 from weft.contract.keys import PieceShape
+from weft.contract.spans import MediaSpan
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.engine.requests.request import Request
 from weft.engine.transfer.page_port import PagePort
@@ -68,6 +69,14 @@ class PiecePacker(Protocol):
         """Such pages of a request's lease up to `end_token`. A KV store has them as they
         were put.
         """
+        ...
+
+    def tail_spans(self, request: Request, end_token: int) -> list[MediaSpan]:
+        """Media whose rows a lease up to `end_token` asks for, among such pages."""
+        ...
+
+    def lacks_rows(self, request: Request) -> bool:
+        """Whether the request needs rows of media after its last page which nobody has sent."""
         ...
 
     @property

@@ -29,7 +29,7 @@ from weft.contract.clock import Clock
 from weft.contract.fills import FillCommand, LeaseAnswer
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, KvHandle
 from weft.contract.keys import PieceShape, blocks_keys
-from weft.contract.spans import border_before_span, has_media_rows, spans_before
+from weft.contract.spans import MediaSpan, border_before_span, has_media_rows, spans_before
 from weft.contract.timeline import FillCandidate, FillRecord
 from weft.contract.token_ids import token_ids
 from weft.engine.base.config import EngineConfig
@@ -118,9 +118,12 @@ class OwnerFills:
             self.counters.local_decisions += 1
             return State.PREFILLING
         while request.sources.candidates and self._end_token(request) <= self._next_token(request):
-            if request.sources.candidates[0].kind != "kvstore":
+            if request.sources.candidates[0].kind == "kvstore":
+                request.sources.candidates.pop(0)
+            elif self.packer is not None and self.packer.lacks_rows(request):
+                break
+            else:
                 return State.PREFILLING
-            request.sources.candidates.pop(0)
         if not request.sources.candidates:
             return State.PREFILLING
         if request.sources.candidates[0].kind == "kvstore":
@@ -137,7 +140,7 @@ class OwnerFills:
         request.timeline.local_cost_s = decision.local_s
         request.sources.is_overflow = decision.is_overflow
         is_remote = decision.is_remote or not (
-            self._has_encoder or not has_media_rows(request.spans, begin, end_token)
+            self._has_encoder or not has_media_rows(request.spans, begin, len(request.tokens))
         )
         if not is_remote:
             self.counters.local_decisions += 1
@@ -173,7 +176,7 @@ class OwnerFills:
         if has_more and request.sources.candidates[0].kind == "kvstore" and num_pages < wanted:
             request.sources.candidates.pop(0)  # This source has no piece before the end.
             return False
-        if num_pages < self._line.enough_pages(request, wanted, most, least):
+        if num_pages < min(wanted, self._line.enough_pages(request, wanted, most, least)):
             self._line.waits(request)
             return True
         self._line.leaves(request)
@@ -478,7 +481,10 @@ class OwnerFills:
             request.timeline.fills.append(record)
 
     def _handle(self, fill: Fill, request: Request) -> KvHandle:
-        shape = self._shape if fill.candidate.kind == "kvstore" else PieceShape()
+        is_stored = fill.candidate.kind == "kvstore"
+        shape, tail = self._shape if is_stored else PieceShape(), list[MediaSpan]()
+        if self.packer is not None and not is_stored:
+            tail = self.packer.tail_spans(request, fill.end_token)
         # After the prompt's last token, a page has places that the owner's own steps write to
         # before they read them. Any token will do there.
         num_beyond = max(0, fill.end_token - len(request.tokens))
@@ -504,6 +510,7 @@ class OwnerFills:
             block_pages=shape.pages_of_many,
             state_pages=shape.state_pages,
             spans=spans_before(request.spans, fill.end_token),
+            tail_spans=tail,
             encoder_digest=request.keys.encoder,
         )
 

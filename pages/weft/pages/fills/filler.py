@@ -432,7 +432,8 @@ class Filler:
         if handle.lease_id in self._used:
             return "the lease was used before"
         start, end = handle.start_token, handle.end_token
-        if start % size or end % size or not 0 <= start < end or len(handle.tokens) != end:
+        is_range = 0 <= start < end or (start == end and handle.tail_spans)
+        if start % size or end % size or not is_range or len(handle.tokens) != end:
             return f"range [{start}, {end}) of {len(handle.tokens)} tokens, page size {size}"
         num_pages = (end - start) // size
         num_pages += 0 if self._pieces is None else self._pieces.num_pages_of(handle)

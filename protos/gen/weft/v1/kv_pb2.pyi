@@ -317,6 +317,7 @@ class KvHandle(_message.Message):
     SHARED_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
+    TAIL_SPANS_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Stable id of the owning worker, and its incarnation."""
     owner_epoch: _builtins.int
@@ -390,6 +391,12 @@ class KvHandle(_message.Message):
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
         """Media among the tokens, as in Submit."""
 
+    @_builtins.property
+    def tail_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
+        """Media of the prompt from position end_token - 1 on. An owner without an image tower that needs more
+        than pages of KV asks for their rows, which follow all else in page_runs, end to end.
+        """
+
     def __init__(
         self,
         *,
@@ -416,10 +423,11 @@ class KvHandle(_message.Message):
         shared: Global___SharedTarget | None = ...,
         spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
         encoder_digest: _builtins.bytes = ...,
+        tail_spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "lease_duration", b"lease_duration", "nixl", b"nixl", "shared", b"shared", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "encoder_digest", b"encoder_digest", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "shared", b"shared", "spans", b"spans", "start_token", b"start_token", "state_pages", b"state_pages", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_pages", b"block_pages", "cache_salt", b"cache_salt", "encoder_digest", b"encoder_digest", "end_token", b"end_token", "filler_epoch", b"filler_epoch", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "namespace", b"namespace", "nixl", b"nixl", "owner_epoch", b"owner_epoch", "owner_id", b"owner_id", "page_runs", b"page_runs", "page_size", b"page_size", "planes", b"planes", "priority", b"priority", "shared", b"shared", "spans", b"spans", "start_token", b"start_token", "state_pages", b"state_pages", "tail_spans", b"tail_spans", "tenant", b"tenant", "token_words", b"token_words", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

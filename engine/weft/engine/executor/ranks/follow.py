@@ -28,14 +28,13 @@ from weft.engine.executor.drafts.build import head_graphs
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.kv_format import kept_layout
-from weft.engine.executor.local import LocalExecutor, activations_dtype
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.executor.memory_plan import (
     divide_states,
     measure_needs,
     pages_of,
     time_token,
-    with_media,
 )
 from weft.engine.executor.port import Logits
 from weft.engine.executor.ranks.frames import (
@@ -57,6 +56,7 @@ from weft.engine.executor.ranks.share import (
     peers_of,
     pool_of,
     sleep_memory,
+    with_media_rows,
 )
 from weft.engine.executor.ranks.start import START_LIMIT_S
 from weft.engine.executor.refits import RefitResult
@@ -174,10 +174,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             lora=lora,
             max_drafts=config.most_drafts,
         )
-        if loaded.encoder is not None:
-            itemsize = activations_dtype(loaded.model).itemsize
-            sizes = config.media_rows, config.max_step_patches, itemsize
-            needs = with_media(needs, loaded.encoder, *sizes, device)
+        needs = with_media_rows(needs, config, loaded, own, device)
         if own.states is not None and needs.for_pool > 0:
             most_requests = config.max_running_requests, config.most_drafts
             num_blocks, left = divide_states(own, needs.for_pool, *most_requests, on_gpu=True)
@@ -186,7 +183,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     num_pages = others.agree("pages", num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
     own, pool = pool_of(config, shared, layout, num_pages)
-    media = media_of(config, loaded, device, peers)
+    media = media_of(config, loaded, layout, device, peers)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
         loaded.model,

@@ -12,7 +12,15 @@ from weft.contract.errors import RanksLost
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.executor.orders import EncodeMedia, Order, PackBlock, PageOrder, UnpackBlock
+from weft.engine.executor.orders import (
+    EncodeMedia,
+    Order,
+    PackBlock,
+    PackRows,
+    PageOrder,
+    UnpackBlock,
+    UnpackRows,
+)
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
     NO_PAGES,
@@ -128,20 +136,20 @@ class RankedExecutor:
         self._local.meet()
 
     def order(self, order: Order) -> None:
-        if self._maps_pools and isinstance(order, PackBlock | UnpackBlock):
+        if self._maps_pools and isinstance(order, PackBlock | UnpackBlock | PackRows):
             # Rank 0 copies between pages and blocks in the memory of all devices.
             self._meet()
             self._local.order(order)
             self._meet()
             return
-        if isinstance(order, EncodeMedia):
+        if isinstance(order, EncodeMedia | UnpackRows):
             self._encode(order)
             return
         if not (self._has_one_pool and isinstance(order, PageOrder)):
             self._ranks.group.post(frame_of_order(order))
         self._local.order(order)
 
-    def _encode(self, order: EncodeMedia) -> None:
+    def _encode(self, order: EncodeMedia | UnpackRows) -> None:
         """Raises RanksLost as `launch` does: the other ranks wait for this one's rows."""
         group = self._ranks.group
         group.post(frame_of_order(order))

@@ -16,6 +16,7 @@ from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool, activations_dtype
+from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
 from weft.engine.model.heads.drafted import DraftedModel
@@ -127,17 +128,65 @@ def load_share(
 def media_of(
     config: EngineConfig,
     loaded: LoadedModel,
+    layout: CacheLayout,
     device: torch.device,
     peers: SharedGroup | DevicePeers | None,
 ) -> MediaEmbeddings | None:
-    """The memory for rows of media on this rank, or in a process without other ranks; None: prompts
-    have none.
+    """The memory for rows of media on this rank, or in a process without other ranks; None: no step
+    takes any.
     """
-    if loaded.encoder is None:
+    if not (num_rows := _num_media_rows(config, loaded, layout)):
         return None
     dtype = activations_dtype(loaded.model)
-    sizes = config.media_rows, dtype, device, config.max_step_patches
+    sizes = _row_width(loaded), num_rows, dtype, device, config.max_step_patches
     return MediaEmbeddings(loaded.encoder, *sizes, peers)
+
+
+def num_slot_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> int:
+    """Rows of media for each slot that prefill workers send, since pages of KV are not all that an
+    owner without a tower needs; 0: none are sent.
+    """
+    vision = loaded.config.vision
+    is_filled = loaded.encoder is None and config.takes_media(loaded.config)
+    if not is_filled or vision is None or not has_companions(layout):
+        return 0
+    # A medium that is computed whole may be longer than a page, and stages take no rows.
+    return 0 if vision.sees_both_ways or config.pp > 1 else config.page_size + 1
+
+
+def with_media_rows(
+    needs: MemoryNeeds,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: CacheLayout,
+    device: torch.device,
+) -> MemoryNeeds:
+    """Adds the memory of `media_of`, and of encoding."""
+    if not (num_rows := _num_media_rows(config, loaded, layout)):
+        return needs
+    itemsize = activations_dtype(loaded.model).itemsize
+    if loaded.encoder is None:
+        return replace(needs, media=num_rows * _row_width(loaded) * itemsize)
+    return with_media(needs, loaded.encoder, num_rows, config.max_step_patches, itemsize, device)
+
+
+def _row_width(loaded: LoadedModel) -> int:
+    if loaded.encoder is not None:
+        return loaded.encoder.row_width
+    assert loaded.config.vision is not None, "only a tower's rows come from others"
+    return loaded.config.vision.row_width
+
+
+def _num_media_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> int:
+    """Rows of media in the memory of this worker."""
+    if loaded.encoder is not None:
+        return config.media_rows
+    return num_slot_rows(config, loaded, layout) * config.max_running_requests
+
+
+def has_companions(layout: CacheLayout) -> bool:
+    """Whether a request needs more than pages of one group to continue."""
+    return layout.states is not None or len(layout.groups) > 1
 
 
 def peers_of(

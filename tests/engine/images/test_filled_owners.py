@@ -1,0 +1,157 @@
+"""Owners without an image tower whose model has recurrent layers: pages of KV are not all that they
+need. They compute a prompt's last tokens themselves, with rows of images that a prefill worker
+sends.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from weft.contract.errors import MediaMissing
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams
+from weft.contract.spans import spans_from
+from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
+from weft.testing.models.choices import check_choices
+from weft.testing.models.image_families import Prompt, text
+from weft.testing.models.tiny_qwen_vl import QWEN_FAMILIES
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+NEAR_TIE = 1e-4
+COUNT = 10
+
+
+def in_full(way: Any) -> Any:
+    return pytest.param(*way.values, id=way.id, marks=[*way.marks, pytest.mark.full])
+
+
+class Case:
+    """A model, and transformers' reading of it in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.family = QWEN_FAMILIES["qwen3_5"]()
+        self.folder = self.family.make(folder, random.randrange(1 << 30))
+        self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+
+    def prompt(self, count: int, begin: list[int] | None = None) -> Prompt:
+        return self.family.prompt([self.family.picture() for _ in range(count)], begin)
+
+    def check(self, prompt: Prompt, tokens: list[int], count: int = COUNT) -> None:
+        assert len(tokens) == count
+        check_choices(self.family.logits(self._model, prompt, tokens), tokens, NEAR_TIE)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("filled"))
+
+
+@pytest.fixture
+def make_pair(case: Case) -> Iterator[Any]:
+    pairs = []
+
+    def make(**settings: Any) -> EnginePair:
+        clock = ManualClock()
+        owner = make_engine(case.folder, "decode", clock, language_model_only=True, **settings)
+        filler = make_engine(case.folder, "prefill", clock, **settings)
+        pairs.append(EnginePair(owner, [filler], clock))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def ask(pair: EnginePair, prompt: Prompt, count: int = COUNT, **values: Any) -> list[list[int]]:
+    pair.fillers["prefill"].turn(Inbox(media=list(prompt.media)))
+    return pair.finish(pair.submit(prompt.ids, count, spans=list(prompt.spans), **values))
+
+
+def cut(prompt: Prompt, num_after: int) -> Prompt:
+    """The prompt with so many tokens after its last image."""
+    end = prompt.spans[-1].end
+    return Prompt([*prompt.ids[:end], *(text(1)[0] for _ in range(num_after))], *prompt[1:])
+
+
+@pytest.mark.parametrize("way", [WAYS[0], *map(in_full, WAYS[1:])])
+def test_prompts_may_end_anywhere_after_an_image(
+    case: Case, make_pair: Any, way: dict[str, str]
+) -> None:
+    """In its page, in the next one, or in that of the text before it. The second time all pages are
+    cached on both sides, and rows alone travel.
+    """
+    pair = make_pair(**way)
+    for num_after in (2, 3, 7, 8, 9):
+        prompt = cut(case.prompt(random.randint(1, 3)), num_after)
+        for _ in range(2):
+            before = pair.owner.counters()["fills_done"]
+            (tokens,) = ask(pair, prompt)
+            case.check(prompt, tokens)
+            page = (len(prompt.ids) - 1) // 8 * 8
+            needs_rows = bool(spans_from(prompt.spans, max(0, page - 1)))
+            assert pair.owner.counters()["fills_done"] >= before + needs_rows
+    pair.settle()
+
+
+def test_a_prompt_may_be_shorter_than_a_page(case: Case, make_pair: Any) -> None:
+    """Nothing but rows travels."""
+    pair = make_pair(page_size=32, prefill_chunk_tokens=32)
+    prompt = cut(case.prompt(1, [5]), 3)
+    assert len(prompt.ids) < 32
+    (tokens,) = ask(pair, prompt)
+    case.check(prompt, tokens)
+    pair.settle()
+
+
+def test_samples_and_preempted_requests_have_the_rows(case: Case, make_pair: Any) -> None:
+    """Samples share what was sent; others are preempted and go on with their slot's rows, or fail
+    as one that nobody fills.
+    """
+    pair = make_pair(num_pages=40, max_running_requests=3)
+    prompt = cut(case.prompt(2), 4)
+    for tokens in ask(pair, prompt, sampling=SamplingParams(temperature=0.0, n=3)):
+        case.check(prompt, tokens)
+    prompts = [cut(case.prompt(2), 4) for _ in range(5)]
+    for one in prompts:
+        pair.fillers["prefill"].turn(Inbox(media=list(one.media)))
+    names = [pair.submit(one.ids, 60, spans=list(one.spans)) for one in prompts]
+    for name, one in zip(names, prompts, strict=True):
+        try:
+            (tokens,) = pair.finish(name)
+        except MediaMissing:
+            continue
+        case.check(one, tokens, 60)
+    assert pair.owner.scheduler.num_preemptions
+    pair.settle()
+
+
+@pytest.mark.full
+def test_ranks_of_both_workers_have_the_rows(case: Case, make_pair: Any) -> None:
+    limits = {"rank_timeout_s": 60.0, "check_ranks": True, "poison_free_pages": False}
+    pair = make_pair(tp=2, **limits)
+    for num_after in (2, 5):
+        prompt = cut(case.prompt(2), num_after)
+        (tokens,) = ask(pair, prompt)
+        case.check(prompt, tokens)
+    pair.settle()
+
+
+def test_without_a_filler_the_request_fails(case: Case, make_pair: Any) -> None:
+    pair = make_pair()
+    prompt = cut(case.prompt(1), 3)
+    name = pair.submit(prompt.ids, COUNT, candidates=[], spans=list(prompt.spans))
+    with pytest.raises(MediaMissing):
+        pair.finish(name)
+    # The filler was not brought the image.
+    name = pair.submit(prompt.ids, COUNT, spans=list(prompt.spans))
+    with pytest.raises(MediaMissing):
+        pair.finish(name)
+    (tokens,) = ask(pair, prompt)
+    case.check(prompt, tokens)
