@@ -14,10 +14,12 @@ import torch
 from transformers import WhisperForConditionalGeneration
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from weft.contract.errors import InvalidRequest
+from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria, TimeTokens
 from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_whisper import (
     END,
@@ -154,6 +156,28 @@ def test_times_follow_the_rules_of_transformers(
             if abs(float(tie)) > 1e-4:
                 lack = float(best - allowed[tokens[count]])
                 assert lack <= NEAR_TIE * float(row.abs().max()), (count, tokens)
+
+
+def test_a_prefill_worker_fills_the_pages_of_a_clip(folder: Path, reference: Any) -> None:
+    """The owner runs what follows the clip, which may be one token, and hears it again at once."""
+    clock = ManualClock()
+    owner, filler = (make_engine(folder, role, clock) for role in ("decode", "prefill"))
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        for begin in ([START], start(), [PREVIOUS] * 14 + [START]):
+            one = clip()
+            filler.turn(Inbox(media=[one]))
+            for again in (False, True):
+                pair.send(media=[one])
+                before = owner.counters()["fills_done"]
+                ids = [END] * ROWS + begin
+                name = pair.submit(ids, STOP.max_tokens, spans=[span_of(one)])
+                (tokens,) = pair.finish(name)
+                check_choices(logits_of(reference, one, begin, tokens), tokens, NEAR_TIE)
+                assert (owner.counters()["fills_done"] > before) is not again
+        pair.settle()
+    finally:
+        pair.close()
 
 
 def test_other_prompts_are_refused(llm: LLM) -> None:

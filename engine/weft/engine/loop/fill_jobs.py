@@ -63,7 +63,7 @@ class ComputeJobs:
         if handle.encoder_digest and handle.encoder_digest != self._intake.encoder_digest:
             return "namespace", "the encoder of images differs"
         try:
-            check_media(self._media, handle.spans, handle.end_token)
+            check_media(self._media, handle.spans, handle.end_token, is_part=True)
             if handle.tail_spans:
                 _check_tail(handle)
                 check_media(self._media, handle.tail_spans, handle.tail_spans[-1].end)

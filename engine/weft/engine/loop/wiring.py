@@ -98,6 +98,7 @@ class EngineWiring:
             audit=self.audit,
             on_filled=self._on_filled,
             has_encoder=parts.encoder is not None,
+            reads_back=parts.encoder is None or not parts.encoder.is_first,
         )
         held = self.pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self.out.store, clock, self.packer)

@@ -80,7 +80,7 @@ class FilledMedia:
         """By slot."""
         self._stranded: list[Request] = []
 
-    def check(self, spans: Sequence[MediaSpan], num_tokens: int) -> None:
+    def check(self, spans: Sequence[MediaSpan], num_tokens: int, *, is_part: bool = False) -> None:
         """Raises InvalidRequest if the tokens that an owner runs itself need rows."""
         check_spans(spans, num_tokens)
         self.axes.check(spans)
@@ -149,12 +149,16 @@ class FilledMedia:
 
 
 def check_media(
-    media: MediaRows | FilledMedia | None, spans: Sequence[MediaSpan], num_tokens: int
+    media: MediaRows | FilledMedia | None,
+    spans: Sequence[MediaSpan],
+    num_tokens: int,
+    *,
+    is_part: bool = False,
 ) -> None:
     """As `MediaRows.check`, also where prompts have no media: then InvalidRequest if one has."""
     if media is not None:
         if spans or (isinstance(media, MediaRows) and media.are_needed):
-            media.check(spans, num_tokens)
+            media.check(spans, num_tokens, is_part=is_part)
     elif spans:
         raise InvalidRequest("this worker takes no images", stage="validate", param="spans")
 
@@ -204,13 +208,16 @@ class MediaRows:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def check(self, spans: Sequence[MediaSpan], num_tokens: int) -> None:
+    def check(self, spans: Sequence[MediaSpan], num_tokens: int, *, is_part: bool = False) -> None:
         """Raises InvalidRequest if a prompt can never run with these media, and MediaMissing if the
         content of one is not held.
+
+        Args:
+            is_part: Whether the tokens are a prompt's first pages, which a fill ends anywhere.
         """
         check_spans(spans, num_tokens)
         if self._facts.is_first:
-            self._check_first(spans, num_tokens)
+            self._check_first(spans, num_tokens + is_part)
         self.store.check(spans)
         for span in spans:
             media = self.store.get(span.digest)
@@ -237,7 +244,7 @@ class MediaRows:
                 )
             if self._facts.sees_both_ways:
                 self._check_whole(span, num_rows)
-            if self._facts.is_first and span.length != num_rows:
+            if self._facts.is_first and not is_part and span.length != num_rows:
                 raise InvalidRequest(_NOT_FIRST, stage="validate", param="spans")
 
     @property

@@ -67,6 +67,8 @@ class OwnerFills:
             KV is enough.
         on_filled: Called with each fill that ended with all of its pages.
         has_encoder: Whether tokens that need rows of media can be computed here.
+        reads_back: Whether a token may need rows of the medium that ends just before it. A clip of
+            Whisper is read through pages alone.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class OwnerFills:
         audit: PageAudit | None = None,
         on_filled: Callable[[FillRecord], None] = lambda record: None,
         has_encoder: bool = True,
+        reads_back: bool = True,
     ) -> None:
-        self._has_encoder = has_encoder
+        self._has_encoder, self._reads_back = has_encoder, reads_back
         self._config = config
         self._epoch = epoch
         self._page_bytes = page_bytes
@@ -117,7 +120,7 @@ class OwnerFills:
         if request.sources.candidates and self._is_blocked(request):
             self.counters.local_decisions += 1
             return State.PREFILLING
-        while request.sources.candidates and self._end_token(request) <= self._next_token(request):
+        while request.sources.candidates and self._end_token(request) <= self._held_token(request):
             if request.sources.candidates[0].kind == "kvstore":
                 request.sources.candidates.pop(0)
             elif self.packer is not None and self.packer.lacks_rows(request):
@@ -380,7 +383,8 @@ class OwnerFills:
             return min(end, request.sources.candidates[0].match_tokens)
         if self.packer is None:
             begin = self._next_token(request)
-            if has_media_rows(request.spans, max(begin, end), len(request.tokens)):
+            needs_rows = has_media_rows(request.spans, max(begin, end), len(request.tokens))
+            if needs_rows and self._reads_back:
                 return -(-len(request.tokens) // size) * size
             if end > begin:
                 end = len(request.tokens) // size * size
@@ -393,6 +397,13 @@ class OwnerFills:
         size = self._config.page_size
         end = border_before_span(request.uncut_spans, begin + num_pages * size, size)
         return max(0, end - begin) // size
+
+    def _held_token(self, request: Request) -> int:
+        """End of the pages that are here. The last one may have been filled although its last token
+        is still to be run.
+        """
+        held = len(request.held.pages) * self._config.page_size
+        return max(held, self._next_token(request))
 
     def _next_token(self, request: Request) -> int:
         if self.packer is None:
