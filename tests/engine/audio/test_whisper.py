@@ -175,6 +175,7 @@ def test_a_prefill_worker_fills_the_pages_of_a_clip(folder: Path, reference: Any
                 (tokens,) = pair.finish(name)
                 check_choices(logits_of(reference, one, begin, tokens), tokens, NEAR_TIE)
                 assert (owner.counters()["fills_done"] > before) is not again
+        assert owner.counters()["encoded_media"] == 0
         pair.settle()
     finally:
         pair.close()

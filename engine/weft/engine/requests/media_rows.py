@@ -288,8 +288,9 @@ class MediaRows:
         """Tokens of a chunk whose media have rows in this step, from none to all. Gives media that
         lack rows their place and makes them due, as far as there is room.
         """
-        # A head may need the hidden state of the token before the first one again.
-        first = max(0, start - 1)
+        # A head may need the hidden state of the token before the first one again. Models whose
+        # prompts begin with a clip have none.
+        first = start if self._facts.is_first else max(0, start - 1)
         for span, _, _ in spans_within(request.spans, first, start + num_tokens):
             if not self._use(span.digest):
                 return max(0, span.position - start)
