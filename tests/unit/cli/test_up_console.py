@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from weft.cli.up.console import ConsoleReporter, first_request
-from weft.cli.up.plan import MeshPlan
-from weft.contract.tasks import Task
+from weft.cli.up.plan import FirstTask, MeshPlan
 
 TALKS = """
 import sys
@@ -109,10 +108,11 @@ def test_brackets_are_shown_and_lines_stay_whole() -> None:
         ("embed", "embeddings"),
         ("classify", "classify"),
         ("score", "rerank"),
+        ("transcribe", "audio/transcriptions"),
     ],
 )
 def test_the_first_request_brings_what_the_mesh_asks_for(
-    has_rest: bool, is_open: bool, task: Task, path: str
+    has_rest: bool, is_open: bool, task: FirstTask, path: str
 ) -> None:
     plan = MeshPlan(
         services=(),
@@ -135,4 +135,7 @@ def test_the_first_request_brings_what_the_mesh_asks_for(
     assert secrets & set(words) == (set() if is_open else secrets)
     if has_rest:
         assert words[:2] == ["curl", f"{plan.rest_scheme}://[::1]:2/v1/{path}"]
-        assert json.loads(words[words.index("-d") + 1])["model"] == "tiny"
+        if task == "transcribe":
+            assert {"model=tiny", "file=@speech.wav"} <= set(words)
+        else:
+            assert json.loads(words[words.index("-d") + 1])["model"] == "tiny"

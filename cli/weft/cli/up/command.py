@@ -25,7 +25,7 @@ from weft.cli.up.exits import report_exit
 from weft.cli.up.flags import check_flags
 from weft.cli.up.liveness import health_checker
 from weft.cli.up.mesh import run_mesh
-from weft.cli.up.plan import MeshPlan, ModelFolder, plan_mesh
+from weft.cli.up.plan import FirstTask, MeshPlan, ModelFolder, plan_mesh
 from weft.cli.up.ports import check_free
 from weft.cli.up.process import ExitedEarly
 from weft.cli.up.readiness import wait_for_mesh, wait_for_workers
@@ -196,6 +196,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     from weft.checkpoint.kv_formats import why_not_8_bits
     from weft.checkpoint.pooling import load_pooling
     from weft.checkpoint.resolve import default_name, resolve_model
+    from weft.checkpoint.whisper_config import WhisperConfig
     from weft.cli.model import progress_bar
 
     models: list[ModelFolder] = []
@@ -204,7 +205,9 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
             path = resolve_model(model, progress)
         config = ModelConfig.load(path)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
-        task = load_pooling(path, settings.task).task
+        task: FirstTask = load_pooling(path, settings.task).task
+        if isinstance(config, WhisperConfig):
+            task = "transcribe"
         name = given or default_name(model, path)
         models.append(ModelFolder(name, path, task, why_not_8_bits(config), config.has_windows))
     names = [model.name for model in models]

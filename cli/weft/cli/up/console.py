@@ -14,9 +14,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 from weft.cli.up.board import Board
-from weft.cli.up.plan import BACK, MeshPlan
+from weft.cli.up.plan import BACK, FirstTask, MeshPlan
 from weft.cli.up.supervisor import Reporter
-from weft.contract.tasks import Task
 
 _STARTING_PER_S, _SERVING_PER_S = 8, 2
 """Pictures a second."""
@@ -152,7 +151,7 @@ _PAIR: dict[str, object] = {
     "query": "What is a loom?",
     "documents": ["A loom weaves.", "A fish swims."],
 }
-_FIRST_REQUESTS: dict[Task, tuple[str, dict[str, object]]] = {
+_FIRST_REQUESTS: dict[FirstTask, tuple[str, dict[str, object]]] = {
     "generate": (
         "chat/completions",
         {"messages": [{"role": "user", "content": "What is a loom?"}], "max_tokens": 100},
@@ -171,12 +170,20 @@ def first_request(plan: MeshPlan) -> str:
         return f"{key}weft chat --address {plan.grpc_address}{tls}"
     if plan.rest_address is None:
         return f"gRPC calls of the task `{plan.first_task}` at {plan.grpc_address}"
+    base = f"{plan.rest_scheme}://{plan.rest_address}/v1"
+    if plan.first_task == "transcribe":
+        fields = ["-F", f"model={plan.model_names[0]}", "-F", "file=@speech.wav"]
+        return shlex.join([*_curl(plan, f"{base}/audio/transcriptions"), *fields])
     path, asked = _FIRST_REQUESTS[plan.first_task]
     body = {"model": plan.model_names[0], **asked}
-    url = f"{plan.rest_scheme}://{plan.rest_address}/v1/{path}"
-    words = ["curl", url, "-H", "Content-Type: application/json"]
+    words = [*_curl(plan, f"{base}/{path}"), "-H", "Content-Type: application/json"]
+    return shlex.join([*words, "-d", json.dumps(body)])
+
+
+def _curl(plan: MeshPlan, url: str) -> list[str]:
+    words = ["curl", url]
     if plan.tls_dir is not None:
         words += ["--cacert", str(plan.tls_dir / "ca.pem")]
     if plan.needs_key:
         words += ["-H", "Authorization: Bearer KEY"]
-    return shlex.join([*words, "-d", json.dumps(body)])
+    return words

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from weft.checkpoint.eagle_config import head_kind
 from weft.checkpoint.tokenizer_files import read_json
@@ -51,13 +51,17 @@ def directly(source: str, target: str, address: str) -> str:
     return address
 
 
+FirstTask = Task | Literal["transcribe"]
+"""What a first request to a model asks for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
     """The services of one mesh."""
 
     services: tuple[ServiceSpec, ...]
     model_names: tuple[str, ...]
-    first_task: Task
+    first_task: FirstTask
     gateways: dict[str, str]
     """Addresses of the gateways for clients on this machine, by name."""
     rest_edges: dict[str, str]
@@ -86,7 +90,7 @@ class ModelFolder(NamedTuple):
 
     name: str
     folder: Path
-    task: Task = "generate"
+    task: FirstTask = "generate"
     no_8_bits: str = ""
     """Reason why its workers cannot keep K and V in 8 bits; empty: they can."""
     has_windows: bool = False
