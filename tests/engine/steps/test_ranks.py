@@ -29,6 +29,7 @@ from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, packed_models
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.mxfp4_models import as_mxfp4
+from weft.testing.models.nvfp4_models import nvfp4_models
 from weft.testing.models.quantised_models import quantised_copy
 from weft.testing.models.reference_models import make_reference
 from weft.testing.models.tiny_adapters import make_adapter
@@ -206,6 +207,7 @@ FORMATS: dict[str, Callable[[Path, Path], Path]] = {
     "fp8 channels": lambda source, path: fp8_copy(source, path, "channel")[0],
     "int8": quantised_copy,
     "gptq": lambda source, path: packed_models(source, path, LAYOUTS["gptq"])[0],
+    "nvfp4": lambda source, path: nvfp4_models(source, "modelopt")[0],
 }
 
 

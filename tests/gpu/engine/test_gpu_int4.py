@@ -22,6 +22,7 @@ from weft.kernels.shared.formats.packed_groups import PackedGroups
 from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.models.float32_reference import reference_model, ties_with
 from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models
+from weft.testing.models.nvfp4_models import nvfp4_models
 from weft.testing.models.reference_models import make_reference
 from weft.testing.models.tiny_models import make_tiny, save_weights
 
@@ -133,3 +134,16 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     prompts = random_prompts(fields["vocab_size"])
     tokens = generate(packed, prompts)
     ties_with(reference_model(floats, torch.bfloat16), prompts, tokens).check(is_moe=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_nvfp4(kind: str, tmp_path: Path) -> None:
+    source = make_tiny(kind, tmp_path / "tiny", random.randrange(10**6), **SIZES)
+    packed, floats = nvfp4_models(source, "modelopt")
+    loaded = load_model(packed, "bfloat16", "cuda")
+    assert (loaded.weight_format, loaded.bytes_per_weight < 0.7) == ("nvfp4", True)
+    del loaded
+    prompts = random_prompts()
+    tokens = generate(packed, prompts)
+    ties = ties_with(reference_model(floats, torch.bfloat16), prompts, tokens)
+    ties.check(is_moe="moe" in kind)

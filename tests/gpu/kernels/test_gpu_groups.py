@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("cuda")
 
 KINDS: list[tuple[int, Kind]] = [
     (32, "plain"), (32, "offsets"), (64, "plain"), (64, "offsets"), (128, "plain"),
-    (128, "offsets"), (32, "e2m1"),
+    (128, "offsets"), (32, "e2m1"), (16, "nvfp4"),
     (128, "wide"), (256, "plain"), (256, "offsets"),
 ]  # fmt: skip
 BF16 = torch.bfloat16
@@ -71,7 +71,9 @@ def test_many_rows_of_a_wide_matrix(kind: Kind) -> None:
     assert_as_exact(linear(x, w), peer, F.linear(x.double(), wide.double()))
 
 
-@pytest.mark.parametrize(("group", "kind"), [(128, "plain"), (32, "offsets"), (32, "e2m1")])
+@pytest.mark.parametrize(
+    ("group", "kind"), [(128, "plain"), (32, "offsets"), (32, "e2m1"), (16, "nvfp4")]
+)
 def test_a_rows_result_does_not_depend_on_the_others(group: int, kind: Kind) -> None:
     fresh_seed()
     matrix, arena = draw_groups(330, 1120, group, kind, "cuda"), WeightArena(is_fixed=True)
@@ -83,7 +85,9 @@ def test_a_rows_result_does_not_depend_on_the_others(group: int, kind: Kind) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 30, 500])
-@pytest.mark.parametrize(("group", "kind"), [(32, "e2m1"), (128, "offsets"), (32, "plain")])
+@pytest.mark.parametrize(
+    ("group", "kind"), [(32, "e2m1"), (16, "nvfp4"), (128, "offsets"), (32, "plain")]
+)
 def test_experts(rows: int, group: int, kind: Kind) -> None:
     fresh_seed()
     hidden, inner, experts, top_k = 288, 352, 6, 3

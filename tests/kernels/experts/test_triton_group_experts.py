@@ -53,7 +53,9 @@ FEW, MANY = (1, 160, 64, 4, 2), (40, 64, 160, 3, 2)
     [
         (FEW, 128, "offsets", False),
         (MANY, 32, "e2m1", False),
+        (MANY, 16, "nvfp4", False),
         pytest.param(FEW, 32, "e2m1", False, marks=pytest.mark.full),
+        pytest.param(FEW, 16, "nvfp4", False, marks=pytest.mark.full),
         pytest.param(MANY, 128, "offsets", False, marks=pytest.mark.full),
         pytest.param(FEW, 32, "plain", True, marks=pytest.mark.full),
         pytest.param(MANY, 32, "plain", True, marks=pytest.mark.full),

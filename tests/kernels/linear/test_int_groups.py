@@ -18,10 +18,11 @@ from weft.kernels.shared import cpu
 from weft.kernels.shared.formats.int_groups import (
     IntGroups,
     mxfp4_groups,
+    nvfp4_groups,
     pack_int_groups,
     quantise_groups,
 )
-from weft.testing.kernels.group_cases import rows_as_multiplied
+from weft.testing.kernels.group_cases import draw_nvfp4, rows_as_multiplied
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,
@@ -142,13 +143,59 @@ def test_products_with_mxfp4(exponents: tuple[int, int], dtype: torch.dtype) -> 
 
 def mxfp4_by_the_book(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Number by number, in float64: the MX specification, section 5.3.3."""
-    wide = torch.empty(scales.shape[0], scales.shape[1], 32, dtype=torch.float64)
-    for place in range(32):
+    return (e2m1_by_the_book(blocks) * 2.0 ** (scales[..., None].double() - 127)).flatten(1)
+
+
+def e2m1_by_the_book(blocks: torch.Tensor) -> torch.Tensor:
+    wide = torch.empty(*blocks.shape[:2], 2 * blocks.shape[2], dtype=torch.float64)
+    for place in range(wide.shape[2]):
         code = (blocks[..., place // 2] >> (4 * (place % 2))).int() & 15
         exponent, mantissa = code >> 1 & 3, (code & 1).double()
         size = torch.where(exponent > 0, 2.0 ** (exponent - 1) * (1 + mantissa / 2), mantissa / 2)
-        wide[..., place] = torch.where(code > 7, -size, size) * 2.0 ** (scales.double() - 127)
-    return wide.flatten(1)
+        wide[..., place] = torch.where(code > 7, -size, size)
+    return wide
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales_of", ["all", "alike"])
+def test_products_with_nvfp4(scales_of: str, dtype: torch.dtype) -> None:
+    n, k = 100, 16 * 37
+    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales = torch.randint(0, 127, (n, k // 16), dtype=torch.uint8)  # Every number that is not NaN.
+    scales[: n // 2] |= 128
+    if scales_of == "alike":
+        scales = torch.randint(56, 72, (n, k // 16), dtype=torch.uint8)
+    scales, factors = scales.view(torch.float8_e4m3fn), torch.rand(n) / 2**10 + 2.0**-20
+    wide = e2m1_by_the_book(data.unflatten(1, (-1, 8))) * scales.double()[..., None]
+    wide = wide.flatten(1) * factors.double()[:, None]
+    matrix = nvfp4_groups(data, scales, factors)
+    assert torch.equal(matrix.dequantised(torch.float32), wide.float())
+    packed = pack_linear(matrix, dtype=dtype)
+    assert torch.equal(weight_rows(packed, torch.arange(n)), wide.float().to(dtype))
+    for rows in ROWS:
+        x = draw(rows, k, dtype=dtype)
+        rounded = rows_as_multiplied(x, matrix)
+        error = (linear(x, packed).double() - rounded.double() @ wide.T).abs()
+        terms = x.double().norm(dim=1, keepdim=True) * wide.norm(dim=1)
+        assert (error <= (1e-6 if dtype == torch.float32 else 4e-3) * terms).all()
+
+
+def test_nvfp4_takes_four_and_a_half_bits_a_weight() -> None:
+    packed = pack_linear(draw_nvfp4(512, 2048), dtype=torch.bfloat16)
+    form, factors = packed.form, 4 * 512
+    parts = [getattr(form, name) for name in ("data", "scales")]
+    assert sum(part.nbytes for part in parts) * 8 == 4.5 * 512 * 2048
+    assert form.factors.nbytes == factors
+
+
+def test_scales_of_nvfp4_that_are_no_numbers_are_refused() -> None:
+    data, scales = torch.zeros(4, 16, dtype=torch.uint8), torch.ones(4, 2)
+    scales[1, 1] = float("nan")
+    with pytest.raises(ValueError, match="no number"):
+        nvfp4_groups(data, scales.to(torch.float8_e4m3fn), torch.ones(4))
+    with pytest.raises(ValueError, match="are no NVFP4"):
+        nvfp4_groups(data, torch.ones(4, 1).to(torch.float8_e4m3fn), torch.ones(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,11 +228,14 @@ def test_a_row_does_not_depend_on_the_others(
     assert ((whole - x.double() @ wide.double().T).abs() < 1e-5 * terms).all()
 
 
-Kind = Literal["4 bits", "8 bits", "mxfp4"]
+Kind = Literal["4 bits", "8 bits", "mxfp4", "nvfp4"]
 
 
 def draw_kind(n: int, k: int, kind: Kind) -> tuple[IntGroups, torch.Tensor]:
-    """A matrix in groups of 32, and its floats."""
+    """A matrix in groups of 32, or of 16, and its floats."""
+    if kind == "nvfp4":
+        matrix = draw_nvfp4(n, k)
+        return matrix, matrix.dequantised(torch.float32)
     if kind != "mxfp4":
         return draw_matrix(n, k, 32, 4 if kind == "4 bits" else 8)
     blocks = torch.randint(0, 256, (n, -(-k // 32), 16), dtype=torch.uint8)
@@ -195,7 +245,7 @@ def draw_kind(n: int, k: int, kind: Kind) -> tuple[IntGroups, torch.Tensor]:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "mxfp4"])
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "mxfp4", "nvfp4"])
 def test_experts(kind: Kind, dtype: torch.dtype) -> None:
     count, hidden, inner, top_k = 5, 96, 64, 2
     pairs = [(draw_kind(2 * inner, hidden, kind), draw_kind(hidden, inner, kind)) for _ in range(5)]

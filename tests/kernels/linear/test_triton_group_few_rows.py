@@ -20,10 +20,11 @@ from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 pytestmark = pytest.mark.needs("triton-interpreter")
 
 KINDS: list[tuple[int, Kind]] = [
-    (32, "e2m1"), (128, "offsets"), (32, "offsets"), (64, "offsets"), (128, "wide"), (256, "plain"),
+    (32, "e2m1"), (128, "offsets"), (16, "nvfp4"), (32, "offsets"), (64, "offsets"),
+    (128, "wide"), (256, "plain"),
 ]  # fmt: skip
 CASES = [
-    pytest.param(*kind, gated, marks=[] if place < 2 and gated == bool(place) else pytest.mark.full)
+    pytest.param(*kind, gated, marks=[] if place < 3 and gated == bool(place) else pytest.mark.full)
     for place, kind in enumerate(KINDS)
     for gated in (False, True)
 ]
@@ -61,7 +62,7 @@ def test_products(group: int, kind: Kind, is_gated: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("group", "kind"), [(32, "e2m1"), (128, "plain")])
+@pytest.mark.parametrize(("group", "kind"), [(32, "e2m1"), (128, "plain"), (16, "nvfp4")])
 def test_pairs_of_a_row_and_an_expert(group: int, kind: Kind) -> None:
     fresh_seed()
     rows, k, columns, count, top_k = 3, 160, 40, 5, 2

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 
 KINDS: list[tuple[int, Kind]] = [
     (32, "plain"), (32, "offsets"), (64, "offsets"), (128, "wide"), (128, "offsets"),
-    (256, "plain"), (32, "e2m1"),
+    (256, "plain"), (32, "e2m1"), (16, "nvfp4"),
 ]  # fmt: skip
 IN_EVERY_RUN = (
     ((32, "offsets"), False), ((128, "offsets"), False), ((128, "wide"), True),
-    ((32, "e2m1"), False),
+    ((32, "e2m1"), False), ((16, "nvfp4"), True),
 )  # fmt: skip
 SHAPES = [
     GroupsLaunchConfig(8, 16, 2, 2, 2),

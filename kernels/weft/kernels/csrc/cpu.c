@@ -61,9 +61,10 @@ void weft_pack(const Weight *w, const void *plain, void *packed, const void *bia
 }
 
 /* Weights in groups: `numbers` of 8 bits, or of 4 as `pack_fours_panel` takes them; `scales` as
- * `pack_group_scales`. */
+ * `pack_group_scales`; `factors` [out_features] or null. */
 void weft_pack_groups(const Weight *w, const void *numbers, void *packed, const void *scales,
-                      void *packed_scales, const void *bias, float *packed_bias) {
+                      void *packed_scales, const float *factors, float *packed_factors,
+                      const void *bias, float *packed_bias) {
 #pragma omp parallel for schedule(static)
   for (long p = 0; p < panels_of(w); p++) {
     if (w->bits == 4)
@@ -72,6 +73,7 @@ void weft_pack_groups(const Weight *w, const void *numbers, void *packed, const 
       pack_int8_panel(w, numbers, packed, p);
     pack_group_scales(w, scales, packed_scales, p);
   }
+  if (factors != NULL) pack_scales(w, factors, packed_factors);
   if (bias != NULL) pack_bias(w, bias, packed_bias);
 }
 

@@ -116,14 +116,14 @@ typedef struct {
   vf scales[PANEL / VL], offsets[PANEL / VL];
 } GroupScales;
 
-INLINE GroupScales scales_of_group(const void *scales, int is_half, int has_offsets, float factor,
+INLINE GroupScales scales_of_group(const void *scales, int size, int has_offsets, float factor,
                                    long at) {
   GroupScales out;
 #pragma GCC unroll 8
   for (int v = 0; v < PANEL / VL; v++) {
-    out.scales[v] = load_scales(scales, is_half, at + v * VL) * factor;
+    out.scales[v] = load_scales(scales, size, at + v * VL) * factor;
     out.offsets[v] = (vf){0};
-    if (has_offsets) out.offsets[v] = load_scales(scales, is_half, at + PANEL + v * VL);
+    if (has_offsets) out.offsets[v] = load_scales(scales, size, at + PANEL + v * VL);
   }
   return out;
 }
@@ -202,8 +202,9 @@ INLINE void round_pairs(const int bits, int kind, long pairs, const GroupScales 
   }
 }
 
-/* sum[2] += numbers of a row, separated by `split_pairs`, times some pairs of a panel in one group,
- * with the bits of the tile product of their words. `next` as in `unpack_pairs`. */
+/* sum[2] += numbers of a row, separated by `split_pairs`, times some pairs of a panel, with the bits
+ * of the tile product of their words. `of`: the scales of the first eight pairs and of the others.
+ * `next` as in `unpack_pairs`. */
 INLINE void rounded_step(const int bits, __m512 table, const float *even, const float *odd,
                          int pairs, const GroupScales *of, const char *panel, const char *next,
                          __m512 *sum) {
@@ -220,7 +221,8 @@ INLINE void rounded_step(const int bits, __m512 table, const float *even, const 
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         __m512i first, second;
-        near_pairs(bits, table, panel + v * half, 4 * j, of->scales[v], of->offsets[v], &first,
+        const GroupScales *own = of + (s >= 8);
+        near_pairs(bits, table, panel + v * half, 4 * j, own->scales[v], own->offsets[v], &first,
                    &second);
         first = _mm512_and_si512(first, upper), second = _mm512_and_si512(second, upper);
         lower[v] = _mm512_fmadd_ps((__m512)first, _mm512_set1_ps(even[s + j]), lower[v]);

@@ -4,7 +4,11 @@
  * without a sign. So a bias is added to weights that have one, and the bias times the sum of the
  * row is subtracted at the end. Sums over a group are exact, and are added with both scales in
  * float32. Rounding rows loses a fraction of what weights of 4 bits lose: there are 255 steps
- * instead of 16 over the same numbers. */
+ * instead of 16 over the same numbers.
+ *
+ * Where the weights have groups of 16, which are of NVFP4, four of them share a scale of the row, and
+ * their sums begin at less the bias times the sum of the row. So a group costs fewer operations.
+ * Columns of such weights are a multiple of 16. */
 #ifndef WEFT_GROUPED_VNNI_H
 #define WEFT_GROUPED_VNNI_H
 
@@ -14,14 +18,22 @@
  * upper halves of a panel's bytes are multiplied by. */
 typedef struct {
   int32_t *words; /* of a tile [eights along K][rows][2] */
-  float *scales;  /* of a tile [groups][rows] */
-  float *sums;    /* the same, of the rounded numbers with their scales */
+  float *scales;  /* of a tile [groups, or blocks of four groups of 16][rows] */
+  float *sums;    /* of a tile [groups][rows], of the rounded numbers with their scales; of groups of
+                   * 16 int32: less the bias times the sums of the rounded numbers */
   long group, groups;
 } GroupedRows;
 
 /* Bytes of memory for `rows` rows of n numbers. */
 static long grouped_rows_bytes(long rows, long n, long group) {
   return rows * (eights_of(n) * 8 + groups_along(n, group) * 8) + 64;
+}
+
+#define SHORT_GROUP 16
+#define SHORT_BLOCK 64 /* numbers of a row that share its scale, where groups have 16 */
+
+static long short_blocks(const GroupedRows *x) {
+  return (x->groups * SHORT_GROUP + SHORT_BLOCK - 1) / SHORT_BLOCK;
 }
 
 /* Lays such rows out in memory of `grouped_rows_bytes`. */
@@ -35,9 +47,9 @@ static GroupedRows grouped_rows_in(void *memory, long rows, long n, long group) 
 
 #if HAS_VNNI
 /* Rounds n <= LARGEST_GROUP numbers to `out`, each eight in the order in which a panel has its
- * bytes; returns their sum. `out` has room for whole sixteens. `scale` is NaN if a number is not
- * finite. */
-static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
+ * bytes; returns their sum, and writes that of each sixteen to `sums` unless it is null. `out` has
+ * room for whole sixteens. `scale` is NaN if a number is not finite. */
+INLINE int32_t round_eights(const bf16 *x, long n, float *scale, char *out, int32_t *sums) {
   __m512 values[LARGEST_GROUP / 16];
   const long vectors = (n + 15) / 16;
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -56,15 +68,46 @@ static int32_t round_eights(const bf16 *x, long n, float *scale, char *out) {
     const __m512i whole = _mm512_sub_epi32((__m512i)_mm512_fmadd_ps(values[i], factor, shift),
                                            (__m512i)shift);
     const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(whole), order);
-    sum = _mm512_add_epi32(sum, whole);
+    if (sums != NULL)
+      sums[i] = _mm512_reduce_add_epi32(whole);
+    else
+      sum = _mm512_add_epi32(sum, whole);
     _mm_storeu_si128((__m128i *)(out + 16 * i), bytes);
   }
   return _mm512_reduce_add_epi32(sum);
 }
 
+#define E2M1_BIAS 12
+
+/* `round_to_grouped` of groups of 16. */
+static void round_to_short(const bf16 *x, const GroupedRows *to, long rows, long n, long begin,
+                           long end) {
+  ALIGNED char eights[SHORT_BLOCK];
+  int32_t sums[SHORT_BLOCK / SHORT_GROUP];
+  for (long row = begin; row < end; row++) {
+    const TileRows tile = tile_with(rows, row);
+    const long place = row - tile.first;
+    int32_t *out = to->words + 2 * (tile.first * eights_of(n) + place);
+    int32_t *starts = (int32_t *)to->sums + tile.first * to->groups + place;
+    float *scales = to->scales + tile.first * short_blocks(to) + place;
+    for (long b = 0; b < short_blocks(to); b++) {
+      const long from = b * SHORT_BLOCK, numbers = at_most(n - from, SHORT_BLOCK);
+      round_eights(x + row * n + from, numbers, scales + b * tile.count, eights, sums);
+      for (long i = 0; i < numbers / SHORT_GROUP; i++)
+        starts[(from / SHORT_GROUP + i) * tile.count] = -E2M1_BIAS * sums[i];
+      for (long i = 0; i < eights_of(numbers); i++)
+        memcpy(out + 2 * (from / 8 + i) * tile.count, eights + 8 * i, 8);
+    }
+  }
+}
+
 /* Rounds rows begin .. end - 1 of x [rows, n] to int8. */
 static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, long n, long begin,
                              long end) {
+  if (to->group == SHORT_GROUP) {
+    round_to_short(x, to, rows, n, begin, end);
+    return;
+  }
   ALIGNED char eights[LARGEST_GROUP];
   for (long row = begin; row < end; row++) {
     const TileRows tile = tile_with(rows, row);
@@ -72,15 +115,13 @@ static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, lo
     for (long g = 0; g < to->groups; g++) {
       const long from = g * to->group, numbers = at_most(n - from, (int)to->group);
       const long at = tile.first * to->groups + g * tile.count + (row - tile.first);
-      const int32_t sum = round_eights(x + row * n + from, numbers, to->scales + at, eights);
+      const int32_t sum = round_eights(x + row * n + from, numbers, to->scales + at, eights, NULL);
       to->sums[at] = to->scales[at] * (float)sum;
       for (long i = 0; i < eights_of(numbers); i++)
         memcpy(out + 2 * (from / 8 + i) * tile.count, eights + 8 * i, 8);
     }
   }
 }
-
-#define E2M1_BIAS 12
 
 /* For each 4 bits of e2m1 twice their value, plus the bias. */
 INLINE __m512i e2m1_table(void) {
@@ -167,19 +208,69 @@ INLINE void grouped_columns(const int rows, const int vectors, const int is_e2m1
     for (int v = 0; v < vectors; v++) *(vf *)(c + r * PANEL + (first + v) * 16) = total[r][v];
 }
 
+/* `grouped_columns` of groups of 16 in e2m1, without what is added to all columns. Totals lie in c,
+ * as registers hold the sums of one group and of one block. */
+INLINE void short_columns(const int rows, const int vectors, int first, const GroupedRows *x,
+                          long row, long n, const uint32_t *panel, const uint8_t *scales, float *c,
+                          Prefetch *ahead) {
+  const int32_t *words = x->words + 2 * row * eights_of(n);
+  const float *row_scales = x->scales + row * short_blocks(x);
+  const int32_t *starts = (const int32_t *)x->sums + row * x->groups;
+  panel += first * 16, scales += first * 16, c += first * 16;
+  for (long b = 0; b < short_blocks(x); b++, row_scales += rows) {
+    const long numbers = at_most(n - b * SHORT_BLOCK, SHORT_BLOCK);
+    for (long left = eights_of(numbers); left > 0;) {
+      const char *asked;
+      const long some = take_span(ahead, left, &asked);
+      for (long i = 0; asked != NULL && i < 2 * some; i++)
+        __builtin_prefetch(asked + 64 * i, 0, 2);
+      left -= some;
+    }
+    vf part[TILE_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) part[r][0] = part[r][1] = (vf){0};
+    for (long from = 0; from < numbers; from += SHORT_GROUP) {
+      __m512i sum[TILE_ROWS][2];
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_set1_epi32(starts[r]);
+      const long eights = SHORT_GROUP / 8;
+      grouped_steps(rows, vectors, 1, 0, eights, words, panel, NULL, sum);
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; v++) {
+        const vf of_group = load_byte_scales(scales + v * 16);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+          part[r][v] = vf_fma((vf)_mm512_cvtepi32_ps(sum[r][v]), of_group, part[r][v]);
+      }
+      words += 2 * eights * rows, panel += eights * PANEL, starts += rows, scales += PANEL;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; v++) {
+        vf *to = (vf *)(c + r * PANEL + v * 16);
+        *to = vf_fma(part[r][v], vf_splat(row_scales[r]), b == 0 ? (vf){0} : *to);
+      }
+  }
+}
+
 /* A few rows go through all columns at once, in the order in which they lie. More rows leave no
  * registers for that. */
 #define GROUPED_CASE(N)                                                                            \
   case N: {                                                                                        \
     const int vectors = N <= 4 ? 2 : 1;                                                            \
-    for (int v = 0; v < 2; v += vectors)                                                           \
-      grouped_columns(N, vectors, is_e2m1, v, x, row, n, panel, of, bias, tile, ahead);            \
+    for (int v = 0; v < 2; v += vectors) {                                                         \
+      if (is_short)                                                                                \
+        short_columns(N, vectors, v, x, row, n, panel, of.scales, tile, ahead);                    \
+      else                                                                                         \
+        grouped_columns(N, vectors, is_e2m1, v, x, row, n, panel, of, bias, tile, ahead);          \
+    }                                                                                              \
     break;                                                                                         \
   }
 
-INLINE void grouped_tile_of(const int is_e2m1, int rows, const GroupedRows *x, long row, long n,
-                            const uint32_t *panel, PanelScales of, float bias, float *tile,
-                            Prefetch *ahead) {
+INLINE void grouped_tile_of(const int is_short, const int is_e2m1, int rows, const GroupedRows *x,
+                            long row, long n, const uint32_t *panel, PanelScales of, float bias,
+                            float *tile, Prefetch *ahead) {
   switch (rows) {
     GROUPED_CASE(1) GROUPED_CASE(2) GROUPED_CASE(3) GROUPED_CASE(4) GROUPED_CASE(5)
     GROUPED_CASE(6) GROUPED_CASE(7) GROUPED_CASE(8) GROUPED_CASE(9) GROUPED_CASE(10)
@@ -192,10 +283,12 @@ INLINE void grouped_tile_of(const int is_e2m1, int rows, const GroupedRows *x, l
 static void vnni_grouped_tile(int rows, int kind, const GroupedRows *x, long row, long n,
                               const uint32_t *panel, PanelScales of, float *tile,
                               Prefetch *ahead) {
-  if (kind == FOURS_E2M1)
-    grouped_tile_of(1, rows, x, row, n, panel, of, bias_of(kind), tile, ahead);
+  if (x->group == SHORT_GROUP)
+    grouped_tile_of(1, 1, rows, x, row, n, panel, of, 0, tile, ahead);
+  else if (kind == FOURS_E2M1)
+    grouped_tile_of(0, 1, rows, x, row, n, panel, of, bias_of(kind), tile, ahead);
   else
-    grouped_tile_of(0, rows, x, row, n, panel, of, bias_of(kind), tile, ahead);
+    grouped_tile_of(0, 0, rows, x, row, n, panel, of, bias_of(kind), tile, ahead);
 }
 #else
 static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, long n, long begin,

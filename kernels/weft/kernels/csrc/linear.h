@@ -17,7 +17,9 @@
 /* As laid out by weft/kernels/shared/cpu.py. */
 typedef struct {
   const uint32_t *panels;
-  const float *scales; /* [panels * 32] in panel order, of int8 panels; null: words of floats */
+  /* [panels * 32] in panel order: scales of int8 panels, or factors of a product of groups; null:
+   * words of floats, or groups without factors. */
+  const float *scales;
   const float *bias; /* [panels * 32] in panel order, or null */
   int64_t out_features;
   int64_t in_features;
@@ -25,17 +27,22 @@ typedef struct {
   int32_t gated; /* panels alternate 16 columns of gate and of up, which `gated_values` combines */
   float alpha, limit, offset; /* 1, infinity and 0: silu(gate) * up */
   float gate_limit, cubic; /* infinity and 0 */
-  int32_t group; /* numbers along K with a scale of their own, a multiple of 32; 0: no groups */
+  int32_t group; /* numbers along K with a scale of their own, 16 or a multiple of 32; 0: no groups */
   int32_t bits;  /* of numbers in groups: 4 or 8 */
-  /* Of groups: [panels][groups][scales, or scales and offsets][32], float32 or float16. */
+  /* Of groups: [panels][groups][scales, or scales and offsets][32]. */
   const void *group_scales;
   int32_t has_offsets;
-  int32_t is_half;
+  int32_t scale_size; /* of `group_scales`, as `load_scales` takes it */
   int32_t is_e2m1; /* of 4 bits, without offsets */
   int32_t is_rotated; /* int8 as in rotated.h; in_features is a multiple of 64 */
   /* [in_features]: the column of x for each of the weight's, which lie in groups; null: the same. */
   const int32_t *order;
 } Weight;
+
+/* Whether a weight is int8 with a scale for each column, not rotated. */
+static int is_int8(const Weight *w) {
+  return w->scales != NULL && w->group == 0 && !w->is_rotated;
+}
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
  * EPYC's own prefetcher does better alone, while a Xeon's leaves a third of the memory's speed unused
@@ -208,7 +215,9 @@ INLINE void pack_scales_of(const long size, const Weight *w, const char *plain, 
 }
 
 static void pack_group_scales(const Weight *w, const void *plain, void *packed, long p) {
-  if (w->is_half)
+  if (w->scale_size == 1)
+    pack_scales_of(1, w, plain, packed, p);
+  else if (w->scale_size == 2)
     pack_scales_of(2, w, plain, packed, p);
   else
     pack_scales_of(4, w, plain, packed, p);
@@ -371,7 +380,7 @@ static int rounds(const Weight *w) { return w->group > 0 && uses_amx(w->is_bf16)
 #if HAS_AMX
 static GroupScales scales_behind(const Weight *w, long p, long from) {
   const long groups = groups_along(w->in_features, w->group);
-  return scales_of_group(w->group_scales, w->is_half, w->has_offsets,
+  return scales_of_group(w->group_scales, w->scale_size, w->has_offsets,
                          w->bits == 8 ? word_scale(1) : 1.0f,
                          (p * groups + from / w->group) * (w->has_offsets ? 2 : 1) * PANEL);
 }
@@ -382,17 +391,20 @@ INLINE void rounded_row(const int bits, const Weight *w, const bf16 *x, long p, 
   const __m512 table = float_table(kind_of_fours(w));
   const char *panel = (const char *)(w->panels + p * panel_words(w));
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (long from = 0; from < w->in_features; from += w->group) {
-    const GroupScales of = scales_behind(w, p, from);
-    const long end = from + w->group < w->in_features ? from + w->group : w->in_features;
+  const long taken = w->group < 2 * AMX_DEPTH ? 2 * AMX_DEPTH : w->group;
+  for (long from = 0; from < w->in_features; from += taken) {
+    const long end = from + taken < w->in_features ? from + taken : w->in_features;
+    GroupScales of[2];
+    of[0] = of[1] = scales_behind(w, p, from);
+    if (from + w->group < end) of[1] = scales_behind(w, p, from + w->group);
     for (long k = from; k < end; k += 2 * AMX_DEPTH, panel += AMX_DEPTH * bytes_of_pair(bits)) {
       const char *next = asks ? panel + panel_words(w) * 4 : NULL;
       ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
       const int pairs = split_pairs(x + k, end - k, even, odd);
       if (pairs == AMX_DEPTH)
-        rounded_step(bits, table, even, odd, AMX_DEPTH, &of, panel, next, sum);
+        rounded_step(bits, table, even, odd, AMX_DEPTH, of, panel, next, sum);
       else
-        rounded_step(bits, table, even, odd, pairs, &of, panel, next, sum);
+        rounded_step(bits, table, even, odd, pairs, of, panel, next, sum);
     }
   }
   for (int v = 0; v < 2; v++) _mm512_storeu_ps(tile + v * 16, sum[v]);
@@ -497,9 +509,8 @@ typedef struct {
 static PanelScales scales_of_panel(const Weight *w, long p) {
   if (w->group == 0) return (PanelScales){NULL, 0, 0};
   const long groups = groups_along(w->in_features, w->group), kinds = w->has_offsets ? 2 : 1;
-  const long size = w->is_half ? 2 : 4;
-  return (PanelScales){(const char *)w->group_scales + p * groups * kinds * PANEL * size,
-                       w->is_half, w->has_offsets};
+  return (PanelScales){(const char *)w->group_scales + p * groups * kinds * PANEL * w->scale_size,
+                       w->scale_size, w->has_offsets};
 }
 
 /* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups
@@ -518,7 +529,7 @@ static void grouped_product(const Weight *w, Input input, long m, long first_blo
     const long from = g * w->group, numbers = at_most(n - from, w->group);
     const uint32_t *at = panel + (w->bits == 4 ? from / 8 * PANEL : from / 2 * (PANEL / 2));
     const uint32_t *next = asks ? at + panel_words(w) : NULL;
-    const GroupScales of_group = scales_of_group(w->group_scales, w->is_half, w->has_offsets, 1.0f,
+    const GroupScales of_group = scales_of_group(w->group_scales, w->scale_size, w->has_offsets, 1.0f,
                                                  (p * groups + g) * step);
     if (w->bits == 4)
       unpack_fours(is_bf16, kind, eights_of(numbers), at, next, words);
@@ -558,7 +569,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   const char *x = input.rows;
   const long stride = w->in_features * (w->is_bf16 ? 2 : 4), size = panel_words(w);
   const int is_adding = adds(add), odd = w->is_bf16 && (w->in_features & 1);
-  const int unpacks = rounds(w) || (w->scales != NULL && !w->is_rotated && input.integers == NULL);
+  const int unpacks = rounds(w) || (is_int8(w) && input.integers == NULL);
   const long blocks = blocks_of(w, m), groups = groups_of(w, m);
   const long p = unit % panels_of(w), group = unit / panels_of(w);
   const uint32_t *panel = w->panels + p * size;
@@ -601,7 +612,8 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
     if (w->scales != NULL && !w->is_rotated)
-      scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows, tile);
+      scale_tile(w->scales + p * PANEL, unpacks && w->group == 0 ? word_scale(w->is_bf16) : 1.0f,
+                 rows, tile);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
@@ -612,7 +624,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
 
 /* Whether a product multiplies its rows as integers of 16 bits. */
 static int needs_integers(const Weight *w) {
-  const int has_bytes = (w->scales != NULL && !w->is_rotated) || (w->group > 0 && w->bits == 8);
+  const int has_bytes = is_int8(w) || (w->group > 0 && w->bits == 8);
   return has_bytes && uses_integers(w->is_bf16);
 }
 

@@ -141,9 +141,22 @@ static void round_to_integers(const bf16 *x, const Integers *to, long n, long fi
     }
 }
 
-/* VL scales or offsets. */
-INLINE vf load_scales(const void *scales, int is_half, long at) {
-  if (!is_half) return *(const vf *)((const float *)scales + at);
+/* VL scales of NVFP4: a byte has 5 bits of exponent, with a bias of 18, and 3 of mantissa, which a
+ * float has in other places. 0 is no special case, since its numbers are 0. */
+INLINE vf load_byte_scales(const uint8_t *scales) {
+  vi bytes;
+#if VL == 16
+  bytes = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)scales));
+#else
+  for (int i = 0; i < VL; i++) bytes[i] = scales[i];
+#endif
+  return (vf)((bytes << 20) + ((127 - 18) << 23));
+}
+
+/* VL scales or offsets of `size` bytes each: float32, float16, or 1 for those of NVFP4. */
+INLINE vf load_scales(const void *scales, int size, long at) {
+  if (size == 4) return *(const vf *)((const float *)scales + at);
+  if (size == 1) return load_byte_scales((const uint8_t *)scales + at);
 #if VL == 16
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)scales + at)));
 #elif VL == 8 && defined(__F16C__)
@@ -161,11 +174,10 @@ INLINE vf load_scales(const void *scales, int is_half, long at) {
 #endif
 }
 
-/* Scales, and offsets if there are any, of a panel in groups: [groups][1 or 2][32], float32 or
- * float16. */
+/* Scales, and offsets if there are any, of a panel in groups: [groups][1 or 2][32]. */
 typedef struct {
   const void *scales; /* null: no groups */
-  int is_half, has_offsets;
+  int size, has_offsets; /* `size`: bytes of a scale, as `load_scales` takes it */
 } PanelScales;
 
 /* The scales and offsets of one group and VL columns; offsets are 0 where there are none. */
@@ -175,8 +187,8 @@ typedef struct {
 
 INLINE GroupScale group_scale(PanelScales of, long group, long column) {
   const long at = group * (of.has_offsets ? 2 : 1) * PANEL + column;
-  GroupScale out = {load_scales(of.scales, of.is_half, at), {0}};
-  if (of.has_offsets) out.offsets = load_scales(of.scales, of.is_half, at + PANEL);
+  GroupScale out = {load_scales(of.scales, of.size, at), {0}};
+  if (of.has_offsets) out.offsets = load_scales(of.scales, of.size, at + PANEL);
   return out;
 }
 

@@ -44,7 +44,7 @@ class WeightStruct(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("group_scales", ctypes.c_void_p),
         ("has_offsets", ctypes.c_int32),
-        ("is_half", ctypes.c_int32),
+        ("scale_size", ctypes.c_int32),
         ("is_e2m1", ctypes.c_int32),
         ("is_rotated", ctypes.c_int32),
         ("order", ctypes.c_void_p),
@@ -336,7 +336,7 @@ class NativeCpu:
         )
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 7)
-        self.pack_groups = declare("weft_pack_groups", None, *[pointer] * 7)
+        self.pack_groups = declare("weft_pack_groups", None, *[pointer] * 9)
         self.packed_words = declare("weft_packed_words", long, pointer)
         self.packed_columns = declare("weft_packed_columns", long, pointer)
         self.linear = declare(

@@ -45,14 +45,18 @@ class ComputedFormat:
 
 def _format_of(weight: LinearWeight) -> str:
     match weight.form:
-        case NativeForm(_, struct) if struct.group:
-            return _format_of_groups(struct.bits, is_e2m1=bool(struct.is_e2m1))
+        case NativeForm(_, struct, _, _, factors) if struct.group:
+            return _format_of_groups(
+                struct.bits, is_e2m1=bool(struct.is_e2m1), has_factors=factors is not None
+            )
         case NativeForm(_, _, torch.Tensor()):
             return "int8"
         case IntGroups() as groups:
-            return _format_of_groups(groups.bits, is_e2m1=groups.is_e2m1)
+            return _format_of_groups(
+                groups.bits, is_e2m1=groups.is_e2m1, has_factors=groups.is_nvfp4
+            )
         case PackedGroups() as groups:
-            return _format_of_groups(4, is_e2m1=groups.is_e2m1)
+            return _format_of_packed(groups)
         case PlainForm() | OneDnnForm() | NativeForm():
             return _name_of(weight.dtype)
         case quantised:
@@ -62,14 +66,20 @@ def _format_of(weight: LinearWeight) -> str:
 def _format_of_stack(stack: StackedWeight) -> str:
     match stack:
         case PackedExperts():
-            return _format_of_groups(4, is_e2m1=stack.first.is_e2m1)
+            return _format_of_packed(stack.first)
         case Fp8Experts():
             return "fp8"
         case _:
             return _name_of(stack.dtype)
 
 
-def _format_of_groups(bits: int, *, is_e2m1: bool) -> str:
+def _format_of_packed(groups: PackedGroups) -> str:
+    return _format_of_groups(4, is_e2m1=groups.is_e2m1, has_factors=groups.factors is not None)
+
+
+def _format_of_groups(bits: int, *, is_e2m1: bool, has_factors: bool) -> str:
+    if has_factors:
+        return "nvfp4"
     return "mxfp4" if is_e2m1 else f"int{bits}"
 
 
@@ -78,7 +88,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _bytes_of(form: object) -> int:
-    parts = [getattr(form, name, None) for name in ("data", "scales", "offsets")]
+    parts = [getattr(form, name, None) for name in ("data", "scales", "offsets", "factors")]
     if isinstance(form, torch.Tensor):
         parts = [form]
     return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))

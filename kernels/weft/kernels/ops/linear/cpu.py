@@ -64,7 +64,8 @@ def _group_rows(form: NativeForm, rows: torch.Tensor) -> IntGroups:
     own = scales[panel, :, :, place]  # [rows, groups, kinds]
     offsets = own[..., 1].contiguous() if struct.has_offsets else None
     scales, is_e2m1 = own[..., 0].contiguous(), bool(struct.is_e2m1)
-    return IntGroups(data, scales, offsets, columns, struct.group, is_e2m1, form.order)
+    factors = None if form.factors is None else form.factors[rows]
+    return IntGroups(data, scales, offsets, columns, struct.group, is_e2m1, form.order, factors)
 
 
 def pack_native(
@@ -142,7 +143,7 @@ def _pack_groups(
         group=weight.group,
         bits=weight.bits,
         has_offsets=weight.offsets is not None,
-        is_half=weight.scales.dtype == torch.float16,
+        scale_size=weight.scales.itemsize,
         is_e2m1=weight.is_e2m1,
         order=None if weight.order is None else weight.order.data_ptr(),
     )
@@ -153,20 +154,25 @@ def _pack_groups(
     )
     packed = arena.take(native.packed_words(address), torch.int32)
     shape.panels, shape.group_scales = packed.data_ptr(), scales.data_ptr()
-    packed_bias = None
+    packed_bias = factors = None
     if bias is not None:
         bias, packed_bias = bias.contiguous(), torch.empty(num_columns, dtype=torch.float32)
         shape.bias = packed_bias.data_ptr()
+    if weight.factors is not None:
+        factors = torch.empty(num_columns, dtype=torch.float32)
+        shape.scales = factors.data_ptr()
     native.pack_groups(
         address,
         weight.data.data_ptr(),
         packed.data_ptr(),
         plain_scales.data_ptr(),
         scales.data_ptr(),
+        None if weight.factors is None else weight.factors.data_ptr(),
+        shape.scales,
         None if bias is None else bias.data_ptr(),
         shape.bias,
     )
-    form = NativeForm(packed, shape, scales, weight.order)
+    form = NativeForm(packed, shape, scales, weight.order, factors)
     return LinearWeight(n, k, dtype, gated, form, packed_bias, gating=gating)
 
 

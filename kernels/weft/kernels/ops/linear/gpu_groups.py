@@ -24,7 +24,11 @@ from weft.kernels.ops.linear.triton_groups_product import (
     product_launch_config,
 )
 from weft.kernels.ops.linear.triton_groups_tensor_cores import can_multiply, multiply_wide
-from weft.kernels.ops.linear.triton_groups_unpack import power_of_two, unpacked
+from weft.kernels.ops.linear.triton_groups_unpack import (
+    power_of_two,
+    unpacked,
+    unpacked_scaled,
+)
 from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.shared.dependent_launch import (
     is_dependent,
@@ -127,6 +131,7 @@ def in_floats(matrix: PackedGroups, dtype: torch.dtype) -> torch.Tensor:
         matrix.data,
         matrix.scales,
         matrix.offsets,
+        matrix.factors,
         rows,
         columns,
         matrix.scales.shape[1],
@@ -148,6 +153,7 @@ def _in_floats_kernel(
     data: tl.tensor,
     scales: tl.tensor,
     offsets: tl.tensor,
+    factors: tl.tensor,
     rows: int,
     columns: int,
     width: int,
@@ -167,18 +173,27 @@ def _in_floats_kernel(
     last = tl.minimum(row, rows - 1)
     part = tl.arange(0, HALF)
     tile = tl.load(data + last.to(tl.int64)[:, None] * stride + block * HALF + part[None, :])
-    lower, upper = unpacked(tile, out.dtype.element_ty, IS_E2M1, IS_NATIVE)
     group = block * (2 * HALF // UNIT)
     at_scale = group * width + last
     column = block * 2 * HALF + part
     at = out + row.to(tl.int64)[:, None] * columns + column[None, :]
     is_row = (row < rows)[:, None]
+    is_in = is_row & (column + HALF < columns)[None, :]
+    if factors is not None:
+        factor = tl.load(factors + last)[:, None]
+        words = tl.load(scales + at_scale)
+        lower, upper = unpacked_scaled(tile, words, out.dtype.element_ty, IS_NATIVE)
+        wide = (lower.to(tl.float32) * factor).to(out.dtype.element_ty)
+        tl.store(at, wide, mask=is_row & (column < columns)[None, :])
+        wide = (upper.to(tl.float32) * factor).to(out.dtype.element_ty)
+        tl.store(at + HALF, wide, mask=is_in)
+        return
+    lower, upper = unpacked(tile, out.dtype.element_ty, IS_E2M1, IS_NATIVE)
     wide = _scaled(lower, scales, offsets, at_scale, IS_E2M1)
     tl.store(at, wide.to(out.dtype.element_ty), mask=is_row & (column < columns)[None, :])
     if UNIT == HALF:
         at_scale += width
     wide = _scaled(upper, scales, offsets, at_scale, IS_E2M1)
-    is_in = is_row & (column + HALF < columns)[None, :]
     tl.store(at + HALF, wide.to(out.dtype.element_ty), mask=is_in)
 
 

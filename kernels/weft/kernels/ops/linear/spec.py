@@ -38,11 +38,13 @@ class NativeForm:
     struct: cpu.WeightStruct
     """Describes `data`, `scales` and the bias to native operations."""
     scales: torch.Tensor | None = None
-    """float32. Of a quantised weight in panel order; of weights in groups [panels, groups, scales
-    or scales and offsets, 32]. None: the panels hold the layer's dtype.
+    """float32. Of a quantised weight in panel order; of weights in groups, of their own dtype,
+    [panels, groups, scales or scales and offsets, 32]. None: the panels hold the layer's dtype.
     """
     order: torch.Tensor | None = None
     """[K] int32: order in which products take the columns of their input; None: as they are."""
+    factors: torch.Tensor | None = None
+    """Those of `IntGroups`, in panel order."""
 
     @property
     def address(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.linear.triton_groups_unpack import power_of_two
+from weft.kernels.ops.linear.triton_groups_unpack import byte_scale, power_of_two
 from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts
 from weft.kernels.ops.moe.triton_parts import gated
 from weft.kernels.shared.dependent_launch import (
@@ -120,6 +120,7 @@ def multiply_few(
         weight.data,
         weight.scales,
         weight.offsets,
+        weight.factors,
         bias,
         residual,
         columns=columns,
@@ -148,6 +149,7 @@ def _few_kernel(
     data: tl.tensor,
     scales: tl.tensor,
     offsets: tl.tensor,
+    factors: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
     ids: tl.tensor,
@@ -261,6 +263,10 @@ def _few_kernel(
         else:
             total, total_up = _summed(product_second), _summed(up_second)
         mask = column < columns
+        if factors is not None:
+            total *= tl.load(factors + of_expert + last)
+            if IS_GATED:
+                total_up *= tl.load(factors + of_expert + columns + last)
         if bias is not None:
             total += tl.load(bias + of_expert + last).to(tl.float32)
             if IS_GATED:
@@ -535,7 +541,13 @@ def _sums(
     scale, offset, scale_high, offset_high = given
     l0, l1, h0, h1 = l0[None, :, :], l1[None, :, :], h0[None, :, :], h1[None, :, :]
     sums = _dot(low, l0, l1, 0, IS_NATIVE)
-    if not IS_SPLIT:
+    if IS_E2M1 and scale.dtype == tl.int32:
+        upper = _dot(high, h0, h1, 0, IS_NATIVE)
+        # The four scales of a word are those of two threads' lower and upper numbers.
+        words = scale[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :]
+        total = _shifted(sums, sum_low) * (0.5 * byte_scale(words))
+        total += _shifted(upper, sum_high) * (0.5 * byte_scale(words >> 8))
+    elif not IS_SPLIT:
         sums = _dot(high, h0, h1, sums, IS_NATIVE)
         total = _finished(sums, sum_low + sum_high, scale, offset, HAS_OFFSETS, IS_E2M1)
     else:
@@ -575,12 +587,23 @@ def _finished(
     """[COLUMNS, STEP, WORDS / 4]: sums of stored numbers times integers, with scales and offsets
     applied.
     """
-    size: tl.constexpr = [sums.shape[0], sums.shape[1], sums.shape[2] // 4, 4]
-    total = tl.sum(sums.reshape(size), axis=3).to(tl.float32)
-    of_x = sum_of_x[None, :, :]
     if IS_E2M1:
-        return (total - 64 * of_x) * (0.5 * power_of_two(scale))[:, :, None]
+        return _shifted(sums, sum_of_x) * (0.5 * power_of_two(scale))[:, :, None]
+    total, of_x = _by_threads(sums), sum_of_x[None, :, :]
     if HAS_OFFSETS:
         total *= scale.to(tl.float32)[:, :, None]
         return total + of_x * offset.to(tl.float32)[:, :, None]
     return (total - 8 * of_x) * scale.to(tl.float32)[:, :, None]
+
+
+@triton.jit
+def _by_threads(sums: tl.tensor) -> tl.tensor:
+    """[COLUMNS, STEP, WORDS / 4] float32 of [COLUMNS, STEP, WORDS]."""
+    size: tl.constexpr = [sums.shape[0], sums.shape[1], sums.shape[2] // 4, 4]
+    return tl.sum(sums.reshape(size), axis=3).to(tl.float32)
+
+
+@triton.jit
+def _shifted(sums: tl.tensor, sum_of_x: tl.tensor) -> tl.tensor:
+    """Sums of twice the numbers of e2m1, which were stored with 64 added."""
+    return _by_threads(sums) - 64 * sum_of_x[None, :, :]

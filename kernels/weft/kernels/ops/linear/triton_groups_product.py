@@ -4,7 +4,8 @@ Numbers become 16-bit floats in registers, exactly, and are the first operand of
 group is multiplied separately, and scales and offsets are applied to its sums in float32, so that
 neither weights nor activations are rounded. For many rows, weights are first multiplied by their
 scales and rounded to 16 bits. With `is_fixed` they never are, and only then is a row's result
-independent of the other rows.
+independent of the other rows. Numbers of NVFP4 are always multiplied by their scales, which rounds
+nothing; the factors of rows are applied to sums.
 
 For few rows, warps walk slices of K whose sums are added at the end, as in `sliced_linear`. For
 more rows, programs compute tiles.
@@ -17,7 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.linear.triton_groups_unpack import power_of_two, unpacked
+from weft.kernels.ops.linear.triton_groups_unpack import (
+    power_of_two,
+    unpacked,
+    unpacked_scaled,
+)
 from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts
 from weft.kernels.ops.moe.triton_parts import gated
 from weft.kernels.ops.moe.triton_sort import Blocks
@@ -166,6 +171,7 @@ def multiply_groups(
         weight.data,
         weight.scales,
         weight.offsets,
+        weight.factors,
         None if is_split else bias,
         None if is_split else residual,
         rows=x.shape[0],
@@ -224,6 +230,7 @@ def _groups_kernel(
     data: tl.tensor,
     scales: tl.tensor,
     offsets: tl.tensor,
+    factors: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
     order: tl.tensor,
@@ -300,6 +307,10 @@ def _groups_kernel(
         )  # fmt: skip
     in_out = column < columns
     mask = in_out[:, None] & exists[None, :]
+    if factors is not None:
+        product *= tl.load(factors + of_expert + last)[:, None]
+        if IS_GATED:
+            up *= tl.load(factors + of_expert + columns + last)[:, None]
     if bias is not None:
         product += tl.load(bias + of_expert + last).to(tl.float32)[:, None]
         if IS_GATED:
@@ -537,6 +548,9 @@ def _add_groups(
     `given` is from `_given`. IS_SPLIT: each half of a block has a scale of its own.
     """
     scale, offset, scale_high, offset_high = given
+    if IS_E2M1 and scale.dtype == tl.int32:
+        lower, upper = unpacked_scaled(tile, scale, low.dtype, IS_NATIVE)
+        return tl.dot(upper, high, tl.dot(lower, low, total))
     lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
     zeros = tl.zeros(total.shape, tl.float32)
     if not IS_SPLIT:
@@ -568,6 +582,9 @@ def _add_rounded(
 ) -> tl.tensor:
     """Like `_add_groups`, with weights that are scaled and rounded first."""
     scale, offset, scale_high, offset_high = given
+    if IS_E2M1 and scale.dtype == tl.int32:
+        lower, upper = unpacked_scaled(tile, scale, low.dtype, IS_NATIVE)
+        return tl.dot(upper, high, tl.dot(lower, low, total))
     lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
     if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:
         # Exact: a power of two changes the exponent alone.

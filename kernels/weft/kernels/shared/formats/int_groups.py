@@ -1,7 +1,8 @@
 """Matrices of 4 or 8 bits whose scales and offsets belong to groups of neighbours along a row.
 
 MXFP4 (OCP Microscaling Formats Specification 1.0, section 5.2) is one of them: numbers in e2m1, in
-groups of 32 whose scales are powers of two.
+groups of 32 whose scales are powers of two. NVFP4 is another: groups of 16 whose scales are in
+e4m3, and a factor in float32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ _TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_GROUP = 32
 """Numbers of a row of MXFP4 that share a scale."""
 _MXFP4_BIAS, _MXFP4_NO_SCALE = 127, 255
+NVFP4_GROUP = 16
+"""Numbers of a row of NVFP4 that share a scale."""
+_BYTE_BIAS = 18
+"""Bias of the exponents of byte scales, which makes the largest one, 448 in e4m3, 1.75. So a scale
+times the largest power of two that kernels apply to e2m1 is still a number of bfloat16.
+"""
+_LIFTED = 2.0**8
+"""What e4m3 is divided by to be a byte scale: its smallest, 2^-9, then has an exponent of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +50,15 @@ class IntGroups:
     `is_e2m1` they are e2m1 codes.
     """
     scales: torch.Tensor
-    """[N, K / group rounded up] float32 or float16, finite."""
+    """[N, K / group rounded up] float32 or float16, finite. Of NVFP4 uint8: 5 bits of exponent with
+    a bias of 18, then 3 of mantissa. Here 0 belongs to groups whose numbers are all 0.
+    """
     offsets: torch.Tensor | None
     """Of the shape and dtype of `scales`; None: all are 0."""
     columns: int
     """K."""
     group: int
-    """Columns of a group: 32, 64, 128 or 256. The last one may be cut off."""
+    """Columns of a group: 32, 64, 128 or 256, of NVFP4 16. The last one may be cut off."""
     is_e2m1: bool = False
     """Whether 4 bits are a number in e2m1 (sign, two bits of exponent, one of mantissa). It counts
     twice here, so that it is whole; such a matrix has no offsets.
@@ -56,20 +67,28 @@ class IntGroups:
     """[K] int32: the original column of each of `numbers`, where the columns of a group are not
     adjacent; None: they are. Products take the columns of their input in this order.
     """
+    factors: torch.Tensor | None = None
+    """[N] float32: what the rows of NVFP4 are multiplied by beside their scales; else None."""
 
     def __post_init__(self) -> None:
         wide = self.columns if self.bits == 8 else -(-self.columns // 2)
         fits = self.data.dim() == 2 and self.data.dtype in (torch.uint8, torch.int8)
         fits = fits and self.data.shape[1] == wide and self.data.is_contiguous()
-        fits = fits and self.group in (32, 64, 128, LARGEST_GROUP)
+        fits = fits and self.group in (NVFP4_GROUP, 32, 64, 128, LARGEST_GROUP)
+        dtypes = (torch.uint8,) if self.is_nvfp4 else (torch.float32, torch.float16)
         for part in (self.scales, *([] if self.offsets is None else [self.offsets])):
             fits = fits and part.shape == (self.data.shape[0], -(-self.columns // self.group))
-            fits = fits and part.dtype in (torch.float32, torch.float16)
+            fits = fits and part.dtype in dtypes
             fits = fits and part.dtype == self.scales.dtype and part.is_contiguous()
         if self.order is not None:
             fits = fits and self.order.shape == (self.columns,)
             fits = fits and self.order.dtype == torch.int32 and self.order.is_contiguous()
         fits = fits and not (self.is_e2m1 and (self.bits == 8 or self.offsets is not None))
+        fits = fits and (self.is_e2m1 or not self.is_nvfp4)
+        fits = fits and self.is_nvfp4 == (self.factors is not None)
+        if self.factors is not None:
+            fits = fits and self.factors.shape == self.data.shape[:1]
+            fits = fits and self.factors.dtype == torch.float32 and self.factors.is_contiguous()
         if not fits:
             raise ValueError(
                 f"{tuple(self.data.shape)} {self.data.dtype} with scales "
@@ -85,6 +104,10 @@ class IntGroups:
     def shape(self) -> tuple[int, int]:
         return self.data.shape[0], self.columns
 
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.group == NVFP4_GROUP
+
     def numbers(self) -> torch.Tensor:
         """[N, K] int16, in the order of `order`."""
         if self.bits == 8:
@@ -97,7 +120,10 @@ class IntGroups:
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix in floats, [N, K]: in float32, then rounded once."""
-        wide = self.numbers().float().mul_(self._wide(self.scales))
+        scales = byte_scales(self.scales) if self.is_nvfp4 else self.scales
+        wide = self.numbers().float().mul_(self._wide(scales))
+        if self.factors is not None:
+            wide *= self.factors[:, None]
         if self.offsets is not None:
             wide += self._wide(self.offsets)
         if self.order is not None:
@@ -107,7 +133,10 @@ class IntGroups:
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Some of the rows ([L] int64) in floats."""
         offsets = None if self.offsets is None else self.offsets[rows]
-        own = replace(self, data=self.data[rows], scales=self.scales[rows], offsets=offsets)
+        factors = None if self.factors is None else self.factors[rows]
+        own = replace(
+            self, data=self.data[rows], scales=self.scales[rows], offsets=offsets, factors=factors
+        )
         return own.dequantised(dtype)
 
     def _wide(self, values: torch.Tensor) -> torch.Tensor:
@@ -183,16 +212,63 @@ def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> IntGroups:
     return IntGroups(data, powers, None, columns, MXFP4_GROUP, is_e2m1=True)
 
 
-def nvfp4_floats(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """A matrix in NVFP4 as float32, [N, K].
+def nvfp4_groups(data: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> IntGroups:
+    """A matrix in NVFP4, without loss.
 
     Args:
         data: [N, K / 2] uint8: two numbers in e2m1 each, the first in the lower half.
-        scales: [N, groups] float32, each of K / groups neighbours.
+        scales: [N, K / 16] float8_e4m3fn.
+        factors: [N] float32: what each row is multiplied by beside its scales.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit together, or a scale or factor is no number.
     """
-    table = torch.tensor(_TWICE_E2M1, dtype=torch.float32, device=data.device) / 2
-    codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1).long()
-    return table[codes] * scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+    columns = 2 * data.shape[-1]
+    fits = scales.shape == (data.shape[0], columns // NVFP4_GROUP)
+    fits = fits and columns % NVFP4_GROUP == 0 and factors.shape == data.shape[:1]
+    fits = fits and data.dtype == torch.uint8 and scales.dtype == torch.float8_e4m3fn
+    if not fits:
+        raise ValueError(
+            f"{tuple(data.shape)} {data.dtype} with scales {tuple(scales.shape)} {scales.dtype} "
+            f"and factors {tuple(factors.shape)} are no NVFP4"
+        )
+    wide = scales.float()
+    if not bool(torch.isfinite(wide).all() & torch.isfinite(factors).all()):
+        raise ValueError("a scale is no number")
+    # The sign of a scale moves to its numbers; where a scale is 0, so are the numbers.
+    flips = torch.where(wide < 0, 0x88, 0).to(torch.uint8)
+    keeps = torch.where(wide == 0, 0, 0xFF).to(torch.uint8)
+    groups = data.view(len(data), -1, NVFP4_GROUP // 2)
+    codes = ((groups ^ flips[..., None]) & keeps[..., None]).flatten(1).contiguous()
+    # Bits of float32 from the last of the exponent's five to the third of the mantissa.
+    bits = (wide.abs() / _LIFTED).view(torch.int32)
+    bytes_ = torch.where(wide == 0, 0, (bits >> 20) - (127 - _BYTE_BIAS << 3))
+    own = factors.float() * (_LIFTED / 2)
+    return IntGroups(
+        codes, bytes_.to(torch.uint8), None, columns, NVFP4_GROUP, True, None, own.contiguous()
+    )
+
+
+def byte_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Byte scales of NVFP4 (`IntGroups.scales`) in float32; of groups without numbers any value."""
+    return ((scales.int() << 20) + (127 - _BYTE_BIAS << 23)).view(torch.float32)
+
+
+def join_rows(parts: list[IntGroups]) -> IntGroups:
+    """One matrix of the rows of several that are alike, without loss. Raises ValueError if their
+    columns, groups or kinds differ.
+    """
+    first = parts[0]
+    kinds = {(part.columns, part.group, part.is_e2m1, part.scales.dtype) for part in parts}
+    if len(kinds) > 1 or any(part.offsets is not None or part.order is not None for part in parts):
+        raise ValueError(f"matrices of {kinds} have no rows in common")
+    factors = [part.factors for part in parts if part.factors is not None]
+    return replace(
+        first,
+        data=torch.cat([part.data for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        factors=torch.cat(factors) if factors else None,
+    )
 
 
 def _halved(parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.shared.formats.int_groups import IntGroups
+from weft.kernels.shared.formats.int_groups import NVFP4_GROUP, IntGroups
 
 LONG_UNIT = 128
 """Longest group; a longer one is kept as several with the same scale."""
 LONG_HALF, _SHORT_HALF = 64, 32
 """Half the columns of a block: of groups of 128, and of shorter groups."""
+WORD_UNIT = 2 * _SHORT_HALF
+"""Columns of a block of NVFP4, whose four scales are one word."""
 _BIAS = 127
 _ALIGNED = 16
 """The scales of a group's rows begin at multiples of this."""
@@ -30,8 +32,9 @@ class PackedGroups:
     """[N, blocks * half] uint8: 4 bits as in `IntGroups`. Blocks are filled up with zeros."""
     scales: torch.Tensor
     """[groups of the filled-up blocks, N rounded up to 16] float16 or float32, zero for groups and
-    rows that do not exist. Of e2m1 uint8: exponents of 2 with a bias of 127, for the numbers as
-    they are.
+    rows that do not exist. Of MXFP4 uint8: exponents of 2 with a bias of 127, for the numbers as
+    they are. Of NVFP4 int32: a block's four scales, bytes as in `IntGroups`. The lowest one is of
+    its first 16 lower numbers, the next one of its first 16 upper numbers, the others of the rest.
     """
     offsets: torch.Tensor | None
     """Of the shape and dtype of `scales`; None: all are 0."""
@@ -40,11 +43,13 @@ class PackedGroups:
     columns: int
     """K."""
     unit: int
-    """Columns of a group: 32, 64 or 128."""
+    """Columns of a group: 32, 64 or 128. Of NVFP4 64, those of a word of scales."""
     is_e2m1: bool
     """Whether numbers are e2m1, as in `IntGroups`."""
     order: torch.Tensor | None = None
     """[K] int32: original columns, as in `IntGroups`; None: columns are in order."""
+    factors: torch.Tensor | None = None
+    """[N] float32 of NVFP4: what rows are multiplied by, for the numbers as they are; else None."""
 
     @property
     def half(self) -> int:
@@ -66,7 +71,9 @@ class PackedGroups:
         """`dequantised` of the rows with numbers `rows`, [L] int64."""
         scales, offsets = self._kinds()
         own = None if offsets is None else offsets[:, rows]
-        return _unpacked(self, self.data[rows], scales[:, rows], own).dequantised(dtype)
+        factors = None if self.factors is None else self.factors[rows]
+        like = replace(self, factors=factors)
+        return _unpacked(like, self.data[rows], scales[:, rows], own).dequantised(dtype)
 
     def _kinds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         offsets = None if self.offsets is None else self.offsets[:, : self.rows]
@@ -84,6 +91,8 @@ class PackedExperts:
     offsets: torch.Tensor | None
     first: PackedGroups
     """The first expert's matrix, which holds what all experts have in common."""
+    factors: torch.Tensor | None = None
+    """[E, N] or None."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -92,13 +101,15 @@ class PackedExperts:
     @classmethod
     def empty(cls, count: int, first: PackedGroups) -> PackedExperts:
         """Room for `count` matrices like the first one."""
-        data, scales, offsets = (
+        data, scales, offsets, factors = (
             None if part is None else part.new_empty((count, *part.shape))
-            for part in (first.data, first.scales, first.offsets)
+            for part in (first.data, first.scales, first.offsets, first.factors)
         )
         assert data is not None
         assert scales is not None
-        return cls(data, scales, offsets, _first_of(first, data, scales, offsets))
+        own = _first_of(first, data, scales, offsets)
+        own = replace(own, factors=None if factors is None else factors[0])
+        return cls(data, scales, offsets, own, factors)
 
     def put(self, index: int, matrix: PackedGroups) -> PackedExperts:
         """Copies an expert's matrix to its place.
@@ -112,7 +123,8 @@ class PackedExperts:
         if matrix.order is not None:
             raise ValueError(f"expert {index}: experts with an order of columns are not packed")
         mine, its = (
-            (one.shape, one.unit, one.is_e2m1, one.offsets is None) for one in (self.first, matrix)
+            (one.shape, one.unit, one.is_e2m1, one.offsets is None, one.factors is None)
+            for one in (self.first, matrix)
         )
         if mine != its:
             raise ValueError(f"expert {index}: groups {its} are not like the others, {mine}")
@@ -125,6 +137,8 @@ class PackedExperts:
         self.scales[index].copy_(matrix.scales)
         if self.offsets is not None and matrix.offsets is not None:
             self.offsets[index].copy_(matrix.offsets)
+        if self.factors is not None and matrix.factors is not None:
+            self.factors[index].copy_(matrix.factors)
         return self
 
 
@@ -149,7 +163,7 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
     if matrix.bits != 4:
         raise ValueError("only matrices of 4 bits are packed for GPUs")
     rows, columns = matrix.shape
-    unit = min(matrix.group, LONG_UNIT)
+    unit = WORD_UNIT if matrix.is_nvfp4 else min(matrix.group, LONG_UNIT)
     half = half_of(unit)
     filled = -(-columns // (2 * half)) * 2 * half
     zero = 0 if matrix.is_e2m1 or matrix.offsets is not None else 8
@@ -158,14 +172,41 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
     data = (blocks[:, :, 0] | blocks[:, :, 1] << 4).flatten(1).contiguous()
 
     def turned(part: torch.Tensor) -> torch.Tensor:
-        wide = part.repeat_interleave(matrix.group // unit, 1)[:, : filled // unit]
+        wide = part.repeat_interleave(max(1, matrix.group // unit), 1)[:, : filled // unit]
         wide = F.pad(wide, (0, filled // unit - wide.shape[1], 0, -rows % _ALIGNED)).t()
         return wide.contiguous()
 
-    scales = _exponents(matrix.scales) if matrix.is_e2m1 else matrix.scales
+    scales, factors = matrix.scales, matrix.factors
+    if matrix.is_nvfp4:
+        scales = _words(scales, filled)
+    elif matrix.is_e2m1:
+        scales = _exponents(scales)
     offsets = None if matrix.offsets is None else turned(matrix.offsets)
-    kind = matrix.is_e2m1
-    return PackedGroups(data, turned(scales), offsets, rows, columns, unit, kind, matrix.order)
+    return PackedGroups(
+        data,
+        turned(scales),
+        offsets,
+        rows,
+        columns,
+        unit,
+        matrix.is_e2m1,
+        matrix.order,
+        None if factors is None else 2 * factors,
+    )
+
+
+def _words(scales: torch.Tensor, filled: int) -> torch.Tensor:
+    """[N, blocks] int32 of byte scales [N, groups]."""
+    wide = F.pad(scales, (0, filled // NVFP4_GROUP - scales.shape[1]))
+    # Groups of a block: two of the lower half, two of the upper half.
+    blocks = wide.view(len(scales), -1, 2, 2).transpose(2, 3).contiguous()
+    return blocks.view(len(scales), -1).view(torch.int32)
+
+
+def _bytes_of(words: torch.Tensor, groups: int) -> torch.Tensor:
+    """[N, groups]: the inverse of `_words`, of words [blocks, N]."""
+    blocks = words.t().contiguous().view(torch.uint8).view(words.shape[1], -1, 2, 2)
+    return blocks.transpose(2, 3).flatten(1)[:, :groups].contiguous()
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
@@ -187,9 +228,15 @@ def _unpacked(
     blocks = data.view(data.shape[0], -1, like.half)
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=2).flatten(1)
     even = F.pad(numbers[:, : like.columns], (0, like.columns % 2))
+    data = (even[:, ::2] | even[:, 1::2] << 4).contiguous()
+    if like.factors is not None:
+        own = _bytes_of(scales, like.columns // NVFP4_GROUP)
+        return IntGroups(
+            data, own, None, like.columns, NVFP4_GROUP, True, like.order, like.factors / 2
+        )
     groups = -(-like.columns // like.unit)
     return IntGroups(
-        (even[:, ::2] | even[:, 1::2] << 4).contiguous(),
+        data,
         (_powers(scales) if like.is_e2m1 else scales)[:groups].t().contiguous(),
         None if offsets is None else offsets[:groups].t().contiguous(),
         like.columns,

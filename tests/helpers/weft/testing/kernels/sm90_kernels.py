@@ -364,7 +364,7 @@ def compile_fp8(is_full: bool) -> None:
 
 def compile_groups(is_full: bool) -> None:
     """Products with weights of 4 bits in groups, of few rows, of more, and of experts."""
-    kinds: list[tuple[int, Kind]] = [(128, "plain"), (32, "e2m1"), (64, "plain")]
+    kinds: list[tuple[int, Kind]] = [(128, "plain"), (32, "e2m1"), (16, "nvfp4"), (64, "plain")]
     more: list[tuple[int, Kind]] = [(128, "offsets"), (64, "offsets"), (32, "offsets")]
     for group, kind in [*kinds, *more] if is_full else kinds:
         gate_up, down = (
@@ -380,7 +380,7 @@ def compile_groups(is_full: bool) -> None:
             linear(torch.zeros(rows, 1536, dtype=BF16), last, residual=x)
         stacked = [PackedExperts.empty(8, one) for one in (gate_up, down)]
         packed = ExpertWeights(1024, 1536, BF16, (), (), (stacked[0], stacked[1]), None)
-        for rows in (1, 20, 900) if is_full else (1,) if kind == "e2m1" else ():
+        for rows in (1, 20, 900) if is_full else (1,) if kind in ("e2m1", "nvfp4") else ():
             x, ids = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 4, dtype=torch.int32)
             moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
 

@@ -1,4 +1,4 @@
-"""Products in NVFP4, which become floats at load."""
+"""Products in NVFP4."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.base import QuantisedScheme, check_scales, one_scale
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.ops.linear.spec import PackableMatrix
 from weft.kernels.shared.formats.fp8 import FP8
-from weft.kernels.shared.formats.int_groups import nvfp4_floats
+from weft.kernels.shared.formats.int_groups import (
+    NVFP4_GROUP,
+    IntGroups,
+    join_rows,
+    nvfp4_groups,
+)
 
-_GROUP = 16
 _PACKED, _GLOBAL, _FACTOR = "weight_packed", "weight_global_scale", "weight_scale_2"
 _OF_INPUTS = ("input_scale", "input_global_scale")
 
@@ -24,12 +29,19 @@ class Nvfp4Scheme(QuantisedScheme):
     `weight_scale` and the factor `weight_scale_2`. Scales of inputs are not used.
     """
 
-    def matrix(self, spec: LinearSpec, weights: Weights) -> torch.Tensor:
+    def matrix(self, spec: LinearSpec, weights: Weights) -> PackableMatrix:
         for name in spec.modules:
             for scale in _OF_INPUTS:
                 if weights.has(f"{name}.{scale}"):
                     one_scale(f"{name}.{scale}", weights)
-        return torch.cat([self._part(part, spec, weights) for part in spec.weights(weights.shard)])
+        parts = [self._part(part, spec, weights) for part in spec.weights(weights.shard)]
+        own = spec.columns_of(weights.shard)
+        if own.start % NVFP4_GROUP == 0 and own.stop % NVFP4_GROUP == 0:
+            return join_rows(parts)
+        # A rank's share that cuts a group is kept in floats.
+        begin = own.start % NVFP4_GROUP
+        wide = torch.cat([part.dequantised(weights.dtype) for part in parts])
+        return wide[:, begin : begin + own.stop - own.start].contiguous()
 
     def made(self, matrix: torch.Tensor) -> torch.Tensor:
         raise ValueError("NVFP4 is not made at load")
@@ -42,27 +54,32 @@ class Nvfp4Scheme(QuantisedScheme):
             return found != torch.uint8
         return self.quantization.ignores(weights.full_name(name))
 
-    def _part(self, part: TensorSlice, spec: LinearSpec, weights: Weights) -> torch.Tensor:
-        """A projection's share, [rows, columns]."""
+    def _part(self, part: TensorSlice, spec: LinearSpec, weights: Weights) -> IntGroups:
+        """A projection's share, of columns the whole groups."""
         name, (rows, columns) = part.name.removesuffix(".weight"), part.shape
-        if columns % _GROUP:
+        if columns % NVFP4_GROUP:
             raise ModelError(
-                f"{weights.full_name(name)}: {columns} columns are no multiple of {_GROUP}, which "
-                "NVFP4 needs"
+                f"{weights.full_name(name)}: {columns} columns are no multiple of {NVFP4_GROUP}, "
+                "which NVFP4 needs"
             )
         is_packed = weights.shape_of(f"{name}.{_PACKED}") is not None
         packed = f"{name}.{_PACKED if is_packed else 'weight'}"
-        whole = one_scale(f"{name}.{_GLOBAL if is_packed else _FACTOR}", weights)
-        own_rows, own_columns = part.slices
+        factor_name = f"{name}.{_GLOBAL if is_packed else _FACTOR}"
+        factor = one_scale(factor_name, weights)
+        own = spec.columns_of(weights.shard)
+        groups = slice(own.start // NVFP4_GROUP, -(-own.stop // NVFP4_GROUP))
         data, scales = (
-            weights.tensor(TensorSlice(of, (rows, columns // per), (own_rows,)), dtype)
+            weights.tensor(TensorSlice(of, (rows, columns // per), part.slices[:1]), dtype)[
+                :, groups.start * NVFP4_GROUP // per : groups.stop * NVFP4_GROUP // per
+            ].contiguous()
             for of, per, dtype in (
                 (packed, 2, torch.uint8),
-                (f"{name}.weight_scale", _GROUP, FP8),
+                (f"{name}.weight_scale", NVFP4_GROUP, FP8),
             )
         )
-        wide = scales.float()
         # All that is read after a missing tensor is zero, and its lack is told at the end.
-        factors = torch.where(wide == 0, wide, wide / whole) if is_packed else wide * whole
-        check_scales(factors, spec, weights, "scale")
-        return nvfp4_floats(data, factors)[:, own_columns].to(weights.dtype).contiguous()
+        if is_packed and bool(scales.float().any()):
+            factor = 1 / factor
+        for of, what in ((factor, factor_name.rpartition(".")[2]), (scales.float(), "scale")):
+            check_scales(of, spec, weights, what)
+        return nvfp4_groups(data, scales, factor.repeat(len(data)))
