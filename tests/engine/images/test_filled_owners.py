@@ -110,25 +110,38 @@ def test_a_prompt_may_be_shorter_than_a_page(case: Case, make_pair: Any) -> None
     pair.settle()
 
 
-def test_samples_and_preempted_requests_have_the_rows(case: Case, make_pair: Any) -> None:
-    """Samples share what was sent; others are preempted and go on with their slot's rows, or fail
-    as one that nobody fills.
-    """
-    pair = make_pair(num_pages=40, max_running_requests=3)
+def test_samples_share_the_rows(case: Case, make_pair: Any) -> None:
+    pair = make_pair()
     prompt = cut(case.prompt(2), 4)
-    for tokens in ask(pair, prompt, sampling=SamplingParams(temperature=0.0, n=3)):
+    pair.fillers["prefill"].turn(Inbox(media=list(prompt.media)))
+    sampling = SamplingParams(temperature=0.0, n=3)
+    name = pair.submit(prompt.ids, COUNT, spans=list(prompt.spans), sampling=sampling)
+    pair.finish(name, samples=3)
+    for tokens in pair.answers[name].tokens.values():
         case.check(prompt, tokens)
-    prompts = [cut(case.prompt(2), 4) for _ in range(5)]
-    for one in prompts:
-        pair.fillers["prefill"].turn(Inbox(media=list(one.media)))
-    names = [pair.submit(one.ids, 60, spans=list(one.spans)) for one in prompts]
-    for name, one in zip(names, prompts, strict=True):
-        try:
-            (tokens,) = pair.finish(name)
-        except MediaMissing:
-            continue
-        case.check(one, tokens, 60)
-    assert pair.owner.scheduler.num_preemptions
+    pair.settle()
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_preempted_request_goes_on_with_its_rows(
+    case: Case, make_pair: Any, is_cached: bool
+) -> None:
+    """Unless the pages of its images are gone. It then fails, and its gateway begins it anew with a
+    filler.
+    """
+    pair = make_pair()
+    prompt, owner = cut(case.prompt(2), 4), pair.owner
+    pair.fillers["prefill"].turn(Inbox(media=list(prompt.media)))
+    name = pair.submit(prompt.ids, 60, spans=list(prompt.spans))
+    pair.run(lambda: len(pair.answers[name].tokens.get(0, ())) > 9)
+    owner.scheduler.preempt(owner.scheduler.running[0])
+    if is_cached:
+        (tokens,) = pair.finish(name)
+        case.check(prompt, tokens, 60)
+    else:
+        owner.memory.flush_cache()
+        with pytest.raises(MediaMissing):
+            pair.finish(name)
     pair.settle()
 
 
