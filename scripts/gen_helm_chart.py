@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -28,6 +29,8 @@ K8S = ROOT / "k8s"
 CHART = K8S / "chart"
 NAMESPACE = "weft-release-namespace"
 """Stands for the namespace of a release."""
+IN_NAMESPACE = "weft-planner.weft.svc"
+"""A name in the manifests that has the namespace in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,24 @@ CHOICES = (
     _switch("adapters", "A volume for LoRA adapters, which gateways write and workers read."),
     _switch("embeddings", "Workers with an embedder, a reranker or a classifier."),
     _switch("vision", "Room for images, and the way to hosts from which gateways fetch them."),
+    _switch(
+        "hosts",
+        "Decode workers of several hosts, beside the others: `replicas` workers of `size` hosts. "
+        "They need LeaderWorkerSet.",
+    ),
+    Choice(
+        "scaling.by",
+        {
+            "load": (),
+            "advice": ("planner",),
+            "keda": ("planner", "scale-by-keda"),
+            "metric": ("planner", "scale-by-metric"),
+            "planner": ("planner", "scale-by-planner"),
+        },
+        "What the numbers of workers follow: load = of the workers; keda, metric = a planner that "
+        "KEDA asks or whose metric is read; planner = it sets them itself; advice = load, and a "
+        "planner that only tells. A planner needs `disaggregated`.",
+    ),
 )
 """In the order in which an overlay lists the components."""
 
@@ -77,7 +98,8 @@ def variants() -> list[Variant]:
 
 def valid(variant: Variant) -> Variant:
     """The variant with what its choices need."""
-    return variant
+    has_planner = "planner" in components(variant)
+    return (True, *variant[1:]) if has_planner else variant
 
 
 def components(variant: Variant) -> list[str]:
@@ -237,6 +259,9 @@ def _guard(all_of: set[Variant], there: set[Variant]) -> Guard:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and NAMESPACE in value:
         return _template(".Release.Namespace")
+    if isinstance(value, str) and value.startswith(IN_NAMESPACE):
+        rest = value.removeprefix(IN_NAMESPACE)
+        return _template(f'printf "weft-planner.%s.svc{rest}" .Release.Namespace | quote')
     text = json.dumps(value)
     return text if "{{" not in text else _template(f"`{text}`")
 
@@ -264,6 +289,19 @@ MESH = {
 }
 """Keys of the ConfigMap that are values."""
 CLAIMS = {"weft-models": "model.claim", "weft-adapters": "adapters.claim"}
+SERVICES = {"weft-decode-hosts": "hosts"}
+"""Objects whose values are not called as they are."""
+LEADERS = "leaderWorkerTemplate"
+BOUNDS = {
+    "HorizontalPodAutoscaler": ("minReplicas", "maxReplicas"),
+    "ScaledObject": ("minReplicaCount", "maxReplicaCount"),
+}
+PLANNED = {
+    "--least-prefill": ".Values.prefill.replicas.min",
+    "--least-decode": ".Values.decode.replicas.min",
+    "--budget": "add .Values.prefill.replicas.max .Values.decode.replicas.max",
+}
+"""Flags of the planner that the bounds of autoscalers make."""
 POD = ("nodeSelector", "tolerations", "affinity")
 """What pods of a service may have besides."""
 
@@ -294,14 +332,17 @@ class _Values:
 
     def put(self, name: str, item: Node) -> None:
         kind, _, own = name.partition("/")
-        service = own.removeprefix("weft-")
+        service = SERVICES.get(own, own.removeprefix("weft-"))
         if kind in ("Deployment", "StatefulSet"):
             self._put_workload(name, service, item["spec"])
-        elif kind == "HorizontalPodAutoscaler":
-            for bound, short in (("minReplicas", "min"), ("maxReplicas", "max")):
+        elif kind == "LeaderWorkerSet":
+            self._put_groups(name, service, item["spec"])
+        elif kind in BOUNDS:
+            for bound, short in zip(BOUNDS[kind], ("min", "max"), strict=True):
                 path = f"{service}.replicas.{short}"
                 self._default(path, name, "spec", bound)
                 item["spec"].set(bound, _template(f".Values.{path}"))
+            self._put_model(item["spec"])
         elif name == "ConfigMap/weft-mesh":
             for key, path in MESH.items():
                 if item["data"].find(key) is not None:
@@ -313,7 +354,35 @@ class _Values:
         if name.startswith("Deployment/") and spec.find("replicas") is not None:
             self._default(f"{service}.replicas", name, "spec", "replicas")
             spec.set("replicas", _template(f".Values.{service}.replicas"))
-        pod = spec["template"]["spec"]
+        self._put_pod(service, spec["template"]["spec"])
+
+    def _put_groups(self, name: str, service: str, spec: Node) -> None:
+        groups = spec["leaderWorkerTemplate"]
+        for node, key, steps in ((spec, "replicas", ()), (groups, "size", (LEADERS,))):
+            self._default(f"{service}.{key}", name, "spec", *steps, key)
+            node.set(key, _template(f".Values.{service}.{key}"))
+        for pods in ("leaderTemplate", "workerTemplate"):
+            self._put_pod(service, groups[pods]["spec"])
+
+    def _put_model(self, spec: Node) -> None:
+        """The model in the selector of an external metric."""
+        metrics = spec.find("metrics")
+        for _, _, metric in metrics.entries if isinstance(metrics, Node) else ():
+            external = metric.find("external") if isinstance(metric, Node) else None
+            if isinstance(external, Node):
+                labels = external["metric"]["selector"]["matchLabels"]
+                labels.set("model", _template(".Values.model.name | quote"))
+
+    def _put_bounds(self, container: Node) -> None:
+        """The planner's bounds are those of the autoscalers."""
+        for _, _, argument in container["args"].entries:
+            assert isinstance(argument, Leaf)
+            flag = json.loads(argument.texts[0][1]).partition("=")[0]
+            if flag in PLANNED:
+                template = f'printf "{flag}=%v" ({PLANNED[flag]}) | quote'
+                argument.texts = [((), _template(template))]
+
+    def _put_pod(self, service: str, pod: Node) -> None:
         values = f".Values.{service}"
         for _, _, container in pod["containers"].entries:
             assert isinstance(container, Node)
@@ -323,6 +392,8 @@ class _Values:
             self._images.add(short)
             expression = f'include "weft.image" (dict "images" .Values.images "name" "{short}")'
             container.set("image", _template(f"{expression} | quote"))
+            if service == "planner":
+                self._put_bounds(container)
             self._more(container, "args", f"{values}.extraArgs")
             self._more(container, "env", f"{values}.extraEnv")
             self._instead(container, "resources", f"{values}.resources")
@@ -448,6 +519,11 @@ HELPERS = """{{- /* Generated by scripts/gen_helm_chart.py. */ -}}
 {{- end -}}
 {{- end -}}
 """
+NEEDS = """{{- /* Generated by scripts/gen_helm_chart.py. */ -}}
+{{- if and (ne .Values.scaling.by "load") (not .Values.disaggregated.enabled) }}
+{{- fail "scaling.by: a planner needs disaggregated.enabled" }}
+{{- end }}
+"""
 CHART_FILE = """# Generated by scripts/gen_helm_chart.py.
 apiVersion: v2
 name: weft
@@ -480,10 +556,10 @@ def _values_text(defaults: Mapping[str, Any], rendered: Sequence[Mapping[str, An
         lines.append("")
         if name in help_of:
             choice = help_of[name]
-            lines.append(f"# {choice.help}")
+            lines += _comment(choice.help)
         elif name in WORDS:
-            lines.append(f"# {WORDS[name]}")
-        elif isinstance(value, dict) and "resources" in value:
+            lines += _comment(WORDS[name])
+        if isinstance(value, dict) and "resources" in value:
             lines.append(f"# {WORDS['service']}")
             lines.append(f"# {json.dumps(_resources(name, rendered))}")
         text = yaml.dump({name: value}, Dumper=yaml.CSafeDumper, sort_keys=False, width=100)
@@ -531,11 +607,18 @@ def gpu_values(kustomize: Path) -> dict[str, Any]:
     return {name: one for name, one in values.items() if one != {"enabled": False}}
 
 
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
+
+
 def _resources(service: str, rendered: Sequence[Mapping[str, Any]]) -> Any:
     for objects in rendered:
         for kind in ("Deployment", "StatefulSet"):
             if item := objects.get(f"{kind}/weft-{service}"):
                 return item["spec"]["template"]["spec"]["containers"][0]["resources"]
+        if service == "hosts" and (item := objects.get("LeaderWorkerSet/weft-decode-hosts")):
+            pods = item["spec"][LEADERS]["leaderTemplate"]
+            return pods["spec"]["containers"][0]["resources"]
     raise RuntimeError(f"no variant has the service {service}")
 
 
@@ -592,6 +675,7 @@ def files(kustomize: Path) -> dict[str, str]:
         for name, lines in templates.items()
     }
     texts["templates/_image.tpl"] = HELPERS
+    texts["templates/needs.yaml"] = NEEDS
     texts["Chart.yaml"] = CHART_FILE.format(version=version)
     texts["values.yaml"] = _values_text(defaults, rendered)
     texts["values.schema.json"] = _schema_text(defaults)

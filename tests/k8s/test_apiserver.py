@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from weft.gateway.fleet.discovery.kubernetes import ApiServer, KubernetesDiscovery
+from weft.common.kubernetes import ApiServer
+from weft.contract.errors import ConfigError, PeerUnavailable
+from weft.gateway.fleet.discovery.kubernetes import KubernetesDiscovery
+from weft.planner.actuators.kubernetes import KubernetesActuator, ScaleTarget
+from weft.planner.forecast import Counts
 from weft.testing.k8s.kube_api import KubeApi
-from weft.testing.k8s.manifests import OVERLAYS, Object, named, of_kind, render
+from weft.testing.k8s.manifests import (
+    K8S,
+    OVERLAYS,
+    ROOT,
+    Object,
+    named,
+    of_kind,
+    render,
+    render_folder,
+)
+from weft.v1 import mesh_pb2
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import gen_helm_chart as chart
 
 pytestmark = [pytest.mark.needs("go", "kube-apiserver"), pytest.mark.timeout(900)]
 
@@ -25,6 +43,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeApi]:
         for overlay in OVERLAYS:
             for item in of_kind(render(overlay), "Namespace"):
                 assert api.apply(item, dry_run=False).is_success
+        for path in (K8S / "tools" / "crds").iterdir():
+            api.define(path)
         yield api
     finally:
         api.stop()
@@ -150,3 +170,222 @@ async def test_workers_are_found_with_the_rights_of_the_manifests(
             assert client.get(path).status_code == 403
         slices = "/apis/discovery.k8s.io/v1/namespaces/weft-demo/endpointslices"
         assert client.get(slices).status_code == 403
+
+
+def of_variant(folder: Path, **choices: bool | str) -> tuple[Object, ...]:
+    """Objects of the base with components, by the words of the chart's values."""
+    names = [choice.value.partition(".")[0] for choice in chart.CHOICES]
+    defaults = [choice.options[0] for choice in chart.CHOICES]
+    values = {**dict(zip(names, defaults, strict=True)), **choices}
+    variant = chart.valid(tuple(values[name] for name in names))
+    chart.overlay(folder, chart.components(variant), "weft")
+    return render_folder(folder)
+
+
+CUSTOM = {"LeaderWorkerSet", "ScaledObject", "TriggerAuthentication"}
+
+
+@pytest.mark.parametrize("by", ["keda", "metric", "planner"])
+def test_every_component_is_accepted(api: KubeApi, tmp_path: Path, by: str) -> None:
+    """With the definitions of KEDA, LeaderWorkerSet and the inference extension."""
+    objects = of_variant(
+        tmp_path, adapters=True, embeddings=True, vision=True, hosts=True, scaling=by
+    )
+    custom = CUSTOM & {item["kind"] for item in objects}
+    assert custom == (CUSTOM if by == "keda" else {"LeaderWorkerSet"})
+    for item in objects:
+        answer = api.apply(item, dry_run=True)
+        assert answer.is_success, f"{item['kind']} {item['metadata']['name']}: {answer.text}"
+        assert "warning" not in answer.headers, answer.headers["warning"]
+
+
+def test_pods_of_hosts_are_accepted(api: KubeApi, tmp_path: Path) -> None:
+    """The definition that is kept here leaves the schemas of pods out."""
+    item = named(of_variant(tmp_path, hosts=True), "LeaderWorkerSet", "weft-decode-hosts")
+    templates = item["spec"]["leaderWorkerTemplate"]
+    for place in ("leaderTemplate", "workerTemplate"):
+        template = templates[place]
+        workload = {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": {"name": place.lower(), "namespace": "weft"},
+            "spec": {
+                "serviceName": "any",
+                "selector": {"matchLabels": template["metadata"]["labels"]},
+                "template": template,
+            },
+        }
+        answer = api.apply(workload, dry_run=True)
+        assert answer.is_success, answer.text
+        assert "warning" not in answer.headers, answer.headers["warning"]
+
+
+def test_wrong_custom_objects_are_refused(api: KubeApi, tmp_path: Path) -> None:
+    """The definitions are strict: what the tests above look for is found."""
+    objects = of_variant(tmp_path, hosts=True, scaling="keda")
+
+    def refused(kind: str, name: str, change: str, value: object) -> str:
+        broken = copy.deepcopy(named(objects, kind, name))
+        *path, last = change.split("/")
+        place = broken
+        for step in path:
+            place = place[step]
+        place[last] = value
+        answer = api.apply(broken, dry_run=True)
+        assert answer.is_error, change
+        return answer.text
+
+    group = ("LeaderWorkerSet", "weft-decode-hosts")
+    assert "replicaz" in refused(*group, "spec/replicaz", 1)
+    assert "restartPolicy" in refused(*group, "spec/leaderWorkerTemplate/restartPolicy", "Never")
+    assert "size" in refused(*group, "spec/leaderWorkerTemplate/size", "two")
+    scaled = ("ScaledObject", "weft-decode")
+    assert "triggers" in refused(*scaled, "spec/triggers", "external")
+    assert "pollingIntervall" in refused(*scaled, "spec/pollingIntervall", 1)
+
+
+def member(role: int) -> mesh_pb2.MeshMember:
+    return mesh_pb2.MeshMember(role=role)  # type: ignore[arg-type]
+
+
+def planners_actuator(
+    api: KubeApi, folder: Path, *targets: str, user: str = "planner"
+) -> KubernetesActuator:
+    token = folder / f"token-{user}"
+    token.write_text(api.tokens[user])
+    server = ApiServer(url=api.url, namespace="weft", token_file=token, ca_file=api.ca)
+    return KubernetesActuator(server, [ScaleTarget.parse(target) for target in targets])
+
+
+def replicas_of(api: KubeApi, item: Object, order: int | None = None) -> int:
+    """Replicas in the object's own `spec`; `order` sets them, as an operator would."""
+    with api.client() as client:
+        if order is not None:
+            answer = client.patch(
+                api.path(item),
+                json={"spec": {"replicas": order}},
+                headers={"content-type": "application/merge-patch+json"},
+            )
+            assert answer.is_success, answer.text
+        return int(client.get(api.path(item)).json()["spec"]["replicas"])
+
+
+async def test_a_planner_scales_with_the_rights_of_its_manifests(
+    api: KubeApi, tmp_path: Path
+) -> None:
+    objects = of_variant(tmp_path, scaling="planner")
+    workers = {role: named(objects, "StatefulSet", f"weft-{role}") for role in Counts._fields}
+    access = [named(objects, kind, "weft-planner") for kind in ("ServiceAccount", "Role")]
+    access.append(named(objects, "RoleBinding", "weft-planner"))
+    for item in (*access, *workers.values()):
+        answer = await asyncio.to_thread(api.apply, item, dry_run=False)
+        assert answer.is_success, answer.text
+    names = [f"m:{role}=statefulsets/weft-{role}" for role in Counts._fields]
+    actuator = planners_actuator(api, tmp_path, *names)
+    stranger = planners_actuator(api, tmp_path, *names, user="nobody")
+    try:
+        assert await actuator.ordered("another", {}) is None
+        assert await actuator.ordered("m", {}) == Counts(1, 1)
+        told = await actuator.order("m", Counts(2, 3), {})
+        assert "statefulsets/weft-decode: 3 replicas (were 1)" in told
+        assert "statefulsets/weft-prefill: 2 replicas (were 1)" in told
+        there = [await asyncio.to_thread(replicas_of, api, workers[r]) for r in Counts._fields]
+        assert Counts(*there) == await actuator.ordered("m", {}) == Counts(2, 3)
+        assert await actuator.order("m", Counts(2, 3), {}) == "", "nothing to change"
+        # Somebody else's edit is seen; the planner's policy makes an alarm of it.
+        await asyncio.to_thread(replicas_of, api, workers["decode"], 5)
+        assert await actuator.ordered("m", {}) == Counts(2, 5)
+        with pytest.raises(ConfigError, match=r"403.*get and patch of statefulsets/scale"):
+            await stranger.order("m", Counts(1, 1), {})
+        with pytest.raises(ConfigError, match="403"):
+            await stranger.ordered("m", {})
+    finally:
+        await actuator.close()
+        await stranger.close()
+    with api.client("planner") as client:
+        space = "/apis/apps/v1/namespaces/weft/statefulsets"
+        merge = {"content-type": "application/merge-patch+json"}
+        for path in (space, f"{space}/weft-decode", "/api/v1/namespaces/weft/secrets"):
+            assert client.get(path).status_code == 403
+        change = {"spec": {"replicas": 9}}
+        for name in ("weft-decode", "weft-kvstore/scale"):
+            answer = client.patch(f"{space}/{name}", json=change, headers=merge)
+            assert answer.status_code == 403
+        assert client.delete(f"{space}/weft-decode").status_code == 403
+
+
+async def test_an_edit_that_comes_between_is_not_overwritten(
+    api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = copy.deepcopy(
+        named(of_variant(tmp_path, disaggregated=True), "StatefulSet", "weft-decode")
+    )
+    item["metadata"]["name"] = "edited"
+    answer = await asyncio.to_thread(api.apply, item, dry_run=False)
+    assert answer.is_success, answer.text
+    actuator = planners_actuator(api, tmp_path, "m:decode=statefulsets/edited", user="admin")
+    read = actuator._read
+
+    async def edited_after(target: ScaleTarget) -> object:
+        scale = await read(target)
+        await asyncio.to_thread(replicas_of, api, item, 7)
+        return scale
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(actuator, "_read", edited_after)
+            with pytest.raises(PeerUnavailable, match="somebody else has changed it"):
+                await actuator.order("m", Counts(0, 4), {})
+        assert await asyncio.to_thread(replicas_of, api, item) == 7
+        # Roles that are not scaled count as they are.
+        prefill = {"a": member(mesh_pb2.MEMBER_ROLE_PREFILL)}
+        assert await actuator.ordered("m", prefill) == Counts(1, 7)
+        assert "edited: 4 replicas" in await actuator.order("m", Counts(1, 4), prefill)
+    finally:
+        await actuator.close()
+    missing = planners_actuator(api, tmp_path, "m:decode=deployments/edited", user="admin")
+    with pytest.raises(ConfigError, match="there is none in weft"):
+        await missing.ordered("m", {})
+    await missing.close()
+
+
+async def test_workers_of_several_hosts_are_scaled(api: KubeApi, tmp_path: Path) -> None:
+    item = named(of_variant(tmp_path, hosts=True), "LeaderWorkerSet", "weft-decode-hosts")
+    answer = await asyncio.to_thread(api.apply, item, dry_run=False)
+    assert answer.is_success, answer.text
+    target = "m:decode=leaderworkersets/weft-decode-hosts"
+    actuator = planners_actuator(api, tmp_path, target, user="admin")
+    try:
+        assert await actuator.ordered("m", {}) == Counts(0, 1)
+        assert "3 replicas" in await actuator.order("m", Counts(0, 3), {})
+        assert await asyncio.to_thread(replicas_of, api, item) == 3
+        # While the API server is away nothing is known, and that is said.
+        await asyncio.to_thread(api.pause)
+        try:
+            with pytest.raises(PeerUnavailable, match="cannot be asked"):
+                await actuator.ordered("m", {})
+        finally:
+            await asyncio.to_thread(api.resume)
+        assert await actuator.ordered("m", {}) == Counts(0, 3)
+    finally:
+        await actuator.close()
+
+
+def test_pools_of_the_inference_extension_are_accepted(api: KubeApi) -> None:
+    """As the guide has one: its pods are REST edges, which pick an endpoint themselves."""
+    pool = {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "kind": "InferencePool",
+        "metadata": {"name": "weft", "namespace": "weft"},
+        "spec": {
+            "selector": {"matchLabels": {"app.kubernetes.io/name": "weft-rest"}},
+            "targetPorts": [{"number": 8000}],
+            "endpointPickerRef": {"name": "weft-picker", "port": {"number": 9002}},
+        },
+    }
+    answer = api.apply(pool, dry_run=True)
+    assert answer.is_success, answer.text
+    spec = copy.deepcopy(pool["spec"])
+    assert isinstance(spec, dict)
+    spec["targetPorts"] = []
+    assert api.apply({**pool, "spec": spec}, dry_run=True).is_error

@@ -30,13 +30,13 @@ from weft.common.rpc.authorize import SERVICES
 from weft.common.rpc.tls import TlsFiles, service_name
 from weft.contract.errors import ConfigError, WeftError
 
-FRONT = ("gateway", "rest", "valkey")
+FRONT = ("gateway", "rest", "planner", "valkey")
 """Services that clients reach by the names of their hosts."""
-FURTHER = ("valkey", "worker")
-"""A server outside the mesh, and workers of both roles: they get a certificate only if they are
-named.
+FURTHER = ("planner", "valkey", "worker")
+"""A planner, a server outside the mesh, and workers of both roles: they get a certificate only if
+they are named.
 """
-_STANDS_FOR = {"worker": ("decode", "prefill")}
+_STANDS_FOR = {"planner": ("cli",), "worker": ("decode", "prefill")}
 """Services that a certificate names, where they are not its own name."""
 _AUTHORITY_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
@@ -164,15 +164,16 @@ def _parser() -> argparse.ArgumentParser:
         "--service",
         action="append",
         choices=(*SERVICES, *FURTHER),
-        help="only this service's certificate; may be repeated; default: all of the mesh; valkey = "
-        "a Valkey or Redis server that keeps pages",
+        help="only this service's certificate; may be repeated; default: all of the mesh; planner "
+        "= a planner that KEDA asks; valkey = a Valkey or Redis server that keeps pages",
     )
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="NAME",
-        help="further DNS name or IP address of gateway, REST edge and Valkey; may be repeated",
+        help="further DNS name or IP address of gateway, REST edge, planner and Valkey; may be "
+        "repeated",
     )
     parser.add_argument(
         "--days",

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from weft.cli.certs import files_of
+from weft.common.kubernetes import ApiServer, api_server
 from weft.common.settings import load_settings
 from weft.contract.errors import ConfigError
 from weft.gateway.fleet.discovery import Discovery, Endpoint, make_discovery
 from weft.gateway.fleet.discovery.dns import DnsDiscovery
 from weft.gateway.fleet.discovery.file import FileDiscovery
-from weft.gateway.fleet.discovery.kubernetes import ApiServer, KubernetesDiscovery, api_server
+from weft.gateway.fleet.discovery.kubernetes import KubernetesDiscovery
 from weft.gateway.settings import GatewaySettings
 from weft.testing.services.certificates import make_certificates
 from weft.testing.services.fake_decode import FakeWorker, Script

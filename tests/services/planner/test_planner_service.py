@@ -111,6 +111,57 @@ async def test_a_planner_is_told_and_tells(tmp_path: Path) -> None:
             running.cancel()
 
 
+async def test_gateways_come_and_go_with_the_addresses_of_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the name server lists is waited for; one that it lists no longer is not."""
+    (tmp_path / "token").write_text(TOKEN)
+    async with gateway(
+        tmp_path, script, num_prefill=1, admin_port=0, admin_token_file=tmp_path / "token"
+    ) as mesh:
+        for worker in mesh.workers:
+            worker.prefill_tokens_per_second = 2000.0
+            worker.decode_step_s, worker.decode_step_requests = 0.01, 1.0
+        host, _, port = mesh.app.server.admin_address.rpartition(":")
+        there = [host]
+
+        async def resolve(name: str, number: int, **_: object) -> list[Any]:
+            assert (name, number) == ("gateways.example.org", int(port))
+            if not there:
+                raise OSError("no such name")
+            return [(0, 0, 0, "", (address, number)) for address in there]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        settings = PlannerSettings(
+            gateway=[f"dns:gateways.example.org:{port}"],
+            admin_token_file=tmp_path / "token",
+            interval_s=1.0,
+            act=["roles"],
+        )
+        planner = MeshPlanner(settings, "a", None)
+        running = asyncio.create_task(planner.run())
+
+        async def wait(acts: bool) -> None:
+            async with asyncio.timeout(60):
+                while planner.acts != acts:
+                    await asyncio.sleep(0.05)
+
+        try:
+            await wait(True)
+            there.append("127.0.0.99")  # Nobody listens there, so half of them do not answer.
+            await wait(False)
+            there.remove("127.0.0.99")
+            await wait(True)
+            there.clear()  # A name that is not resolved keeps its addresses.
+            await planner.changed.wait()
+            await planner.changed.wait()
+            assert planner.acts
+            assert not planner.plans[MODEL].alarms
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_keda_asks_a_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over its own four rpcs, by the names that KEDA calls."""
     monkeypatch.setattr(planner_main, "configure_logging", lambda *_: None)
@@ -163,7 +214,17 @@ async def test_keda_asks_a_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 assert [(one.metricName, one.metricValue) for one in values] == [
                     (spec.metricName, 1)
                 ]
+                # As KEDA sends a variable of the scaled pods.
+                by_variable = keda.ScaledObjectRef(
+                    name="decode", scalerMetadata={"modelFromEnv": MODEL, "role": "decode"}
+                )
                 assert (await stub.IsActive(trigger)).result
+                assert (await stub.IsActive(by_variable)).result
+                odd = {"model": "Org/Model.1:latest", "role": "prefill"}
+                (spec,) = (
+                    await stub.GetMetricSpec(keda.ScaledObjectRef(scalerMetadata=odd))
+                ).metricSpecs
+                assert spec.metricName == "weft-org-model-1-latest-prefill"
                 stream = stub.StreamIsActive(trigger)
                 assert (await stream.read()).result
                 stream.cancel()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
+from weft.common.kubernetes import KubernetesSettings
+from weft.common.rpc.listen import split_address
 from weft.common.settings import (
     MAX_NAME_CHARS,
     ModelSettings,
@@ -18,7 +20,7 @@ from weft.common.settings import (
 from weft.contract.request import check_whitespace
 from weft.contract.settings import settings_of
 from weft.gateway.admission.keys import parse_hash
-from weft.gateway.fleet.addresses import split_address, split_service
+from weft.gateway.fleet.addresses import split_service
 from weft.gateway.media.hosts import HostPatterns
 from weft.gateway.routing import POLICIES, PolicyOptions
 from weft.gateway.text.answer.formats import FORMATS, REASONING_FORMATS
@@ -137,20 +139,10 @@ class GatewaySettings(_RoutingSettings):
         le=3600,
         description="interval of checking names or file, in seconds",
     )
-    kubernetes_api: str = Field(
-        "", max_length=1024, description="API server, https://host:port; empty = this cluster's"
-    )
-    kubernetes_namespace: str = Field(
-        "",
-        max_length=63,
-        description="namespace of the Services; empty = that of the service account",
-    )
-    kubernetes_token_file: Path | None = Field(
-        None, description="bearer token for the API server; none = the service account's"
-    )
-    kubernetes_ca_file: Path | None = Field(
-        None, description="PEM authorities of the API server; none = the service account's"
-    )
+    kubernetes_api: str = setting_of(KubernetesSettings, "kubernetes_api")
+    kubernetes_namespace: str = setting_of(KubernetesSettings, "kubernetes_namespace")
+    kubernetes_token_file: Path | None = setting_of(KubernetesSettings, "kubernetes_token_file")
+    kubernetes_ca_file: Path | None = setting_of(KubernetesSettings, "kubernetes_ca_file")
     client_certificates: bool = Field(
         True,
         description="with TLS, require callers to have a certificate of the mesh; otherwise only "

@@ -71,6 +71,11 @@ class MeshPicture:
             gained = sizes.take(demand)
             self._requests[demand.model] = self._requests.get(demand.model, 0) + gained
 
+    def forget(self, gateway: str) -> None:
+        """A gateway that is gone for good is not waited for; its requests stay counted."""
+        self._newest.pop(gateway, None)
+        self._sizes = {key: sizes for key, sizes in self._sizes.items() if key[0] != gateway}
+
     def models(self) -> list[str]:
         return sorted({model for _, model in self._sizes})
 

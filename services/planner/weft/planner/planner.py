@@ -5,100 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import grpc
-from google.protobuf.duration_pb2 import Duration
-from weft.common.admin import read_token
-from weft.common.rpc.channel import open_channel
-from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import Identity
-from weft.common.tasks import run_together
-from weft.contract.errors import PeerUnavailable, WeftError
+from weft.common.tasks import run_together, start_logged
+from weft.contract.errors import WeftError
 from weft.planner.actuators.base import CALL_TIMEOUT_S, Actuator
 from weft.planner.actuators.make import make_actuators
 from weft.planner.forecast import Counts, Targets
+from weft.planner.gateways import GatewayCalls
 from weft.planner.observe import MeshPicture
 from weft.planner.policy import Alarm, ModelPlanner, Plan, Rules
 from weft.planner.settings import PlannerSettings
-from weft.v1 import mesh_pb2, mesh_pb2_grpc
+from weft.v1 import mesh_pb2
 
 _log = logging.getLogger(__name__)
 
 _WATCH_AGAIN_S = 1.0
-_ORDER_TIMEOUT_S = 3.0
-
-
-class GatewayCalls:
-    """The operators' ports of gateways.
-
-    Raises:
-        ConfigError: The token cannot be read.
-    """
-
-    def __init__(self, settings: PlannerSettings, identity: Identity | None) -> None:
-        assert settings.admin_token_file is not None, "checked with the settings"
-        self._metadata = (("authorization", f"Bearer {read_token(settings.admin_token_file)}"),)
-        self._channels = {
-            address: open_channel(address, "gateway", identity) for address in settings.gateway
-        }
-
-    @property
-    def addresses(self) -> list[str]:
-        return list(self._channels)
-
-    def _stub(self, address: str) -> mesh_pb2_grpc.MeshServiceAsyncStub:
-        stub: mesh_pb2_grpc.MeshServiceAsyncStub = mesh_pb2_grpc.MeshServiceStub(
-            self._channels[address]
-        )
-        return stub
-
-    async def watch(self, address: str) -> AsyncIterator[mesh_pb2.WatchMeshResponse]:
-        """News of a gateway until it ends them. Raises WeftError."""
-        request = mesh_pb2.WatchMeshRequest(interval=Duration(seconds=1))
-        call = self._stub(address).WatchMesh(request, metadata=self._metadata)
-        try:
-            async for message in call:
-                yield message
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        finally:
-            call.cancel()
-
-    async def tell(
-        self, address: str, request: mesh_pb2.TellPlanRequest
-    ) -> mesh_pb2.TellPlanResponse:
-        """Raises WeftError."""
-        try:
-            return await self._stub(address).TellPlan(
-                request, timeout=CALL_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-
-    async def set_role(self, member_id: str, role: str, lease_s: float) -> str:
-        """Asks one gateway after the other until one answers."""
-        request = mesh_pb2.SetMemberRoleRequest(member_id=member_id, role=role)
-        request.lease.FromNanoseconds(int(lease_s * 1e9))
-        failure: WeftError | None = None
-        for address in self._channels:
-            try:
-                answer = await self._stub(address).SetMemberRole(
-                    request, timeout=_ORDER_TIMEOUT_S, metadata=self._metadata
-                )
-            except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
-                if not isinstance(failure, PeerUnavailable):
-                    break
-                continue
-            return answer.previous_role
-        assert failure is not None, "there is at least one gateway"
-        raise failure
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+_FIND_AGAIN_S = 2.0
 
 
 class MeshPlanner:
@@ -131,13 +56,27 @@ class MeshPlanner:
 
     async def run(self) -> None:
         try:
-            await run_together(
-                *(self._watch(address) for address in self._calls.addresses), self._decide_often()
-            )
+            await run_together(self._watch_all(), self._decide_often())
         finally:
             for actuator in self._actuators:
                 await actuator.close()
             await self._calls.close()
+
+    async def _watch_all(self) -> None:
+        """Watches each gateway for as long as it is one."""
+        watches: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await self._calls.find()
+                for address in watches.keys() - self._calls.addresses:
+                    watches.pop(address).cancel()
+                    self._picture.forget(address)
+                for address in self._calls.addresses - watches.keys():
+                    watches[address] = start_logged(self._watch(address))
+                await asyncio.sleep(_FIND_AGAIN_S)
+        finally:
+            for watch in watches.values():
+                watch.cancel()
 
     async def _watch(self, address: str) -> None:
         while True:
@@ -179,7 +118,7 @@ class MeshPlanner:
 
     def decide(self, now_s: float) -> None:
         settings = self._settings
-        for model in self._picture.models():
+        for model in sorted({*self._picture.models(), *self._planners}):
             planner = self._planners.get(model)
             if planner is None:
                 targets = Targets(

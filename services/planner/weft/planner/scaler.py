@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
     async def GetMetricSpec(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Context
     ) -> externalscaler_pb2.GetMetricSpecResponse:
-        model, role = _trigger(request)
+        model, role = trigger_of(request)
         spec = externalscaler_pb2.MetricSpec(
             metricName=_metric(model, role), targetSize=1, targetSizeFloat=1.0
         )
@@ -59,7 +60,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
 
     def _wanted(self, request: externalscaler_pb2.ScaledObjectRef) -> int:
         """Raises PeerUnavailable while nothing is known, so that nobody scales by it."""
-        model, role = _trigger(request)
+        model, role = trigger_of(request)
         plan = self._planner.plans.get(model)
         if plan is None or _is_blind(plan):
             raise PeerUnavailable(
@@ -97,12 +98,15 @@ def _is_blind(plan: Plan) -> bool:
     return any(alarm.name == "no_data" for alarm in plan.alarms)
 
 
-def _trigger(request: externalscaler_pb2.ScaledObjectRef) -> tuple[str, str]:
+def trigger_of(request: externalscaler_pb2.ScaledObjectRef) -> tuple[str, str]:
     """Model and role of a trigger's metadata. Raises InvalidRequest if they are missing."""
-    model, role = (request.scalerMetadata.get(name, "") for name in ("model", "role"))
+    metadata = request.scalerMetadata
+    # KEDA puts in the value of the scaled pods' variable and keeps the name of the field.
+    model = metadata.get("model", "") or metadata.get("modelFromEnv", "")
+    role = metadata.get("role", "")
     if not model or role not in ("prefill", "decode"):
         raise InvalidRequest(
-            "the trigger's metadata need `model`, and `role`: prefill or decode",
+            "the trigger's metadata need `model` or `modelFromEnv`, and `role`: prefill or decode",
             stage="validate",
             param="scalerMetadata",
         )
@@ -110,4 +114,5 @@ def _trigger(request: externalscaler_pb2.ScaledObjectRef) -> tuple[str, str]:
 
 
 def _metric(model: str, role: str) -> str:
-    return f"weft-{model}-{role}"
+    """A name that is a segment of the API server's paths, as models' names may not be."""
+    return re.sub(r"[^a-z0-9-]+", "-", f"weft-{model}-{role}".lower())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
-from weft.common.settings import ServiceSettings
+from pydantic import Field, field_validator, model_validator
+from weft.common.kubernetes import KubernetesSettings
+from weft.common.rpc.listen import split_address
+from weft.common.settings import ServiceSettings, setting_of
 from weft.planner.actuators.base import ActuatorName
+from weft.planner.actuators.kubernetes import ScaleTarget
 from weft.planner.policy import Rules
 
+DNS = "dns:"
 _LEASES = 6.0
 """Decisions for which a lease lasts."""
 
@@ -27,16 +32,26 @@ class PlannerSettings(ServiceSettings):
         [],
         min_length=1,
         max_length=16,
-        description="operators' ports of all gateways, host:port each; their token is that of "
-        "--admin-token-file",
+        description="operators' ports of all gateways, host:port each; dns:NAME:PORT = at each "
+        "address of a name. Their token is that of --admin-token-file",
     )
     act: list[ActuatorName] = Field(
         [],
         max_length=2,
         description="what it changes so that there are as many workers as it wants; empty = it "
-        "only tells. roles: roles of workers that were started with `--role both`. One planner at "
-        "a time acts",
+        "only tells. roles: roles of workers that were started with `--role both`. kubernetes: "
+        "replicas of what --kubernetes-scale names. One planner at a time acts",
     )
+    kubernetes_scale: list[str] = Field(
+        [],
+        max_length=64,
+        description="whose replicas are a model's workers of a role: MODEL:ROLE=KIND/NAME, ROLE "
+        "prefill or decode, KIND statefulsets, deployments or leaderworkersets",
+    )
+    kubernetes_api: str = setting_of(KubernetesSettings, "kubernetes_api")
+    kubernetes_namespace: str = setting_of(KubernetesSettings, "kubernetes_namespace")
+    kubernetes_token_file: Path | None = setting_of(KubernetesSettings, "kubernetes_token_file")
+    kubernetes_ca_file: Path | None = setting_of(KubernetesSettings, "kubernetes_ca_file")
     first_token_s: float = Field(
         1.0, gt=0, le=3600, description="target: time to the first token, in seconds"
     )
@@ -66,6 +81,26 @@ class PlannerSettings(ServiceSettings):
     def lease_s(self) -> float:
         """Time by which what a planner tells, and a role, outlasts it."""
         return _LEASES * self.interval_s
+
+    @property
+    def scale_targets(self) -> tuple[ScaleTarget, ...]:
+        return tuple(map(ScaleTarget.parse, self.kubernetes_scale))
+
+    @field_validator("gateway")
+    @classmethod
+    def _check_gateways(cls, gateways: list[str]) -> list[str]:
+        for one in gateways:
+            split_address(one.removeprefix(DNS))
+        return gateways
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        places = [(one.model, one.role) for one in self.scale_targets]
+        if len(set(places)) != len(places):
+            raise ValueError("--kubernetes-scale: a role of a model is named twice")
+        if ("kubernetes" in self.act) != bool(places):
+            raise ValueError("--act kubernetes and --kubernetes-scale belong together")
+        return self
 
     @model_validator(mode="after")
     def _check_token(self) -> Self:

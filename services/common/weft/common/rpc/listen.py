@@ -14,6 +14,18 @@ def bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Splits `host:port`.
+
+    Raises:
+        ValueError: It is not such an address.
+    """
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not host:port; give for example 127.0.0.1:50052")
+    return host, int(port)
+
+
 def add_port(
     server: grpc.aio.Server,
     host: str,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 
-from weft.planner.actuators.base import Actuator, MeshCalls
+from weft.common.kubernetes import api_server
+from weft.planner.actuators.base import Actuator, ActuatorName, MeshCalls
+from weft.planner.actuators.kubernetes import KubernetesActuator
 from weft.planner.actuators.roles import RoleActuator
 from weft.planner.settings import PlannerSettings
 
@@ -15,5 +18,17 @@ def make_actuators(settings: PlannerSettings, calls: MeshCalls) -> Sequence[Actu
     Raises:
         ConfigError: One of them cannot be used with these settings or on this machine.
     """
-    makers = {"roles": lambda: RoleActuator(calls, settings.lease_s)}
+    makers: Mapping[ActuatorName, Callable[[], Actuator]] = {
+        "roles": lambda: RoleActuator(calls, settings.lease_s),
+        "kubernetes": lambda: KubernetesActuator(
+            api_server(
+                os.environ,
+                settings.kubernetes_api,
+                settings.kubernetes_namespace,
+                settings.kubernetes_token_file,
+                settings.kubernetes_ca_file,
+            ),
+            settings.scale_targets,
+        ),
+    }
     return [makers[name]() for name in settings.act]

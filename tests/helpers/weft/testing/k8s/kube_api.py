@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from weft.cli.up.ports import free_ports
 from weft.testing.k8s.manifests import K8S, Object
 
 BIN = K8S / "tools" / "bin"
-GATEWAY = "system:serviceaccount:weft:weft-gateway"
+ACCOUNTS = {name: f"system:serviceaccount:weft:weft-{name}" for name in ("gateway", "planner")}
 _READY_S = 120.0
 
 
@@ -33,11 +34,11 @@ class KubeApi:
         self.port, self._etcd_port, self._peer_port = free_ports("127.0.0.1", 3)
         self.url = f"https://127.0.0.1:{self.port}"
         self.ca = folder / "certificates" / "apiserver.crt"
-        self.tokens = {name: secrets.token_hex(16) for name in ("admin", "gateway", "nobody")}
+        self.tokens = {name: secrets.token_hex(16) for name in ("admin", *ACCOUNTS, "nobody")}
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         (folder / "account.key").write_bytes(pem)
-        users = {"admin": "admin", "gateway": GATEWAY, "nobody": "nobody"}
+        users = {"admin": "admin", **ACCOUNTS, "nobody": "nobody"}
         groups = {"admin": ',"system:masters"'}
         (folder / "tokens.csv").write_text(
             "".join(
@@ -102,7 +103,14 @@ class KubeApi:
 
     def restart(self) -> None:
         """Ends the server and starts it again over the same data."""
+        self.pause()
+        self.resume()
+
+    def pause(self) -> None:
+        """Ends the server; `resume` starts it again over the same data."""
         self._end(self._server)
+
+    def resume(self) -> None:
         self._server = self._start_server()
         self.wait_ready()
 
@@ -152,6 +160,20 @@ class KubeApi:
                 json=item,  # JSON is YAML
                 headers={"content-type": "application/apply-patch+yaml"},
             )
+
+    def define(self, path: Path) -> None:
+        """Creates what a CustomResourceDefinition describes, and waits until it is served."""
+        definition = yaml.safe_load(path.read_text())
+        group = definition["spec"]["group"]
+        version = definition["spec"]["versions"][0]["name"]
+        plural = definition["spec"]["names"]["plural"]
+        answer = self.apply(definition, dry_run=False)
+        assert answer.is_success, answer.text
+        deadline = time.monotonic() + _READY_S
+        with self.client() as client:
+            while client.get(f"/apis/{group}/{version}/{plural}").status_code != 200:
+                assert time.monotonic() < deadline, self.log
+                time.sleep(0.1)
 
     def delete(self, item: Object) -> Any:
         """Deletes an object."""

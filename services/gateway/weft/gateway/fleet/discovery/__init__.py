@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from weft.common.kubernetes import api_server
 from weft.gateway.fleet.discovery.base import Discovery, Endpoint, Role, StaticDiscovery
 from weft.gateway.settings import GatewaySettings
 
@@ -27,7 +28,7 @@ def make_discovery(settings: GatewaySettings) -> Discovery:
         return FileDiscovery(settings.discovery_file, settings.discovery_interval_s)
     if settings.discovery == "kubernetes":
         # Imported here, since only this source needs an HTTP client.
-        from weft.gateway.fleet.discovery.kubernetes import KubernetesDiscovery, api_server
+        from weft.gateway.fleet.discovery.kubernetes import KubernetesDiscovery
 
         api = api_server(
             os.environ,

@@ -7,8 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from weft.common.rpc.listen import bracket
-from weft.gateway.fleet.addresses import split_address
+from weft.common.rpc.listen import bracket, split_address
 from weft.gateway.fleet.discovery.base import Endpoint, Role
 
 _log = logging.getLogger(__name__)

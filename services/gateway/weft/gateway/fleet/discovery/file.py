@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from weft.common.rpc.listen import split_address
 from weft.contract.errors import ConfigError
-from weft.gateway.fleet.addresses import split_address
 from weft.gateway.fleet.discovery.base import Endpoint
 
 _log = logging.getLogger(__name__)

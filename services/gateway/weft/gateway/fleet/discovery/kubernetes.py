@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
+from weft.common.kubernetes import ApiServer
 from weft.common.rpc.listen import bracket
-from weft.contract.errors import ConfigError
 from weft.gateway.fleet.addresses import split_service
 from weft.gateway.fleet.discovery.base import Endpoint, Role
 from weft.gateway.fleet.session import ReconnectBackoff
 
 _log = logging.getLogger(__name__)
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _SERVICE_LABEL = "kubernetes.io/service-name"
 _TIMEOUT_S = 10.0
 _WATCH_S = 300
@@ -30,51 +26,6 @@ _SILENCE_S = 90.0
 minute.
 """
 _MAX_BACKOFF_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiServer:
-    """Address and credentials of the API server."""
-
-    url: str
-    """URL, https://host:port."""
-    namespace: str
-    token_file: Path
-    """Token file, read again for every request: bound tokens are replaced every hour."""
-    ca_file: Path
-
-
-def api_server(
-    environ: Mapping[str, str],
-    url: str = "",
-    namespace: str = "",
-    token_file: Path | None = None,
-    ca_file: Path | None = None,
-    account: Path = SERVICE_ACCOUNT,
-) -> ApiServer:
-    """The configured API server; else that of the cluster in which this process runs.
-
-    Raises:
-        ConfigError: No API server is configured, and this process runs in no cluster.
-    """
-    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
-    if not url:
-        if not host or not port:
-            raise ConfigError("not in a Kubernetes cluster; name its API with --kubernetes-api")
-        url = f"https://{bracket(host)}:{port}"
-    if not namespace:
-        try:
-            namespace = (account / "namespace").read_text().strip()
-        except OSError as error:
-            raise ConfigError(
-                "no namespace: this process has no service account; give --kubernetes-namespace"
-            ) from error
-    return ApiServer(
-        url=url,
-        namespace=namespace,
-        token_file=token_file or account / "token",
-        ca_file=ca_file or account / "ca.crt",
-    )
 
 
 class _ListAgain(Exception):
@@ -104,11 +55,7 @@ class KubernetesDiscovery:
                 service, port = split_service(text)
                 self._ports.setdefault(service, []).append((role, port))
         self._slices: dict[str, tuple[Endpoint, ...]] = {}
-        try:
-            self._context = ssl.create_default_context(cafile=str(api.ca_file))
-            self._token()
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"Kubernetes: {api.ca_file}, {api.token_file}: {error}") from error
+        self._context = api.context()
 
     async def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:
         backoff = ReconnectBackoff(max_s=_MAX_BACKOFF_S)
@@ -150,7 +97,7 @@ class KubernetesDiscovery:
             await asyncio.sleep(_PAUSE_S)  # The server ends each watch after a while.
 
     async def _list(self, client: httpx.AsyncClient) -> dict[str, Any]:
-        answer = await client.get(self._path, params=self._query(), headers=self._headers())
+        answer = await client.get(self._path, params=self._query(), headers=self._api.headers())
         _check(answer.status_code)
         listed: dict[str, Any] = answer.json()
         return listed
@@ -175,7 +122,7 @@ class KubernetesDiscovery:
             "GET",
             self._path,
             params=query,
-            headers=self._headers(),
+            headers=self._api.headers(),
             timeout=httpx.Timeout(_TIMEOUT_S, read=_SILENCE_S),
         ) as answer:
             _check(answer.status_code)
@@ -192,12 +139,6 @@ class KubernetesDiscovery:
 
     def _query(self) -> dict[str, str]:
         return {"labelSelector": f"{_SERVICE_LABEL} in ({','.join(self._ports)})"}
-
-    def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._token()}"}
-
-    def _token(self) -> str:
-        return self._api.token_file.read_text(encoding="ascii").strip()
 
     def _take(self, item: Mapping[str, Any]) -> None:
         service = item["metadata"]["labels"][_SERVICE_LABEL]
