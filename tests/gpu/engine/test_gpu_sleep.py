@@ -18,7 +18,8 @@ pytestmark = pytest.mark.needs("cuda")
 PROMPTS = [list(range(3, 43)), list(range(5, 20))]
 STOP = StopCriteria(max_tokens=40, ignore_eos=True)
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "num_attention_heads": 16}
-SETTINGS = {"device": "cuda", "dtype": "bfloat16", "num_pages": 1024}
+# Cached pages would change how many rows a prompt has, and with it how its sums are rounded.
+SETTINGS = {"device": "cuda", "dtype": "bfloat16", "num_pages": 1024, "prefix_cache": False}
 SLACK = 64 << 20
 
 
