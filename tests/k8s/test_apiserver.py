@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from weft.planner.actuators.kubernetes import KubernetesActuator, ScaleTarget
 from weft.planner.forecast import Counts
 from weft.testing.k8s.kube_api import KubeApi
 from weft.testing.k8s.manifests import (
-    K8S,
     OVERLAYS,
     ROOT,
     Object,
@@ -33,21 +32,6 @@ import gen_helm_chart as chart
 pytestmark = [pytest.mark.needs("go", "kube-apiserver"), pytest.mark.timeout(900)]
 
 TIMEOUT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeApi]:
-    api = KubeApi(tmp_path_factory.mktemp("kube"))
-    try:
-        api.wait_ready()
-        for overlay in OVERLAYS:
-            for item in of_kind(render(overlay), "Namespace"):
-                assert api.apply(item, dry_run=False).is_success
-        for path in (K8S / "tools" / "crds").iterdir():
-            api.define(path)
-        yield api
-    finally:
-        api.stop()
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
