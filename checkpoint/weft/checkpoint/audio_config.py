@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from weft.checkpoint.fields import Fields, read_json_file
 
 SAMPLE_RATE = 16_000
 """Samples a second that towers take."""
@@ -149,3 +152,22 @@ class AudioConfig(WindowConfig):
 def fits_pages(page_size: int) -> bool:
     """Whether a clip's rows are whole pages of this size."""
     return _ROUNDED_ROWS % page_size == 0
+
+
+def check_spectrograms(folder: Path, window: WindowConfig) -> None:
+    """Raises ModelError if a folder's processor makes other spectrograms than Whisper's for such
+    windows.
+    """
+    file = folder / "preprocessor_config.json"
+    fields = Fields(read_json_file(file) if file.exists() else {}, str(file))
+    wanted = (
+        ("feature_size", window.num_mels),
+        ("sampling_rate", SAMPLE_RATE),
+        ("hop_length", FRAME_SAMPLES),
+        ("n_fft", 400),
+        ("dither", 0.0),
+        ("do_normalize", False),
+    )
+    for name, value in wanted:
+        if fields.get(name) not in (None, value):
+            raise fields.error(name, f"only {value} is supported, not {fields.get(name)!r:.20}")

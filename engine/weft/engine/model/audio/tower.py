@@ -106,7 +106,7 @@ class AudioTower:
         joined = self._projector.joined
         if any(count % joined for count in counts):
             # A clip's last positions that make no row are dropped.
-            x = torch.cat([part[: len(part) // joined * joined] for part in x.split(counts)])
+            x = torch.cat([part[: len(part) // joined * joined] for part in torch.split(x, counts)])
         return self._projector(x, self._last_norm)
 
     def _frames(self, shape: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ transformers.
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,20 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+_AUDIO: dict[str, dict[str, int]] = {
+    "voxtral": {
+        "hidden_size": 48,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    },
+    "qwen2_audio": {
+        "d_model": 48,
+        "encoder_ffn_dim": 80,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 3,
+    },
+}
 _KINDS = {
     "voxtral": {"model_type": "llama", "head_dim": 64},
     "qwen2_audio": {"model_type": "qwen2"},
@@ -76,42 +91,50 @@ def audio_token_id(kind: str) -> int:
     return VOCAB_SIZE - len(MARKS[kind]) + MARKS[kind].index(AUDIO[kind])
 
 
-def make_hearing(kind: str, path: Path, seed: int) -> Path:
-    """Writes a model directory with tokenizer, chat template and processor. `kind` is voxtral or
-    qwen2_audio.
-    """
+def config_of(kind: str) -> Any:
+    """transformers' configuration of a kind of model, voxtral or qwen2_audio."""
     import transformers
 
     sizes = {"num_mel_bins": MELS, "max_source_positions": POSITIONS}
-    layers, heads, width, inner = 2, 3, 48, 192
-    audio = {
-        "voxtral": {
-            "hidden_size": width,
-            "intermediate_size": inner,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-        },
-        "qwen2_audio": {
-            "d_model": width,
-            "encoder_ffn_dim": 80,
-            "encoder_layers": layers,
-            "encoder_attention_heads": heads,
-        },
-    }
     token = "audio_token_index" if kind == "qwen2_audio" else "audio_token_id"
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         kind,
-        audio_config={**audio[kind], **sizes},
+        audio_config={**_AUDIO[kind], **sizes},
         text_config={**_TEXT, **_KINDS[kind]},
         **{token: audio_token_id(kind)},
     )
-    model = getattr(transformers, _ARCHITECTURES[kind])(config).float()
+
+
+def make_hearing(kind: str, path: Path, seed: int) -> Path:
+    """Writes a model directory with tokenizer, chat template and processor."""
+    import transformers
+
+    model = getattr(transformers, _ARCHITECTURES[kind])(config_of(kind)).float()
     randomise(model, seed)
     model.save_pretrained(path)
     write_marked_tokenizer(path, VOCAB_SIZE, MARKS[kind], _TEMPLATES[kind], END)
-    extractor = extractor_of()
-    extractor.save_pretrained(path)
+    extractor_of().save_pretrained(path)
     return path
+
+
+def add_hearing(folder: Path, *, kind: str = "voxtral") -> None:
+    """Makes a model directory, whose weights nobody reads, one of a model that hears."""
+    file = folder / "config.json"
+    config = {**config_of(kind).to_dict(), "architectures": [_ARCHITECTURES[kind]]}
+    config["max_position_embeddings"] = json.loads(file.read_text())["max_position_embeddings"]
+    config["text_config"]["max_position_embeddings"] = config["max_position_embeddings"]
+    file.write_text(json.dumps(config))
+    write_marked_tokenizer(folder, VOCAB_SIZE, MARKS[kind], _TEMPLATES[kind], END)
+    extractor_of().save_pretrained(folder)
+
+
+def hearing_tokenizer(kind: str = "voxtral") -> Any:
+    """The tokenizer of these models."""
+    from tokenizers import Tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_marked_tokenizer(Path(folder), VOCAB_SIZE, MARKS[kind], _TEMPLATES[kind], END)
+        return Tokenizer.from_file(f"{folder}/tokenizer.json")
 
 
 def extractor_of() -> Any:
@@ -164,9 +187,3 @@ def hearing_logits(
     hidden = model.model.language_model(inputs_embeds=embedded).last_hidden_state
     logits: torch.Tensor = model.lm_head(hidden)[0, len(prompt) - 1 : -1]
     return logits
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """What a model's folder says of its processor."""
-    found: dict[str, Any] = json.loads((path / "preprocessor_config.json").read_text())
-    return found
