@@ -14,10 +14,12 @@ import pytest
 import torch
 import transformers
 from weft.contract.errors import InvalidRequest
+from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_hearing import (
     MELS,
@@ -156,6 +158,34 @@ def test_cached_prefixes_are_those_of_the_same_clips(model: Model) -> None:
             prompt = model.prompt([clip], begin)
             (tokens,) = run(llm, prompt)
             model.check(prompt, tokens)
+
+
+@pytest.mark.parametrize("has_tower", [True, False])
+def test_a_prefill_worker_fills_pages_of_clips(model: Model, has_tower: bool) -> None:
+    """The owner computes the rest, also where the last page ends within a clip."""
+    clock = ManualClock()
+    owner = make_engine(model.folder, "decode", clock, language_model_only=not has_tower)
+    filler = make_engine(model.folder, "prefill", clock)
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        for count in (1, 2):
+            prompt = model.prompt([model.clip() for _ in range(count)])
+            end = prompt.spans[-1].end
+            for ids in (prompt.ids + text(), [*prompt.ids[:end], 5, 6]):
+                asked = Prompt(list(ids), prompt.spans, prompt.clips)
+                media = [one.media for one in asked.clips]
+                before = owner.counters()["fills_done"]
+                filler.turn(Inbox(media=media))
+                if has_tower:
+                    pair.send(media=media)
+                spans, salt = list(asked.spans), str(ids)
+                name = pair.submit(asked.ids, STOP.max_tokens, spans=spans, cache_salt=salt)
+                (tokens,) = pair.finish(name)
+                model.check(asked, tokens)
+                assert owner.counters()["fills_done"] > before
+        pair.settle()
+    finally:
+        pair.close()
 
 
 def test_clips_of_another_form_are_refused(model: Model) -> None:

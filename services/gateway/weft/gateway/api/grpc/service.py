@@ -352,13 +352,13 @@ def _content(message: gateway_pb2.ChatMessage, where: str, files: list[MediaFile
         if kind == "text":
             built.add_text(part.text)
         elif kind == "image":
-            source, where = _file(part.image, f"{place}.image")
-            detail = "low" if part.image.coarse else None
-            of = f"{place}.image"
-            built.add_image(source, kind=kind, where=where, type_param=of, detail=detail)
+            detail, of = "low" if part.image.coarse else None, f"{place}.image"
+            source, path = _file(part.image, of)
+            built.add_image(source, kind=kind, where=path, type_param=of, detail=detail)
         else:
-            source, where = _file(part.audio, f"{place}.audio")
-            built.add_audio(source, kind=kind, where=where, type_param=f"{place}.audio")
+            of = f"{place}.audio"
+            source, path = _file(part.audio, of)
+            built.add_audio(source, kind=kind, where=path, type_param=of)
     return built.content
 
 
