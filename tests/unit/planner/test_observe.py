@@ -59,10 +59,11 @@ def test_arrivals_of_all_gateways_are_one_demand() -> None:
     seen = picture.observe(MODEL)
     assert seen is not None
     assert seen.requests == 2 * 3 * 38
-    ((tokens, share),) = seen.sizes
+    lengths = seen.lengths[0]
+    ((tokens, share),) = lengths.sizes
     # A fifth is cached, and need not be computed.
     assert (tokens, share) == (pytest.approx(1200, rel=0.01), 1.0)
-    assert seen.output_tokens == pytest.approx(40, rel=0.01)
+    assert lengths.output_tokens == pytest.approx(40, rel=0.01)
     assert (seen.prefill, seen.decode, seen.ready, seen.queued_tokens) == (1, 1, 2, 200)
     assert seen.speed.prefill_tokens_per_s == 1001.0
     assert (seen.worst_share, seen.mean_share) == (pytest.approx(0.3), pytest.approx(0.2))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from weft.planner.forecast import Counts, Speed, Targets
 from weft.planner.policy import ModelPlanner, Observation, Plan, Rules
+from weft.planner.recent import Lengths
 from weft.planner.replay.fleet import Fleet
 from weft.planner.replay.replay import INTERVAL_S, replay
 from weft.planner.replay.traces import Arrival, made_day
@@ -25,8 +26,7 @@ class Told:
         self.seen = Observation(
             time_s=0.0,
             requests=0,
-            sizes=SIZES,
-            output_tokens=150.0,
+            lengths=(Lengths(sizes=SIZES, output_tokens=150.0),),
             queued_tokens=0.0,
             prefill=prefill,
             decode=decode,
@@ -46,6 +46,11 @@ class Told:
             if obeys:
                 self.seen = replace(self.seen, prefill=self.plan.prefill, decode=self.plan.decode)
         return self.plan
+
+    def lengths(self, sizes: tuple[tuple[float, float], ...], output_tokens: float) -> None:
+        """Requests have these lengths from now on."""
+        lengths = Lengths(sizes=sizes, output_tokens=output_tokens)
+        self.seen = replace(self.seen, lengths=(lengths,))
 
     def alarms(self) -> set[str]:
         return {alarm.name for alarm in self.plan.alarms}
@@ -67,7 +72,7 @@ def test_the_rate_decides_and_no_single_request() -> None:
     """dynamo#11624: a floor by one request's first token never falls."""
     told = Told(prefill=6, decode=1)
     with_giant = ((1000.0, 0.999), (1_000_000.0, 0.001))
-    told.seen = replace(told.seen, sizes=with_giant)
+    told.lengths(with_giant, 150.0)
     assert told.run(600, 1.0).prefill < 6
 
 
@@ -193,11 +198,11 @@ def test_a_budget_is_kept_and_told() -> None:
 def test_roles_change_before_workers_start() -> None:
     """Prompts become short and answers long."""
     told = Told(prefill=1, decode=1)
-    told.seen = replace(told.seen, sizes=((3000.0, 1.0),), output_tokens=50.0)
+    told.lengths(((3000.0, 1.0),), 50.0)
     before = told.run(600, 6.0)
-    told.seen = replace(told.seen, sizes=((300.0, 1.0),))
-    told.run(150, 6.0)
-    told.seen = replace(told.seen, output_tokens=400.0)
+    told.lengths(((300.0, 1.0),), 50.0)
+    told.run(90, 6.0)
+    told.lengths(((300.0, 1.0),), 400.0)
     after = told.run(INTERVAL_S, 6.0)
     assert after.decode > before.decode
     assert after.total == before.total

@@ -1,7 +1,8 @@
 """Which numbers of workers meet the targets at a demand: the cost model of admission, for a fleet.
 
 prefill   prompts wait for one of n workers: Erlang's probability to wait, an exponential tail
-decode    n = a * step(n), with a = tokens/s of one worker that are asked for
+decode    answers share a worker whose steps slow with their number n, so n is negative binomial;
+          one more than the targets allow waits (Halfin and Whitt's probability), or slows all
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import NamedTuple
 
 from weft.common.capacity import first_token_s, requests_within
 
-ATTAINED = 0.98
-"""Share of requests whose first token is to be within its target, by the forecast."""
-_SPREAD = 1.7
-"""Standard deviations of the number of running requests that steps must have room for."""
+ATTAINED = 0.97
+"""Share of requests that each role is to serve within its target, by the forecast."""
+HEADROOM = 0.95
+"""Share of the target between tokens that admission lets steps take."""
 _DRAIN_S = 60.0
 MAX_WORKERS = 4096
 
@@ -30,6 +31,14 @@ class Counts(NamedTuple):
     @property
     def total(self) -> int:
         return self.prefill + self.decode
+
+    def within(self, most: int, least_decode: int = 1) -> Counts:
+        """As these, with at most so many: both roles lack alike, and one decodes."""
+        if self.total <= most:
+            return self
+        kept = max(1, round(most * self.prefill / self.total)) if most > 1 else 0
+        kept = min(kept, max(0, most - least_decode))
+        return Counts(kept, most - kept)
 
     def __str__(self) -> str:
         return f"{self.prefill} prefill and {self.decode} decode workers"
@@ -121,23 +130,60 @@ def meets_first_token(demand: Demand, speed: Speed, targets: Targets, workers: i
     return late_share(demand, speed, targets, workers) <= 1 - ATTAINED
 
 
-def step_s(demand: Demand, speed: Speed, workers: int) -> float:
-    """Time between tokens on a decode worker at this demand, with room for what comes by chance;
-    infinite: it would never be served.
+def room_of(speed: Speed, targets: Targets) -> float:
+    """Requests that one decode worker may have at a time; 0: even one would be too slow."""
+    pace_s = targets.inter_token_s * (HEADROOM if targets.is_enforced else 1.0)
+    return float(requests_within(pace_s, speed.step_base_s, speed.step_request_s))
+
+
+def crowded_share(demand: Demand, speed: Speed, targets: Targets, workers: int) -> float:
+    """Share of the requests for which decode workers have no room: steps are slower than the target
+    or, where gateways enforce it, requests are held until their first token would be late.
     """
-    if workers <= 0:
-        return math.inf
-    asked = demand.requests_per_s * demand.output_tokens / workers
-    growth = 1 - asked * speed.step_request_s
-    if growth <= 0:
-        return math.inf
-    running = workers * asked * speed.step_base_s / growth
-    most = (running + _SPREAD * math.sqrt(running)) / workers
-    return speed.step_base_s + speed.step_request_s * most
+    room = workers * room_of(speed, targets)
+    running, variance = _running(demand, speed, workers)
+    if room <= 0 or running >= room:
+        return 1.0
+    if running <= 0:
+        return 0.0
+    free = (room - running) / math.sqrt(variance)
+    below = 0.5 * math.erfc(-free / math.sqrt(2))
+    if not targets.is_enforced:
+        return 1 - below
+    density = math.exp(-free * free / 2) / math.sqrt(2 * math.pi)
+    waits = density / (density + free * below)
+    # Places become free at the pace at which full workers end answers.
+    mean, _ = _computed(demand, speed, targets)
+    left_s = max(0.0, targets.first_token_s - mean / speed.prefill_tokens_per_s)
+    answer_s = max(demand.output_tokens * targets.inter_token_s, 1e-9)
+    return waits * math.exp(-(room - running) * left_s / answer_s)
 
 
 def meets_inter_token(demand: Demand, speed: Speed, targets: Targets, workers: int) -> bool:
-    return step_s(demand, speed, workers) <= targets.inter_token_s
+    return crowded_share(demand, speed, targets, workers) <= 1 - ATTAINED
+
+
+def step_s(demand: Demand, speed: Speed, workers: int) -> float:
+    """Mean time between tokens on a decode worker at this demand; infinite: it would never be
+    served.
+    """
+    running, _ = _running(demand, speed, workers)
+    return speed.step_base_s + speed.step_request_s * running / max(workers, 1)
+
+
+def _running(demand: Demand, speed: Speed, workers: int) -> tuple[float, float]:
+    """Mean and variance of the number of answers that are generated at a time. On one worker p(n)
+    is proportional to the product over k <= n of asked * step(k) / k, as in any queue that shares
+    its server, whatever the lengths of answers.
+    """
+    if workers <= 0:
+        return math.inf, math.inf
+    asked = demand.requests_per_s * demand.output_tokens / workers
+    growth = 1 - asked * speed.step_request_s
+    if growth <= 0:
+        return math.inf, math.inf
+    mean = workers * asked * (speed.step_base_s + speed.step_request_s) / growth
+    return mean, mean / growth
 
 
 def need(demand: Demand, speed: Speed, targets: Targets) -> Need:
@@ -146,7 +192,7 @@ def need(demand: Demand, speed: Speed, targets: Targets) -> Need:
     prefill = max(1, math.floor(busy))
     while prefill < MAX_WORKERS and not meets_first_token(demand, speed, targets, prefill):
         prefill += 1
-    room = float(requests_within(targets.inter_token_s, speed.step_base_s, speed.step_request_s))
+    room = room_of(speed, targets)
     decode = 1
     if room > 0:
         while decode < MAX_WORKERS and not meets_inter_token(demand, speed, targets, decode):

@@ -8,6 +8,7 @@ no data | a change had no effect | somebody else changed it  -> nothing changes,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from weft.planner.forecast import (
     meets_inter_token,
     need,
 )
+from weft.planner.recent import Lengths
 
 AlarmName = Literal["no_data", "no_effect", "foreign_edit", "over_budget", "uneven"]
 
@@ -30,22 +32,24 @@ AlarmName = Literal["no_data", "no_effect", "foreign_edit", "over_budget", "unev
 class Rules:
     """How fast a plan follows, in seconds."""
 
-    demand_s: tuple[float, ...] = (30.0, 90.0, 240.0)
+    demand_s: tuple[float, ...] = (10.0, 20.0, 40.0, 90.0, 240.0)
     """Arrivals of so long are looked at: of any of them for more workers, of the longest for
     fewer."""
-    hold_s: float = 240.0
+    hold_s: float = 120.0
     """Demand must have been low for so long before there are fewer."""
-    role_calm_s: float = 120.0
+    role_calm_s: float = 60.0
     """The same before a worker of a role that has too many changes to the other."""
     effect_s: float = 600.0
     """Time in which a change must be seen."""
     silent_s: float = 30.0
     """Age from which what is known of the mesh is no data."""
-    sureness: float = 2.5
+    sureness: float = 4.0
     """Standard deviations of counted arrivals by which demand is taken to be lower before it makes
     more workers necessary: arrivals scatter."""
+    caution: float = 2.5
+    """The same by which it is taken to be higher before fewer are enough."""
     reserve: float = 0.5
-    """The same by which it is taken to be higher to say how many."""
+    """The same by which it is taken to be higher to say how many more."""
     least_prefill: int = 1
     least_decode: int = 1
     budget: int = 0
@@ -60,9 +64,8 @@ class Observation:
     """Of the newest news of the mesh, on the planner's clock."""
     requests: int
     """That have arrived since a fixed time, refused ones included."""
-    sizes: tuple[tuple[float, float], ...]
-    """As `Demand.sizes`, of arrivals lately."""
-    output_tokens: float
+    lengths: tuple[Lengths, ...]
+    """Of requests lately, those by the longest memory first."""
     queued_tokens: float
     prefill: int
     """Workers of the role, starting ones included."""
@@ -138,22 +141,23 @@ class ModelPlanner:
             self._take(now_s, *there, foreign.text)
             self._past.clear()
         self._count(seen)
-        lows, highs = zip(
-            *(self._bounds(seen, span_s) for span_s in self.rules.demand_s), strict=True
-        )
-        calm = need(highs[-1], seen.speed, self.targets)
+        rules = self.rules
+        lasting = self._demand(seen, seen.lengths[0], max(rules.demand_s), rules.caution)
+        calm = need(replace(lasting, queued_tokens=0.0), seen.speed, self.targets)
         if self._plan is None:
             self._take(now_s, *there, "as found")
         assert self._plan is not None
         fast_prefill, fast_decode, why = 0, 0, calm.why
-        for low, high in zip(lows, highs, strict=True):
+        for lengths, span_s in itertools.product(seen.lengths, rules.demand_s):
+            low = self._demand(seen, lengths, span_s, -rules.sureness)
             is_met = (
                 meets_first_token(low, seen.speed, self.targets, self._plan.prefill),
                 meets_inter_token(low, seen.speed, self.targets, self._plan.decode),
             )
             if all(is_met):
                 continue
-            found = need(high, seen.speed, self.targets)
+            high = self._demand(seen, lengths, span_s, rules.reserve)
+            found = need(replace(high, queued_tokens=0.0), seen.speed, self.targets)
             why = found.why
             if not is_met[0]:
                 fast_prefill = max(fast_prefill, found.prefill, self._plan.prefill + 1)
@@ -193,26 +197,25 @@ class ModelPlanner:
         while len(self._counts) > 2 and seen.time_s - self._counts[1][0] >= longest_s:
             self._counts.popleft()
 
-    def _bounds(self, seen: Observation, span_s: float) -> tuple[Demand, Demand]:
-        """Lower and higher bound of the demand of so long."""
+    def _demand(
+        self, seen: Observation, lengths: Lengths, span_s: float, deviations: float
+    ) -> Demand:
+        """Demand by the arrivals of so long, higher or lower by so many standard deviations of
+        their number and their lengths.
+        """
         began_s, before = next(
             (one for one in reversed(self._counts) if seen.time_s - one[0] >= span_s),
             self._counts[0],
         )
-        span_s = max(seen.time_s - began_s, 1.0)
         arrived = seen.requests - before
-        mean = sum(tokens * share for tokens, share in seen.sizes)
-        squares = sum(tokens * tokens * share for tokens, share in seen.sizes)
-        scatter = squares / mean**2 if mean > 0 else 1.0
-        demand = Demand(
-            requests_per_s=arrived / span_s,
-            sizes=seen.sizes,
-            output_tokens=seen.output_tokens,
+        deviation = math.hypot(math.sqrt(1 / max(arrived, 1)), lengths.deviation)
+        rate = arrived / max(seen.time_s - began_s, 1.0)
+        return Demand(
+            requests_per_s=rate * max(0.0, 1 + deviations * deviation),
+            sizes=lengths.sizes,
+            output_tokens=lengths.output_tokens,
             queued_tokens=seen.queued_tokens,
         )
-        spread = math.sqrt(scatter / max(arrived, 1))
-        high = replace(demand.times(1 + self.rules.reserve * spread), queued_tokens=0.0)
-        return demand.times(max(0.0, 1 - self.rules.sureness * spread)), high
 
     def _remember(self, now_s: float, prefill: int, decode: int) -> None:
         self._past.append(_Past(now_s, prefill, decode))
@@ -252,10 +255,10 @@ class ModelPlanner:
         budget = self.rules.budget
         if not budget or prefill + decode <= budget:
             return prefill, decode, []
-        text = f"{prefill} prefill and {decode} decode workers are needed, and {budget} are allowed"
-        kept = max(1, round(budget * prefill / (prefill + decode))) if budget > 1 else 0
-        kept = min(kept, max(0, budget - self.rules.least_decode))
-        return kept, budget - kept, [Alarm(name="over_budget", text=text)]
+        needed = Counts(prefill, decode)
+        kept = needed.within(budget, self.rules.least_decode)
+        text = f"{needed} are needed, and {budget} are allowed"
+        return kept.prefill, kept.decode, [Alarm(name="over_budget", text=text)]
 
     def _find_foreign(self, now_s: float, seen: Observation) -> Alarm | None:
         """Somebody else changed the numbers. Where orders are not known, these are more workers

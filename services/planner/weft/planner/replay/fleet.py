@@ -5,14 +5,14 @@ whose steps slow with their requests.
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from dataclasses import dataclass
 
-from weft.common.capacity import NUM_SIZES, size_of_prompt
-from weft.planner.forecast import Speed, Targets
+from weft.common.capacity import size_of_prompt
+from weft.planner.forecast import Speed, Targets, room_of
+from weft.planner.recent import RecentRequests
 from weft.planner.replay.traces import Arrival
-
-_LEAST_SHARE = 1e-4
-_NEWER = 1.0 + 1.0 / 1024
 
 
 @dataclass(slots=True)
@@ -40,7 +40,8 @@ class Fleet:
     Args:
         start_s: From the order of a worker to its first work.
         switch_s: From the order of a role to the first work in it.
-        refuses: Whether a request whose first token would be late is refused, as admission does.
+        refuses: As admission does, a request for which decode workers have no room is held, and one
+            whose first token would be late is refused.
     """
 
     def __init__(
@@ -73,14 +74,12 @@ class Fleet:
         """Pace at the end, time of the beginning and tokens of each running request; a heap."""
         self._joining: list[tuple[float, int]] = []
         """When prompts end, and tokens of their answers; a heap."""
+        self._held: deque[Arrival] = deque()
+        self._room = max(1.0, room_of(speed, targets)) if refuses else math.inf
+        """Requests that a decode worker may have."""
         self.tally = Tally()
         self.num_arrived = 0
-        # By size of the prompt; newer arrivals weigh more.
-        self._weights = [0.0] * NUM_SIZES
-        self._weighted_tokens = [0.0] * NUM_SIZES
-        self._weight = 1.0
-        self._outputs = 0.0
-        self._num_outputs = 0.0
+        self.recent = RecentRequests()
 
     @property
     def prefill(self) -> int:
@@ -97,21 +96,6 @@ class Fleet:
         """Prompt tokens that prefill workers have not computed."""
         rate = self.speed.prefill_tokens_per_s
         return rate * sum(max(0.0, free_at - self.now_s) for free_at in self._free_at)
-
-    @property
-    def output_tokens(self) -> float:
-        """Mean of the answers of requests lately."""
-        return self._outputs / self._num_outputs if self._num_outputs else 128.0
-
-    @property
-    def sizes(self) -> tuple[tuple[float, float], ...]:
-        """Prompt tokens of arrivals lately, in groups of like sizes, and their shares."""
-        total = sum(self._weights)
-        return tuple(
-            (tokens / weight, weight / total)
-            for tokens, weight in zip(self._weighted_tokens, self._weights, strict=True)
-            if weight > _LEAST_SHARE * total
-        )
 
     def change(self, prefill: int, decode: int) -> None:
         """Orders numbers of workers: roles change first, then workers start, or end once idle."""
@@ -140,18 +124,25 @@ class Fleet:
         self.run_until(arrival.time_s)
         self.tally.requests += 1
         self.num_arrived += 1
-        size = size_of_prompt(arrival.prompt_tokens)
-        self._weight *= _NEWER
-        if self._weight > 1e100:
-            self._weights = [weight / self._weight for weight in self._weights]
-            self._weighted_tokens = [tokens / self._weight for tokens in self._weighted_tokens]
-            self._weight = 1.0
-        self._weights[size] += self._weight
-        self._weighted_tokens[size] += self._weight * arrival.prompt_tokens
-        begins_s = max(self.now_s, self._free_at[0]) if self._free_at else float("inf")
+        tokens = arrival.prompt_tokens
+        self.recent.prompt(size_of_prompt(tokens), tokens)
+        own_s = tokens / self.speed.prefill_tokens_per_s
+        if self._refuses and own_s > self._targets.first_token_s:
+            self.tally.refused += 1
+            return
+        self._held.append(arrival)
+        self._release()
+
+    def _release(self) -> None:
+        """Held requests go to workers, in their order, while there is room."""
+        while self._held and len(self._running) + len(self._joining) < self._room * self._decode:
+            self._send(self._held.popleft())
+
+    def _send(self, arrival: Arrival) -> None:
+        begins_s = max(self.now_s, self._free_at[0]) if self._free_at else math.inf
         ends_s = begins_s + arrival.prompt_tokens / self.speed.prefill_tokens_per_s
-        is_late = ends_s - self.now_s > self._targets.first_token_s
-        if is_late and (self._refuses or ends_s == float("inf")):
+        is_late = ends_s - arrival.time_s > self._targets.first_token_s
+        if is_late and (self._refuses or ends_s == math.inf):
             self.tally.refused += 1
             return
         self.tally.late_first += is_late
@@ -192,11 +183,11 @@ class Fleet:
             heapq.heappush(self._running, (self._pace + abs(tokens), self.now_s, tokens))
         while self._running and self._running[0][0] <= self._pace + 1e-6:
             _, began_s, tokens = heapq.heappop(self._running)
-            self._outputs = 0.995 * self._outputs + abs(tokens)
-            self._num_outputs = 0.995 * self._num_outputs + 1
+            self.recent.ended(1, 1, 0, abs(tokens))
             is_slow = (self.now_s - began_s) / abs(tokens) > self._targets.inter_token_s
             self.tally.slow += is_slow
             self.tally.good += not is_slow and tokens > 0
+        self._release()
 
     def _step_s(self) -> float:
         """Time between tokens now; 0: nobody decodes."""
