@@ -127,6 +127,7 @@ class Seen:
                 self.kinds.add(
                     ("rows", *(one is not None for one in has), len(step.token_ids) % 16 == 0)
                 )
+                self.kinds.add(("adapters", step.lora is not None))
                 has_others = len(group.kv_lens) > 1
                 self.kinds.add(("before", bool(before), has_others))
                 self.kinds.add(("table", has_others, width == 1, width % 16 == 0))
@@ -153,17 +154,16 @@ def test_a_warm_up_computes_what_first_images_need(
     takes has been computed, and answers are as ever.
     """
     settings = {"max_step_tokens": 512, "prefill_chunk_tokens": 96, "max_context_tokens": 2048}
-    with engine(case.folder, **settings) as llm:
+    with engine(case.folder, **settings, enable_lora=True) as llm:
         seen = Seen(llm, monkeypatch)
         warm_up_media(seen.executor, seen.media, 512, 2048, has_steps=True)
         warmed, seen.kinds = seen.kinds, set()
         prompts = case.prompts(1, 4)
         for prompt, found in zip(prompts, run(llm, *prompts), strict=True):
             case.check(prompt, found.token_ids)
-    assert {kind[0] for kind in seen.kinds} == {"tower", "patches", "rows", "before", "table"}
-    if case.family.has_states:
-        # After cached positions recurrent layers begin at a kept state, which a warm-up has not.
-        seen.kinds = {kind for kind in seen.kinds if kind[:2] != ("before", True)}
+    assert ("adapters", True) in warmed
+    kinds = {"tower", "patches", "rows", "adapters", "before", "table"}
+    assert {kind[0] for kind in seen.kinds} == kinds
     assert seen.kinds <= warmed
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from weft.checkpoint.vision_config import NUM_AXES
 from weft.contract.arrays import Int64Array
+from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import EncodeMedia
 from weft.engine.executor.step_input import InsertedRows, StepInput, TurnedRows
 from weft.engine.model.interface import MediaEncoder
+from weft.pages.memory.page_memory import NULL_PAGE
 
 _FEWEST_ROWS = 16
 _MOST_ROWS = 2048
@@ -94,8 +97,7 @@ def _steps(
     """Chunks alone and beside a request of one row, with and without positions before them."""
     cached = _CACHED_PAGES * executor.facts.page_size
     begins, ahead = [0], [None, 0]
-    # Recurrent layers begin at position 0 where a step names no blocks.
-    if executor.states is None and cached < max_context_tokens:
+    if cached < max_context_tokens:
         begins, ahead = [0, cached], [None, 0, max_context_tokens - 1]
     most = min(max_step_tokens, max_context_tokens - begins[-1])
     for num_rows in (*_powers(min(most, _MOST_ROWS), _FEWEST_ROWS), most):
@@ -104,7 +106,10 @@ def _steps(
         for others, begin in itertools.product(ahead, begins):
             before = () if others is None else (max(others, begin),)
             size = max(1, num_rows - next(fewer) - len(before))
-            yield _step(executor, size, begin, before, sees_both_ways)
+            step = _step(executor, size, begin, before, sees_both_ways)
+            yield step
+            if executor.has_adapters:
+                yield replace(step, adapters=np.ones(len(step.slots), np.int32))
 
 
 def _step(
@@ -119,15 +124,30 @@ def _step(
     turned = None
     if executor.rotations is not None:
         turned = TurnedRows(rows, np.repeat(begin + np.arange(size)[:, None], NUM_AXES, axis=1))
+    counts = np.array([*(1 for _ in others), size], np.int64)
     return StepInput(
         slots=np.full(len(starts), executor.page_table.null_row, np.int64),
         starts=starts,
         max_starts=starts,
-        counts=np.array([*(1 for _ in others), size], np.int64),
+        counts=counts,
         num_decodes=len(others),
         draws=np.ones(1, np.int64),
         recomputed_rows=np.zeros(1, np.int64),
         tokens=np.zeros(size, np.int64),
         inserted=InsertedRows(rows, np.zeros(size, np.int64), ends),
         turned=turned,
+        states=_states(executor, starts, counts),
     )
+
+
+def _states(executor: LocalExecutor, starts: Int64Array, counts: Int64Array) -> StateRows | None:
+    """Requests that begin behind a block of zeros, and write another one at their last border. No
+    request has that one yet.
+    """
+    if executor.states is None:
+        return None
+    size = executor.facts.page_size
+    borders, lasts = (at // size * size for at in (starts, starts + counts))
+    (crossed,) = (lasts > borders).nonzero()
+    writes = np.stack((crossed, lasts[crossed], np.full(len(crossed), NULL_PAGE + 1)))
+    return StateRows(borders, np.full(len(starts), NULL_PAGE), writes)
