@@ -309,6 +309,11 @@ class ModelConfig:
         return self.takes_adapters and all(layer.kv_from is None for layer in attentions)
 
     @property
+    def adapted_kinds(self) -> tuple[str, ...] | None:
+        """The kinds of projections that adapters may change; None: all that the sizes speak of."""
+        return None
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether products that several layers have are of the same shape in all of them. Layers
         that use the K and V of others may lack some products.

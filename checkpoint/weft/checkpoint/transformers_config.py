@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.checkpoint.adapters.names import DENSE_KINDS
 from weft.checkpoint.config import MAX_POSITIONS, ModelConfig
 from weft.checkpoint.end_tokens import end_token_ids
 from weft.checkpoint.fields import Fields
@@ -51,6 +52,10 @@ class TransformersConfig(ModelConfig):
     """
     folder: str = ""
     """The model's directory, which has that file."""
+    linears: tuple[str, ...] | None = None
+    """The kinds of projections that are linear modules in all layers; None: the model has not been
+    loaded, which alone shows them.
+    """
 
     @property
     def has_equal_layers(self) -> bool:
@@ -58,11 +63,11 @@ class TransformersConfig(ModelConfig):
         return False
 
     @property
-    def takes_adapters(self) -> bool:
-        return False
+    def adapted_kinds(self) -> tuple[str, ...] | None:
+        return DENSE_KINDS if self.linears is None else self.linears
 
     def fingerprint(self) -> bytes:
-        return ModelConfig.fingerprint(replace(self, folder=""))
+        return ModelConfig.fingerprint(replace(self, folder="", linears=None))
 
 
 def check_trust(config: ModelConfig, *, trusts: bool) -> None:

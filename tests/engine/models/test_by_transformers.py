@@ -15,7 +15,7 @@ import pytest
 import torch
 from weft.checkpoint.config import ModelConfig
 from weft.cli.model import path_of
-from weft.contract.errors import ConfigError, ModelError
+from weft.contract.errors import AdapterError, ConfigError, ModelError
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.combinations import check_combination
@@ -23,9 +23,11 @@ from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import check_weights, load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices
+from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.quantised_models import round_rows
 from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_adapters import LINEAR, write_adapter
 from weft.testing.models.unread_models import UNREAD, WITH_EXPERTS, load_unread, make_unread
 
 ALWAYS = ("nanochat",)
@@ -111,6 +113,53 @@ def test_rows_rounded_to_int8_give_the_tokens_of_rounded_weights(kind: str, tmp_
     assert greedy(reference, prompt, kind) == found
 
 
+ADAPTED = {
+    "nanochat": ["q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"],
+    "beam": [*LINEAR],
+    "bitnet": [*LINEAR],
+    "diffllama": [*LINEAR],
+    "persimmon": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "bert": ["query", "key", "value", "output.dense", "intermediate.dense"],
+    "aria_text": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
+"""Names of linear modules, for `peft.LoraConfig`."""
+
+
+@pytest.mark.parametrize("kind", some(tuple(ADAPTED)))
+def test_adapters_add_what_pefts_do(kind: str, tmp_path: Path) -> None:
+    """Side by side in a batch, in chunks, then behind the pages that each has for itself."""
+    seed = random.randrange(10**6)
+    models = PeftModels(make_unread(kind, tmp_path / "model", seed), tmp_path)
+    names = ADAPTED[kind]
+    adapters = [
+        models.add(seed + index, r=5, target_modules=some)
+        for index, some in enumerate((names, names[:1], names[1:]))
+    ]
+    settings: dict[str, Any] = {"dtype": "float32", "num_pages": 100, "page_size": 8}
+    with LLM(models.model_dir, enable_lora=True, prefill_chunk_tokens=16, **settings) as llm:
+        assert [llm.load_adapter(path) for path in models.directories.values()] == adapters
+        prompt, asked = prompt_of(37), [*adapters, BASE]
+        for _ in range(2):
+            samples = llm.generate([prompt] * 4, stop=STOP, top_logprobs=5, adapters=asked)
+            for adapter, sample in zip(asked, samples, strict=True):
+                models.check(adapter, prompt, sample)
+        assert llm.engine.counters()["prefix_hit_tokens"] >= 4 * 32
+
+
+def test_changes_of_other_modules_are_refused(nanochat: Path, tmp_path: Path) -> None:
+    path = make_unread("biogpt", tmp_path / "biogpt", 0)
+    with pytest.raises(ConfigError, match="no product of BioGptForCausalLM is a linear module"):
+        LLM(path, dtype="float32", num_pages=32, enable_lora=True)
+    name = "base_model.model.model.layers.0.mlp.gate_proj.lora_"
+    tensors = {f"{name}A.weight": torch.zeros(8, 64), f"{name}B.weight": torch.zeros(128, 8)}
+    folder = write_adapter(tmp_path / "adapter", tensors, target_modules=["gate_proj"])
+    with (
+        LLM(nanochat, dtype="float32", num_pages=32, enable_lora=True) as llm,
+        pytest.raises(AdapterError, match="no such projection"),
+    ):
+        llm.load_adapter(folder)
+
+
 @pytest.fixture(scope="module")
 def nanochat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_unread("nanochat", tmp_path_factory.mktemp("nanochat"), random.randrange(10**6))
@@ -136,7 +185,7 @@ def test_verify_says_whose_code_computes_and_compares_tokens(nanochat: Path) -> 
     assert re.search(r"25[4-6] of 256 next tokens equal", text)
 
 
-@pytest.mark.parametrize("setting", [{"tp": 2}, {"enable_lora": True}, {"deterministic": True}])
+@pytest.mark.parametrize("setting", [{"tp": 2}, {"deterministic": True}])
 def test_what_transformers_cannot_do_is_refused_before_the_start(
     setting: dict[str, Any], nanochat: Path
 ) -> None:

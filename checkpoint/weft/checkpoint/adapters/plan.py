@@ -142,6 +142,8 @@ def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tupl
 
 def _has_projection(config: ModelConfig, module: ModuleName) -> bool:
     kind, leaf = module.kinds[0], module.rest.rpartition(".")[2]
+    if config.adapted_kinds is not None:
+        return set(module.kinds) <= set(config.adapted_kinds)
     recurrent = () if config.decoder is None else config.decoder.recurrent_layers
     if kind in RECURRENT_KINDS:
         return kind in recurrent_shapes(config) and module.layer in recurrent

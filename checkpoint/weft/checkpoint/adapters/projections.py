@@ -102,7 +102,7 @@ def projections_of(
             ranks.
     """
     known = _dense(model, num_ranks)
-    if not isinstance(model, EncoderConfig):
+    if not isinstance(model, EncoderConfig) and model.adapted_kinds is None:
         known |= {**_router(model), **_vocabulary(model), **_experts(model, num_ranks, ep)}
     chosen = tuple(names) or default_projections(model)
     recurrent = recurrent_shapes(model)
@@ -119,6 +119,12 @@ def projections_of(
             f"lora_projections = {', '.join(chosen)}: this model has {', '.join(known)}, and "
             f"{EXPERTS} or {SHARED_EXPERTS} but not both",
             param="lora_projections",
+        )
+    if not chosen:
+        raise ConfigError(
+            f"enable_lora: no product of {model.architecture} is a linear module of the usual "
+            "name in all layers",
+            param="enable_lora",
         )
     return tuple(part for name in chosen for part in known[name])
 
@@ -192,6 +198,8 @@ def _dense(model: ModelConfig, num_ranks: int = 1) -> dict[str, tuple[Projection
         shapes["up"] = ("gate_up", hidden, inner, inner if is_gated else 0)
         shapes["down"] = ("down", inner, hidden, 0)
     shapes |= recurrent_shapes(model)
+    if model.adapted_kinds is not None:
+        shapes = {kind: shape for kind, shape in shapes.items() if kind in model.adapted_kinds}
     return {
         kind: (
             Projection(

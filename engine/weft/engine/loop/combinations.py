@@ -73,7 +73,6 @@ def _check_transformers(config: EngineConfig, model: TransformersConfig) -> None
     by = f"{model.architecture} is computed by transformers' code"
     refused = (
         ("tp", config.tp > 1, "whose products are not divided among ranks"),
-        ("enable_lora", config.enable_lora, "whose products take no adapters"),
         ("deterministic", config.deterministic, "whose sums depend on a step's other tokens"),
     )
     for name, is_set, why in refused:

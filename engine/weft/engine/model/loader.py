@@ -232,7 +232,8 @@ def load_model(
     )
     return LoadedModel(
         model=model,
-        config=config,
+        # What transformers computes shows its linear modules only when it is there.
+        config=model.config if isinstance(config, TransformersConfig) else config,
         digest=digest,
         dtype=dtype,
         weight_format=" + ".join(formats.names) or dtype,

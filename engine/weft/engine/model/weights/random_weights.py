@@ -43,6 +43,8 @@ class RandomWeights:
             out.fill_(1.0)
         elif part.name.endswith("weight_global_scale"):
             out.fill_(_NVFP4_DIVISOR)
+        elif part.name.endswith("weight_scale_2"):
+            out.fill_(1 / _NVFP4_DIVISOR)
         elif out.dtype == torch.uint8:
             out.random_(0, 256, generator=self._generator)
         elif part.name.endswith("weight_shape"):

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +28,11 @@ from weft.engine.model.archs.by_transformers.attention import (
     noted_masks,
 )
 from weft.engine.model.archs.by_transformers.names import Converted
-from weft.engine.model.archs.by_transformers.products import Product
+from weft.engine.model.archs.by_transformers.products import (
+    Product,
+    adapters_of,
+    place_products,
+)
 from weft.engine.model.decoder_only import paged_layout, places_in_pools
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.step import Step
@@ -69,6 +74,7 @@ class TransformersModel:
         self.dtype = weights.dtype
         causal = _built(config, weights.dtype)
         _read_parameters(causal, weights)
+        self.config = replace(config, linears=place_products(config, causal))
         self._body, self._given, self._head = _parted(causal)
         self._first_position = 0
         self._calls: tuple[Call, ...] = ()
@@ -99,7 +105,7 @@ class TransformersModel:
     def forward_all(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """As `forward`, but returns the hidden states of all rows, [T, hidden]."""
         paged = PagedCalls(self._calls, self._places, self._turns, step, pool)
-        with attention_by(paged):
+        with attention_by(paged), adapters_of(step.lora):
             return self._run(step.token_ids, step.positions)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:

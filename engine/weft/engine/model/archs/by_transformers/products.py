@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
 import torch
+from weft.checkpoint.adapters.names import DENSE_KINDS, parse_module
+from weft.checkpoint.adapters.plan import projection_shape
+from weft.checkpoint.adapters.projections import default_projections, projections_of
+from weft.checkpoint.config import ModelConfig
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.pack import weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.lora.spec import Group, LoraAddition, LoraStep
+
+_lora: ContextVar[LoraStep | None] = ContextVar("weft_lora", default=None)
+
+
+@contextmanager
+def adapters_of(lora: LoraStep | None) -> Iterator[None]:
+    """Inside, products add what a step's adapters change; rows are those of the step."""
+    token = _lora.set(lora)
+    try:
+        yield
+    finally:
+        _lora.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module stands among the projections that adapters change."""
+
+    group: Group
+    layer: int
+    columns: frozenset[int]
+    """First columns, in the group's product, of the projections that the module computes."""
+
+    def addition(self, lora: LoraStep) -> LoraAddition | None:
+        found = lora.of(self.group, self.layer)
+        if found is None:
+            return None
+        own = [part for part in found.parts if part.column in self.columns]
+        first = min(self.columns)
+        parts = tuple(replace(part, column=part.column - first) for part in own)
+        return replace(found, parts=parts) if parts else None
 
 
 class Product(torch.nn.Module):
@@ -24,6 +65,7 @@ class Product(torch.nn.Module):
         self._device = device
         self._floats: torch.Tensor | None = None
         self.in_features, self.out_features = packed.in_features, packed.out_features
+        self.place: Place | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -36,7 +78,42 @@ class Product(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous().to(self.packed.dtype)
-        made = linear(rows, self.packed, out_dtype=self._out_dtype)
+        lora = _lora.get()
+        added = None if lora is None or self.place is None else self.place.addition(lora)
+        made = linear(rows, self.packed, out_dtype=self._out_dtype, lora=added)
         if self._added is not None:
             made = made + self._added
         return made.view(*x.shape[:-1], made.shape[-1])
+
+
+def place_products(config: ModelConfig, model: torch.nn.Module) -> tuple[str, ...]:
+    """Tells products of layers what adapters change of them. Returns the kinds of projections that
+    every layer has as a linear module of the usual name and shape.
+    """
+    found: dict[tuple[str, ...], dict[int, Product]] = {}
+    for path, module in model.named_modules():
+        name = parse_module(path)
+        if not isinstance(module, Product) or name.is_expert or not name.layer >= 0:
+            continue
+        if not name.kinds or not set(name.kinds) <= set(DENSE_KINDS):
+            continue
+        shapes = [projection_shape(config, name, kind) for kind in name.kinds]
+        if (module.in_features, module.out_features) == (shapes[0][0], sum(n for _, n in shapes)):
+            layers = found.setdefault(name.kinds, {})
+            # Several modules of a layer with one name are none that an adapter could mean.
+            layers[name.layer if name.layer not in layers else -1] = module
+    whole = {
+        kinds: layers
+        for kinds, layers in found.items()
+        if layers.keys() == set(range(config.num_layers))
+    }
+    kinds = [kind for kinds in whole for kind in kinds]
+    if len(kinds) != len(set(kinds)) or not kinds:
+        return ()
+    named = {part.kind: part for part in projections_of(config, default_projections(config))}
+    for own, layers in whole.items():
+        parts = [named[kind] for kind in own]
+        for layer, product in layers.items():
+            columns = frozenset(part.column for part in parts)
+            product.place = Place(parts[0].group, layer, columns)  # type: ignore[arg-type]
+    return tuple(kind for kind in DENSE_KINDS if kind in kinds)
