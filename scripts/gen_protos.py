@@ -20,9 +20,13 @@ PROTOS = ROOT / "protos"
 PYTHON_OUT = PROTOS / "gen"
 GO_OUT = REST / "gen"
 GO_MODULE = "weft.dev/weft/services/rest/gen"
-# Only what the REST edge calls becomes Go.
-GO_PROTOS = tuple(
-    f"weft/v1/{name}.proto" for name in ("openai", "dialects", "edge", "mesh", "profile", "trace")
+# Only what the REST edge calls or serves becomes Go.
+GO_PROTOS = (
+    *(
+        f"weft/v1/{name}.proto"
+        for name in ("openai", "dialects", "edge", "mesh", "profile", "trace")
+    ),
+    "weft/extproc/external_processor.proto",
 )
 GO_TOOLS = ("protoc-gen-go", "protoc-gen-go-grpc", "protoc-gen-grpc-gateway")
 PYTHON_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")

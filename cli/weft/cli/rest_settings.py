@@ -25,6 +25,16 @@ class RestSettings(Settings):
     metrics_listen: str = Field(
         "", description="address to serve Prometheus metrics on, host:port; empty = none"
     )
+    picker_listen: str = Field(
+        "",
+        description="address to answer Envoy's external processing on as an endpoint picker, "
+        "host:port; empty = none",
+    )
+    picker_endpoints: str = Field(
+        "",
+        description="REST edges that the picker may send requests to, host:port with commas "
+        "between; a name with several addresses is as many edges",
+    )
     ready_file: Path | None = setting_of(ServiceSettings, "ready_file")
     max_body_bytes: int = setting_of(GatewaySettings, "max_body_bytes")
     max_held_bytes: int = Field(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12weft/v1/edge.proto\x12\x07weft.v1\"K\n\x0cRelayRequest\x12\x0c\n\x04\x65\x64ge\x18\x01 \x01(\t\x12\r\n\x05relay\x18\x02 \x01(\x04\x12\x0f\n\x07streams\x18\x03 \x03(\x04\x12\r\n\x05\x62ytes\x18\x04 \x03(\x04\".\n\rRelayResponse\x12\x0f\n\x07streams\x18\x01 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\x0c\x32I\n\x0b\x45\x64geService\x12:\n\x05Relay\x12\x15.weft.v1.RelayRequest\x1a\x16.weft.v1.RelayResponse(\x01\x30\x01\x42\x30Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12weft/v1/edge.proto\x12\x07weft.v1\"K\n\x0cRelayRequest\x12\x0c\n\x04\x65\x64ge\x18\x01 \x01(\t\x12\r\n\x05relay\x18\x02 \x01(\x04\x12\x0f\n\x07streams\x18\x03 \x03(\x04\x12\r\n\x05\x62ytes\x18\x04 \x03(\x04\".\n\rRelayResponse\x12\x0f\n\x07streams\x18\x01 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x03(\x0c\"&\n\x15\x43heckAdmissionRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x18\n\x16\x43heckAdmissionResponse2\x9c\x01\n\x0b\x45\x64geService\x12:\n\x05Relay\x12\x15.weft.v1.RelayRequest\x1a\x16.weft.v1.RelayResponse(\x01\x30\x01\x12Q\n\x0e\x43heckAdmission\x12\x1e.weft.v1.CheckAdmissionRequest\x1a\x1f.weft.v1.CheckAdmissionResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,6 +36,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELAYREQUEST']._serialized_end=106
   _globals['_RELAYRESPONSE']._serialized_start=108
   _globals['_RELAYRESPONSE']._serialized_end=154
-  _globals['_EDGESERVICE']._serialized_start=156
-  _globals['_EDGESERVICE']._serialized_end=229
+  _globals['_CHECKADMISSIONREQUEST']._serialized_start=156
+  _globals['_CHECKADMISSIONREQUEST']._serialized_end=194
+  _globals['_CHECKADMISSIONRESPONSE']._serialized_start=196
+  _globals['_CHECKADMISSIONRESPONSE']._serialized_end=220
+  _globals['_EDGESERVICE']._serialized_start=223
+  _globals['_EDGESERVICE']._serialized_end=379
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,11 @@ class EdgeServiceStub:
                 request_serializer=weft_dot_v1_dot_edge__pb2.RelayRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_edge__pb2.RelayResponse.FromString,
                 _registered_method=True)
+        self.CheckAdmission = channel.unary_unary(
+                '/weft.v1.EdgeService/CheckAdmission',
+                request_serializer=weft_dot_v1_dot_edge__pb2.CheckAdmissionRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_edge__pb2.CheckAdmissionResponse.FromString,
+                _registered_method=True)
 
 
 class EdgeServiceServicer:
@@ -59,6 +64,16 @@ class EdgeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckAdmission(self, request, context):
+        """Looks whether a request would be admitted now, and takes nothing: for the endpoint picker, which
+        can then refuse it before its body is sent on. The metadata are those of the request's own call.
+        Fails as that call would before its prompt is looked at: with the rates used up, the queue full,
+        or no worker ready. A request that is refused for load counts as arrived and refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EdgeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -66,6 +81,11 @@ def add_EdgeServiceServicer_to_server(servicer, server):
                     servicer.Relay,
                     request_deserializer=weft_dot_v1_dot_edge__pb2.RelayRequest.FromString,
                     response_serializer=weft_dot_v1_dot_edge__pb2.RelayResponse.SerializeToString,
+            ),
+            'CheckAdmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckAdmission,
+                    request_deserializer=weft_dot_v1_dot_edge__pb2.CheckAdmissionRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_edge__pb2.CheckAdmissionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -96,6 +116,33 @@ class EdgeService:
             '/weft.v1.EdgeService/Relay',
             weft_dot_v1_dot_edge__pb2.RelayRequest.SerializeToString,
             weft_dot_v1_dot_edge__pb2.RelayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckAdmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.EdgeService/CheckAdmission',
+            weft_dot_v1_dot_edge__pb2.CheckAdmissionRequest.SerializeToString,
+            weft_dot_v1_dot_edge__pb2.CheckAdmissionResponse.FromString,
             options,
             channel_credentials,
             insecure,

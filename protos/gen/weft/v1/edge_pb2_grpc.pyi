@@ -42,6 +42,12 @@ class EdgeServiceStub:
     A call that may use it carries the metadata `weft-relay: EDGE/STREAM`; an answer that does
     carries `weft-relay: RELAY` in its header.
     """
+    CheckAdmission: _grpc.UnaryUnaryMultiCallable[_edge_pb2.CheckAdmissionRequest, _edge_pb2.CheckAdmissionResponse]
+    """Looks whether a request would be admitted now, and takes nothing: for the endpoint picker, which
+    can then refuse it before its body is sent on. The metadata are those of the request's own call.
+    Fails as that call would before its prompt is looked at: with the rates used up, the queue full,
+    or no worker ready. A request that is refused for load counts as arrived and refused.
+    """
 
 @_typing.type_check_only
 class EdgeServiceAsyncStub(EdgeServiceStub):
@@ -56,6 +62,12 @@ class EdgeServiceAsyncStub(EdgeServiceStub):
 
     A call that may use it carries the metadata `weft-relay: EDGE/STREAM`; an answer that does
     carries `weft-relay: RELAY` in its header.
+    """
+    CheckAdmission: _aio.UnaryUnaryMultiCallable[_edge_pb2.CheckAdmissionRequest, _edge_pb2.CheckAdmissionResponse]  # type: ignore[assignment]
+    """Looks whether a request would be admitted now, and takes nothing: for the endpoint picker, which
+    can then refuse it before its body is sent on. The metadata are those of the request's own call.
+    Fails as that call would before its prompt is looked at: with the rates used up, the queue full,
+    or no worker ready. A request that is refused for load counts as arrived and refused.
     """
 
 class EdgeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -74,6 +86,18 @@ class EdgeServiceServicer(metaclass=_abc_1.ABCMeta):
 
         A call that may use it carries the metadata `weft-relay: EDGE/STREAM`; an answer that does
         carries `weft-relay: RELAY` in its header.
+        """
+
+    @_abc_1.abstractmethod
+    def CheckAdmission(
+        self,
+        request: _edge_pb2.CheckAdmissionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_edge_pb2.CheckAdmissionResponse, _abc.Awaitable[_edge_pb2.CheckAdmissionResponse]]:
+        """Looks whether a request would be admitted now, and takes nothing: for the endpoint picker, which
+        can then refuse it before its body is sent on. The metadata are those of the request's own call.
+        Fails as that call would before its prompt is looked at: with the rates used up, the queue full,
+        or no worker ready. A request that is refused for load counts as arrived and refused.
         """
 
 def add_EdgeServiceServicer_to_server(servicer: EdgeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

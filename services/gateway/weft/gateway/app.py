@@ -320,7 +320,7 @@ class GatewayApp:
         access = MeshAccess(self._settings.console, token, keys)
         self._add_mesh_faces(adapters, workers, access)
         bodies = BodyParser(most, ignores_unknown=self._settings.ignore_unknown_fields)
-        relays = EdgeFace(self._ending)
+        relays = EdgeFace(self._ending, self.pipeline)
         edge_pb2_grpc.add_EdgeServiceServicer_to_server(relays, self.server.grpc)
         audio = AudioCalls(
             self.pipeline,

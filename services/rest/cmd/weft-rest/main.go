@@ -115,7 +115,24 @@ func run(ctx context.Context, settings settings, logger *slog.Logger) error {
 		return err
 	}
 	address := listener.Addr().String()
-	if err := writeReadyFile(settings.readyFile, address, metricsAddress); err != nil {
+	pickerAddress, stopPicker, err := startPicker(ctx, settings, connection, registry, logger)
+	if err != nil {
+		return errors.Join(fmt.Errorf("--picker-listen %s: %w", settings.pickerListen, err),
+			listener.Close())
+	}
+	stopped := make(chan struct{})
+	context.AfterFunc(draining, func() {
+		defer close(stopped)
+		stopPicker()
+	})
+	defer func() {
+		drainNow()
+		<-stopped
+	}()
+	addresses := map[string]string{
+		"address": address, "metrics_address": metricsAddress, "picker_address": pickerAddress,
+	}
+	if err := writeReadyFile(settings.readyFile, addresses); err != nil {
 		return fmt.Errorf("--ready-file %s: %w", settings.readyFile, err)
 	}
 	logger.Info("serving REST", "address", address, "backend", settings.backend)
@@ -227,7 +244,7 @@ func listen(ctx context.Context, settings settings, logger *slog.Logger) (net.Li
 		return nil, fmt.Errorf("--listen %s: %w", settings.listen, err)
 	}
 	if settings.https.Cert == "" {
-		if settings.isExposed() {
+		if settings.isExposed(settings.listen) {
 			logger.Warn("insecure: REST is plain HTTP and open to other machines")
 		}
 		return halfclose.Listener{Listener: listener}, nil
@@ -274,13 +291,15 @@ func serveMetrics(address string, registry *prometheus.Registry) (string, func()
 }
 
 // writeReadyFile atomically writes the addresses that this process listens on, for a supervisor.
-func writeReadyFile(path, address, metricsAddress string) error {
+func writeReadyFile(path string, addresses map[string]string) error {
 	if path == "" {
 		return nil
 	}
-	content, err := json.Marshal(map[string]any{
-		"address": address, "metrics_address": metricsAddress, "pid": os.Getpid(),
-	})
+	told := map[string]any{"pid": os.Getpid()}
+	for name, address := range addresses {
+		told[name] = address
+	}
+	content, err := json.Marshal(told)
 	if err != nil {
 		return err
 	}

@@ -70,6 +70,8 @@ type settings struct {
 	listen        string
 	backend       string
 	metricsListen string
+	pickerListen  string
+	endpoints     string
 	readyFile     string
 	maxBodyBytes  int64
 	maxHeldBytes  int64
@@ -90,6 +92,8 @@ func (s *settings) byName() map[string]any {
 		"listen":             &s.listen,
 		"backend":            &s.backend,
 		"metrics-listen":     &s.metricsListen,
+		"picker-listen":      &s.pickerListen,
+		"picker-endpoints":   &s.endpoints,
 		"ready-file":         &s.readyFile,
 		"max-body-bytes":     &s.maxBodyBytes,
 		"max-held-bytes":     &s.maxHeldBytes,
@@ -206,17 +210,30 @@ func setFromEnvironment(flags *flag.FlagSet, environment []string) error {
 	return errors.Join(problems...)
 }
 
+// pickerEndpoints are those of --picker-endpoints.
+func (s settings) pickerEndpoints() ([]string, error) {
+	if s.endpoints == "" {
+		return nil, nil
+	}
+	return backend.Split(s.endpoints)
+}
+
 // allowedOrigins are the origins of --allowed-origins.
 func (s settings) allowedOrigins() []string {
 	return strings.FieldsFunc(s.origins, func(r rune) bool { return r == ',' || r == ' ' })
 }
 
-// isExposed says whether other machines can reach plain HTTP.
-func (s settings) isExposed() bool {
+// isExposed says whether other machines can reach an address without TLS.
+func (s settings) isExposed(address string) bool {
 	if s.https.Cert != "" {
 		return false
 	}
-	host, _, err := net.SplitHostPort(s.listen)
+	return isOpen(address)
+}
+
+// isOpen says whether other machines can reach an address.
+func isOpen(listen string) bool {
+	host, _, err := net.SplitHostPort(listen)
 	if err != nil || host == "localhost" {
 		return false // a malformed address fails when it is bound
 	}
@@ -236,6 +253,7 @@ func allOrNone(values ...string) bool {
 
 func (s settings) check(flags *flag.FlagSet) error {
 	_, badBackend := backend.Split(s.backend)
+	_, badEndpoints := s.pickerEndpoints()
 	switch {
 	case flags.NArg() > 0:
 		return fmt.Errorf("unexpected argument %q: weft-rest takes flags only", flags.Arg(0))
@@ -245,7 +263,14 @@ func (s settings) check(flags *flag.FlagSet) error {
 		return errors.New("--tls-cert, --tls-key and --tls-ca: give all three, or none")
 	case !allOrNone(s.https.Cert, s.https.Key):
 		return errors.New("--https-cert and --https-key: give both, or none")
-	case s.isExposed() && !s.insecure:
+	case (s.pickerListen == "") != (s.endpoints == ""):
+		return errors.New("--picker-listen and --picker-endpoints: give both, or none")
+	case badEndpoints != nil:
+		return fmt.Errorf("--picker-endpoints: %w: give the addresses of REST edges", badEndpoints)
+	case s.pickerListen != "" && s.isExposed(s.pickerListen) && !s.insecure:
+		return fmt.Errorf("--picker-listen %s is open to other machines, and there is no "+
+			"--https-cert; accept that with --insecure", s.pickerListen)
+	case s.isExposed(s.listen) && !s.insecure:
 		return fmt.Errorf("--listen %s is open to other machines, and there is no --https-cert; "+
 			"accept that with --insecure, for example behind a proxy that does TLS", s.listen)
 	}

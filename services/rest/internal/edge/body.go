@@ -32,13 +32,23 @@ const (
 // errNoRoom is the failure of a body for which there was no room.
 var errNoRoom = errors.New("too many bodies at once")
 
-// bodyRoom bounds the bytes of all bodies that have not been passed on yet.
-type bodyRoom struct {
+// Room bounds the bytes of all bodies that have not been passed on yet.
+type Room struct {
 	limit int64
 	held  atomic.Int64
 }
 
-func (r *bodyRoom) take(count int64) bool {
+// NewRoom makes room for maxHeldBytes, and for one body at least. 0: for four bodies, and no less than
+// leastHeldBytes.
+func NewRoom(maxHeldBytes, maxBodyBytes int64) *Room {
+	if maxHeldBytes == 0 {
+		return &Room{limit: max(leastHeldBytes, 4*maxBodyBytes)}
+	}
+	return &Room{limit: max(maxHeldBytes, maxBodyBytes)}
+}
+
+// Take is false, and takes nothing, if there is not as much.
+func (r *Room) Take(count int64) bool {
 	if r.held.Add(count) <= r.limit {
 		return true
 	}
@@ -46,11 +56,16 @@ func (r *bodyRoom) take(count int64) bool {
 	return false
 }
 
+// Give gives room back that was taken.
+func (r *Room) Give(count int64) {
+	r.held.Add(-count)
+}
+
 // limitedBody is a request body that is not read past its limit, nor for longer than bodyTimeout,
 // and that takes room until `release`.
 type limitedBody struct {
 	ctx        context.Context // of the request
-	room       *bodyRoom
+	room       *Room
 	taken      atomic.Int64
 	announced  int64 // its length as the client says; -1: unknown
 	limit      int64
@@ -65,7 +80,7 @@ type limitedBody struct {
 }
 
 func newLimitedBody(
-	w http.ResponseWriter, r *http.Request, config Config, room *bodyRoom,
+	w http.ResponseWriter, r *http.Request, config Config, room *Room,
 ) *limitedBody {
 	controller := http.NewResponseController(w)
 	ctx := r.Context()
@@ -121,7 +136,7 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 	}
 	n, err := b.limited.Read(p)
 	if n > 0 && b.failure == nil {
-		if b.room.take(int64(n)) {
+		if b.room.Take(int64(n)) {
 			b.taken.Add(int64(n))
 		} else {
 			b.failure = errNoRoom
@@ -140,7 +155,7 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 
 // release gives the room back once the body has been passed on.
 func (b *limitedBody) release() {
-	b.room.held.Add(-b.taken.Swap(0))
+	b.room.Give(b.taken.Swap(0))
 }
 
 func earlier(first, second time.Time) time.Time {

@@ -54,13 +54,6 @@ type Config struct {
 	Leaving context.Context
 }
 
-func (c Config) heldBytes() int64 {
-	if c.MaxHeldBytes == 0 {
-		return max(leastHeldBytes, 4*c.MaxBodyBytes)
-	}
-	return max(c.MaxHeldBytes, c.MaxBodyBytes)
-}
-
 // watchPath is that of a stream without an end, which must not keep the edge from ending.
 const watchPath = "/mesh/watch"
 
@@ -69,7 +62,7 @@ type edge struct {
 	mux     *runtime.ServeMux
 	origins origins
 	shapes  shapes
-	room    bodyRoom
+	room    *Room
 	relays  *relay.Relays
 	ending  context.Context // done as soon as the edge begins to drain
 }
@@ -87,7 +80,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 		ending:  ctx,
 		origins: newOrigins(config.AllowedOrigins),
 		shapes:  readShapes(weftv1.File_weft_v1_dialects_proto),
-		room:    bodyRoom{limit: config.heldBytes()},
+		room:    NewRoom(config.MaxHeldBytes, config.MaxBodyBytes),
 		relays:  relay.New(config.Backend),
 	}
 	middlewares := []runtime.Middleware{answerProbes, recordRoute}
@@ -175,7 +168,7 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if r.Body != nil && r.Body != http.NoBody {
-		body := newLimitedBody(w, r, e.config, &e.room)
+		body := newLimitedBody(w, r, e.config, e.room)
 		defer body.ended()
 		defer body.release()
 		placed, endPlace := e.relays.With(r.Context())

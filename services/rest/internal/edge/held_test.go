@@ -9,8 +9,7 @@ func TestRoomForBodiesFollowsTheLargest(t *testing.T) {
 		{body: 93 << 20, held: 200 << 20, want: 200 << 20},
 		{body: 93 << 20, held: 1, want: 93 << 20},
 	} {
-		config := Config{MaxBodyBytes: one.body, MaxHeldBytes: one.held}
-		if got := config.heldBytes(); got != one.want {
+		if got := NewRoom(one.held, one.body).limit; got != one.want {
 			t.Errorf("%+v: %d", one, got)
 		}
 	}

@@ -137,6 +137,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.MeshService/LoadMeshAdapter": _CONSOLE,
     "/weft.v1.MeshService/UnloadMeshAdapter": _CONSOLE,
     "/weft.v1.EdgeService/Relay": frozenset({"rest"}),
+    "/weft.v1.EdgeService/CheckAdmission": frozenset({"rest"}),
     # Only gateways may submit requests, because they have checked tenants and limits.
     "/weft.v1.DecodeService/Session": frozenset({"gateway"}),
     # Only services with pools exchange pages, since a handle tells where NIXL may write and read.

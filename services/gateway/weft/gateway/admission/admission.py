@@ -89,7 +89,7 @@ class Admission:
         """
         if self._is_draining:
             raise shutting_down("queue")
-        if self._waiters or not self._fits(num_prompts):
+        if self._must_wait(num_prompts):
             await self._wait(num_prompts, deadline, tenant, weight)
         else:
             self._take(num_prompts)
@@ -104,10 +104,20 @@ class Admission:
 
         return AdmittedPrompts(release)
 
+    def check(self, num_prompts: int, tenant: str = "", weight: float = 1.0) -> None:
+        """Raises Overloaded or Draining if prompts would be refused now, and takes nothing."""
+        if self._is_draining:
+            raise shutting_down("queue")
+        if self._must_wait(num_prompts):
+            self._owed(num_prompts, tenant, weight)
+
     def retry_after_s(self) -> float:
         """Seconds until the requests that wait now will have been served at the present rate."""
         rounds = self.num_queued / self._max_running
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, rounds * self._mean_hold_s))
+
+    def _must_wait(self, num_prompts: int) -> bool:
+        return bool(self._waiters) or not self._fits(num_prompts)
 
     def _fits(self, num_prompts: int) -> bool:
         # A request larger than the bound runs alone.
@@ -138,27 +148,35 @@ class Admission:
             raise
 
     def _make_room(self, num_prompts: int, tenant: str, weight: float) -> None:
-        """Raises Overloaded unless the queue has room, or others exceed their share of it.
+        """Drops waiting requests of others that exceed their share, as far as the queue lacks room
+        for a new one.
+        """
+        refusal = self._refusal()
+        for waiter in self._owed(num_prompts, tenant, weight):
+            self._waiters.remove(waiter, waiter.tenant)
+            self.num_queued -= waiter.num_prompts
+            if not waiter.place.done():
+                waiter.place.set_exception(refusal)
 
-        A waiting request is dropped only if the new one gets its room.
+    def _owed(self, num_prompts: int, tenant: str, weight: float) -> list[_Waiter]:
+        """The waiting requests that must leave so that a new one can wait. Raises Overloaded if the
+        queue has no room for it.
         """
         missing = self.num_queued + num_prompts - self._max_queued
         if missing <= 0:
-            return
-        refusal = Overloaded(
+            return []
+        owed = self._waiters.most_owed(tenant, num_prompts, weight, missing)
+        if not owed:
+            raise self._refusal()
+        return owed
+
+    def _refusal(self) -> Overloaded:
+        return Overloaded(
             f"{self.num_queued} prompts are waiting already (the bound is "
             f"{self._max_queued}); send the request again later",
             stage="queue",
             retry_after_s=self.retry_after_s(),
         )
-        dropped = self._waiters.most_owed(tenant, num_prompts, weight, missing)
-        if not dropped:
-            raise refusal
-        for waiter in dropped:
-            self._waiters.remove(waiter, waiter.tenant)
-            self.num_queued -= waiter.num_prompts
-            if not waiter.place.done():
-                waiter.place.set_exception(refusal)
 
     def _release(self, num_prompts: int) -> None:
         self.num_running -= num_prompts

@@ -78,6 +78,7 @@ FACES = (
     "/weft.v1.OllamaService/",
     "/weft.v1.ServerService/",
     "/weft.v1.TrainerService/",
+    "/weft.v1.EdgeService/CheckAdmission",
 )
 """Beginnings of the methods that need a key."""
 _REFUSALS_LOGGED_EVERY_S = 1.0

@@ -103,11 +103,15 @@ class RateLimits:
         Raises:
             RateLimited: A limit of requests is used up, or tokens are owed.
         """
-        self._follow(tenant, rates, now)
-        self._check(tenant, now, num_requests=1, num_tokens=1)
+        self.check(tenant, rates, now)
         charge = Charge(tenant)
         self._take(charge, num_requests=1, num_tokens=0)
         return charge
+
+    def check(self, tenant: str, rates: Rates, now: float) -> None:
+        """Raises what `begin` raises, and charges nothing."""
+        self._follow(tenant, rates, now)
+        self._check(tenant, now, num_requests=1, num_tokens=1)
 
     def reserve(self, charge: Charge, num_tokens: int, now: float) -> None:
         """Takes the most tokens that a request may use.

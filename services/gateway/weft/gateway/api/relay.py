@@ -19,7 +19,8 @@ import grpc
 from google.api.httpbody_pb2 import HttpBody
 from weft.common.tasks import run_together
 from weft.contract.errors import PeerUnavailable
-from weft.gateway.api.call import Context
+from weft.gateway.api.call import Context, call_facts
+from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.validate import invalid
 from weft.v1 import edge_pb2, edge_pb2_grpc
 
@@ -178,11 +179,16 @@ class PlainStream:
 
 
 class EdgeFace(edge_pb2_grpc.EdgeServiceServicer):
-    """Serves relays, and gives answers their places on them."""
+    """Serves relays, and gives answers their places on them; tells endpoint pickers whether a
+    request would be admitted.
+    """
 
-    def __init__(self, ending: asyncio.Event, retire_s: float = RETIRE_S) -> None:
+    def __init__(
+        self, ending: asyncio.Event, pipeline: RequestPipeline, retire_s: float = RETIRE_S
+    ) -> None:
         """Once `ending` is set no request runs any more, and relays end behind their answers."""
         self._ending = ending
+        self._pipeline = pipeline
         self._retire_s = retire_s
         self._newest: dict[str, EdgeRelay] = {}
 
@@ -218,6 +224,12 @@ class EdgeFace(edge_pb2_grpc.EdgeServiceServicer):
             relay.break_off()
             if self._newest.get(edge) is relay:
                 del self._newest[edge]
+
+    async def CheckAdmission(
+        self, request: edge_pb2.CheckAdmissionRequest, context: Context
+    ) -> edge_pb2.CheckAdmissionResponse:
+        await self._pipeline.check_admission(request.model, call_facts(context, "pick"))
+        return edge_pb2.CheckAdmissionResponse()
 
     async def _retire_at_the_end(self, relay: EdgeRelay) -> None:
         await self._ending.wait()

@@ -16,6 +16,7 @@ from weft.contract.codec.walk import duration
 from weft.contract.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     Overloaded,
     PeerUnavailable,
     WeftError,
@@ -32,6 +33,7 @@ from weft.gateway.generation.answer import Answer
 from weft.gateway.generation.complete import complete
 from weft.gateway.generation.generation import Generation, ResumeLimits
 from weft.gateway.request import (
+    CallFacts,
     ChatPrompt,
     GenerateRequest,
     PoolingOptions,
@@ -175,6 +177,30 @@ class RequestPipeline:
         for answer in list(self._open.values()):
             if answer.has_begun:
                 answer.fail(shutting_down("decode"))
+
+    async def check_admission(self, model: str, call: CallFacts) -> None:
+        """Raises what `open` would raise before it looks at the prompt of a request for a model:
+        its tenant's rates are used up, the queue is full, or no worker is ready. Takes nothing; a
+        refusal counts as the request's.
+        """
+        resolved = await self._models.find(model)
+        served, terms = resolved.served, self._tenants.of(call.tenant_name)
+        now = asyncio.get_running_loop().time()
+        until = now + (earliest(call.timeout_s, self._settings.request_timeout_s) or 0.0)
+        adapter = resolved.adapter
+        try:
+            self._admission.check(1, call.tenant_name, terms.weight)
+            self.limits.check(call.tenant_name, terms, now)
+            await self._find_worker(served, adapter, until)
+            served.router.check_owners(b"" if adapter is None else adapter.digest)
+        except Draining:
+            raise  # Another gateway is asked.
+        except WeftError as error:
+            served.demand.arrived()
+            served.demand.failed(error)
+            self._metrics.requests.labels(error.reason.lower()).inc()
+            self._metrics.model_requests.labels(served.model.name, error.reason.lower()).inc()
+            raise
 
     @asynccontextmanager
     async def open(self, raw: RawRequest) -> AsyncIterator[Answer]:

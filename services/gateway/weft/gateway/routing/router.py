@@ -193,21 +193,7 @@ class Router:
                     stage="route",
                     retry_after_s=_RETRY_AFTER_S,
                 )
-            found = list(self._fleet.workers("decode"))
-            if found and all(one.asleep for one in found):
-                tags = sorted({tag for one in found for tag in one.asleep})
-                raise Asleep(
-                    f"all decode workers are asleep ({', '.join(tags)}); wake them by /wake_up",
-                    stage="route",
-                    retry_after_s=_RETRY_AFTER_S,
-                )
-            raise PeerUnavailable(
-                f"the decode worker {request.worker_id} is not ready; send the request again"
-                if request.worker_id
-                else "no decode worker is ready; send the request again",
-                stage="route",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise self._nobody(request.worker_id)
         worker, match_tokens = owners[0]
         # A worker of both roles does not fill its own pages.
         fillers = [one for one in fillers if one[0].endpoint.address != worker.endpoint.address]
@@ -221,6 +207,30 @@ class Router:
             filler=fillers[0][0] if fillers else None,
             num_tokens=num_tokens,
             to_compute=num_tokens - match_tokens,
+        )
+
+    def check_owners(self, digest: bytes) -> None:
+        """Raises PeerUnavailable or Asleep while no decode worker can own a request for the adapter
+        with a content digest; empty: for the base model.
+        """
+        if not self.has_holder(digest):
+            raise self._nobody()
+
+    def _nobody(self, worker_id: str = "") -> WeftError:
+        found = list(self._fleet.workers("decode"))
+        if found and all(one.asleep for one in found):
+            tags = sorted({tag for one in found for tag in one.asleep})
+            return Asleep(
+                f"all decode workers are asleep ({', '.join(tags)}); wake them by /wake_up",
+                stage="route",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        return PeerUnavailable(
+            f"the decode worker {worker_id} is not ready; send the request again"
+            if worker_id
+            else "no decode worker is ready; send the request again",
+            stage="route",
+            retry_after_s=_RETRY_AFTER_S,
         )
 
     def named(self, choice: WorkerChoice) -> str:

@@ -149,6 +149,87 @@ func (x *RelayResponse) GetData() [][]byte {
 	return nil
 }
 
+type CheckAdmissionRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in the request's body; empty = the only model.
+	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckAdmissionRequest) Reset() {
+	*x = CheckAdmissionRequest{}
+	mi := &file_weft_v1_edge_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckAdmissionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckAdmissionRequest) ProtoMessage() {}
+
+func (x *CheckAdmissionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_edge_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckAdmissionRequest.ProtoReflect.Descriptor instead.
+func (*CheckAdmissionRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_edge_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *CheckAdmissionRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+type CheckAdmissionResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckAdmissionResponse) Reset() {
+	*x = CheckAdmissionResponse{}
+	mi := &file_weft_v1_edge_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckAdmissionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckAdmissionResponse) ProtoMessage() {}
+
+func (x *CheckAdmissionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_edge_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckAdmissionResponse.ProtoReflect.Descriptor instead.
+func (*CheckAdmissionResponse) Descriptor() ([]byte, []int) {
+	return file_weft_v1_edge_proto_rawDescGZIP(), []int{3}
+}
+
 var File_weft_v1_edge_proto protoreflect.FileDescriptor
 
 const file_weft_v1_edge_proto_rawDesc = "" +
@@ -161,9 +242,13 @@ const file_weft_v1_edge_proto_rawDesc = "" +
 	"\x05bytes\x18\x04 \x03(\x04R\x05bytes\"=\n" +
 	"\rRelayResponse\x12\x18\n" +
 	"\astreams\x18\x01 \x03(\x04R\astreams\x12\x12\n" +
-	"\x04data\x18\x02 \x03(\fR\x04data2I\n" +
+	"\x04data\x18\x02 \x03(\fR\x04data\"-\n" +
+	"\x15CheckAdmissionRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\"\x18\n" +
+	"\x16CheckAdmissionResponse2\x9c\x01\n" +
 	"\vEdgeService\x12:\n" +
-	"\x05Relay\x12\x15.weft.v1.RelayRequest\x1a\x16.weft.v1.RelayResponse(\x010\x01B0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3"
+	"\x05Relay\x12\x15.weft.v1.RelayRequest\x1a\x16.weft.v1.RelayResponse(\x010\x01\x12Q\n" +
+	"\x0eCheckAdmission\x12\x1e.weft.v1.CheckAdmissionRequest\x1a\x1f.weft.v1.CheckAdmissionResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3"
 
 var (
 	file_weft_v1_edge_proto_rawDescOnce sync.Once
@@ -177,16 +262,20 @@ func file_weft_v1_edge_proto_rawDescGZIP() []byte {
 	return file_weft_v1_edge_proto_rawDescData
 }
 
-var file_weft_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
+var file_weft_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
 var file_weft_v1_edge_proto_goTypes = []any{
-	(*RelayRequest)(nil),  // 0: weft.v1.RelayRequest
-	(*RelayResponse)(nil), // 1: weft.v1.RelayResponse
+	(*RelayRequest)(nil),           // 0: weft.v1.RelayRequest
+	(*RelayResponse)(nil),          // 1: weft.v1.RelayResponse
+	(*CheckAdmissionRequest)(nil),  // 2: weft.v1.CheckAdmissionRequest
+	(*CheckAdmissionResponse)(nil), // 3: weft.v1.CheckAdmissionResponse
 }
 var file_weft_v1_edge_proto_depIdxs = []int32{
 	0, // 0: weft.v1.EdgeService.Relay:input_type -> weft.v1.RelayRequest
-	1, // 1: weft.v1.EdgeService.Relay:output_type -> weft.v1.RelayResponse
-	1, // [1:2] is the sub-list for method output_type
-	0, // [0:1] is the sub-list for method input_type
+	2, // 1: weft.v1.EdgeService.CheckAdmission:input_type -> weft.v1.CheckAdmissionRequest
+	1, // 2: weft.v1.EdgeService.Relay:output_type -> weft.v1.RelayResponse
+	3, // 3: weft.v1.EdgeService.CheckAdmission:output_type -> weft.v1.CheckAdmissionResponse
+	2, // [2:4] is the sub-list for method output_type
+	0, // [0:2] is the sub-list for method input_type
 	0, // [0:0] is the sub-list for extension type_name
 	0, // [0:0] is the sub-list for extension extendee
 	0, // [0:0] is the sub-list for field type_name
@@ -203,7 +292,7 @@ func file_weft_v1_edge_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_edge_proto_rawDesc), len(file_weft_v1_edge_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   2,
+			NumMessages:   4,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

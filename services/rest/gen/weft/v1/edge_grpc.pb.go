@@ -19,7 +19,8 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	EdgeService_Relay_FullMethodName = "/weft.v1.EdgeService/Relay"
+	EdgeService_Relay_FullMethodName          = "/weft.v1.EdgeService/Relay"
+	EdgeService_CheckAdmission_FullMethodName = "/weft.v1.EdgeService/CheckAdmission"
 )
 
 // EdgeServiceClient is the client API for EdgeService service.
@@ -36,6 +37,11 @@ type EdgeServiceClient interface {
 	// A call that may use it carries the metadata `weft-relay: EDGE/STREAM`; an answer that does
 	// carries `weft-relay: RELAY` in its header.
 	Relay(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RelayRequest, RelayResponse], error)
+	// Looks whether a request would be admitted now, and takes nothing: for the endpoint picker, which
+	// can then refuse it before its body is sent on. The metadata are those of the request's own call.
+	// Fails as that call would before its prompt is looked at: with the rates used up, the queue full,
+	// or no worker ready. A request that is refused for load counts as arrived and refused.
+	CheckAdmission(ctx context.Context, in *CheckAdmissionRequest, opts ...grpc.CallOption) (*CheckAdmissionResponse, error)
 }
 
 type edgeServiceClient struct {
@@ -59,6 +65,16 @@ func (c *edgeServiceClient) Relay(ctx context.Context, opts ...grpc.CallOption) 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type EdgeService_RelayClient = grpc.BidiStreamingClient[RelayRequest, RelayResponse]
 
+func (c *edgeServiceClient) CheckAdmission(ctx context.Context, in *CheckAdmissionRequest, opts ...grpc.CallOption) (*CheckAdmissionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CheckAdmissionResponse)
+	err := c.cc.Invoke(ctx, EdgeService_CheckAdmission_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // EdgeServiceServer is the server API for EdgeService service.
 // All implementations must embed UnimplementedEdgeServiceServer
 // for forward compatibility.
@@ -73,6 +89,11 @@ type EdgeServiceServer interface {
 	// A call that may use it carries the metadata `weft-relay: EDGE/STREAM`; an answer that does
 	// carries `weft-relay: RELAY` in its header.
 	Relay(grpc.BidiStreamingServer[RelayRequest, RelayResponse]) error
+	// Looks whether a request would be admitted now, and takes nothing: for the endpoint picker, which
+	// can then refuse it before its body is sent on. The metadata are those of the request's own call.
+	// Fails as that call would before its prompt is looked at: with the rates used up, the queue full,
+	// or no worker ready. A request that is refused for load counts as arrived and refused.
+	CheckAdmission(context.Context, *CheckAdmissionRequest) (*CheckAdmissionResponse, error)
 	mustEmbedUnimplementedEdgeServiceServer()
 }
 
@@ -85,6 +106,9 @@ type UnimplementedEdgeServiceServer struct{}
 
 func (UnimplementedEdgeServiceServer) Relay(grpc.BidiStreamingServer[RelayRequest, RelayResponse]) error {
 	return status.Error(codes.Unimplemented, "method Relay not implemented")
+}
+func (UnimplementedEdgeServiceServer) CheckAdmission(context.Context, *CheckAdmissionRequest) (*CheckAdmissionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CheckAdmission not implemented")
 }
 func (UnimplementedEdgeServiceServer) mustEmbedUnimplementedEdgeServiceServer() {}
 func (UnimplementedEdgeServiceServer) testEmbeddedByValue()                     {}
@@ -114,13 +138,36 @@ func _EdgeService_Relay_Handler(srv interface{}, stream grpc.ServerStream) error
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type EdgeService_RelayServer = grpc.BidiStreamingServer[RelayRequest, RelayResponse]
 
+func _EdgeService_CheckAdmission_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CheckAdmissionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EdgeServiceServer).CheckAdmission(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: EdgeService_CheckAdmission_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EdgeServiceServer).CheckAdmission(ctx, req.(*CheckAdmissionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // EdgeService_ServiceDesc is the grpc.ServiceDesc for EdgeService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
 var EdgeService_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "weft.v1.EdgeService",
 	HandlerType: (*EdgeServiceServer)(nil),
-	Methods:     []grpc.MethodDesc{},
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "CheckAdmission",
+			Handler:    _EdgeService_CheckAdmission_Handler,
+		},
+	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "Relay",
