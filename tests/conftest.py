@@ -104,6 +104,11 @@ def _missing_rootfs() -> str | None:
     return None if shutil.which("debootstrap") else "no `debootstrap` on the PATH; Debian has it"
 
 
+def _missing_envoy() -> str | None:
+    is_there = (ROOT / "tests" / "tools" / "envoy" / ".wheels").exists()
+    return None if is_there else "it is not there; `make test-k8s` gets it and runs these tests"
+
+
 CLIENTS = ROOT / ".venv-clients"
 NOT_INSTALLED = "not installed; `make test-clients` installs them"
 
@@ -131,6 +136,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cc": _missing_cc,
     "chromium": _missing_chromium,
     "cuda": _missing_cuda,
+    "envoy": _missing_envoy,
     "fa3": _missing_fa3,
     "go": _missing_go,
     "helm": _missing_helm,

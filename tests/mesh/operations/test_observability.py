@@ -297,8 +297,8 @@ def test_the_list_of_metrics_is_what_services_show(mesh: TracedMesh) -> None:
     # The store knows nothing of pages before its first put.
     wait_until(lambda: len(scrape(mesh, "kvstore-0")) > 20, 30)
     listed = documented()
-    # The mesh runs no planner; tests of its service see what it shows.
-    assert listed.keys() == {*HEADINGS.values(), "Planner"}
+    # The mesh runs no planner and no picker; their own tests see what they show.
+    assert listed.keys() == {*HEADINGS.values(), "Planner", "Endpoint picker"}
     for name, heading in HEADINGS.items():
         shown = scrape(mesh, name)
         wanted = {

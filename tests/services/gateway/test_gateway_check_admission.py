@@ -70,7 +70,8 @@ async def test_a_request_is_refused_when_the_queue_is_full_and_takes_nothing(
         for number in range(1, 4):
             error = await check(mesh)
             assert isinstance(error, Overloaded)
-            assert error.retry_after_s and error.retry_after_s >= 1
+            assert error.retry_after_s
+            assert error.retry_after_s >= 1
             # Planners see what is refused here.
             assert (demand.requests, demand.refused_requests) == (arrived + number, number)
         assert (load().running_prompts, load().queued_prompts) == (1, 1)
