@@ -123,9 +123,10 @@ test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some mesh
 chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS="...".
 	$(BIN)/weft chaos --minutes 30 $(ARGS)
 
-test-k8s: setup ## Run manifests, chart and discovery against a real kube-apiserver and Helm (built first).
+test-k8s: setup ## Run manifests, chart and discovery against a real kube-apiserver, Helm and Envoy (got first).
 	$(BIN)/python scripts/get_kubernetes.py
-	WEFT_REQUIRE=go,helm,kube-apiserver $(BIN)/pytest tests/k8s $(ARGS)
+	$(BIN)/python scripts/get_envoy.py
+	WEFT_REQUIRE=envoy,go,helm,kube-apiserver $(BIN)/pytest tests/k8s $(ARGS)
 
 bench: setup ## Measure the mesh, the bare engine and transformers; flags in ARGS="...".
 	$(BIN)/python bench/bench.py $(ARGS)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from weft.cli.up.ports import free_run
 from weft.testing.k8s.envoy import DESTINATION, LISTENERS, SUBSET, TOOLS, Envoy
-from weft.testing.meshes.local_mesh import WEFT, wait_until
+from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.metric_names import documented, exposed
 from weft.testing.meshes.tiny_mesh import VOCAB, TinyMesh
 from weft.testing.services.dialect_edge import TEMPLATE
@@ -400,17 +400,3 @@ def test_the_contract_is_a_part_of_the_published_one() -> None:
             # 200 and so on are an enum there, and any number here.
             is_code = (name, field) == ("HttpStatus", "code")
             assert facts == told or (is_code and told[:2] == [facts[0], ENUM]), (name, field)
-
-
-def test_the_command_knows_the_picker_s_flags(rest_binary: Path) -> None:
-    for flags in (
-        ["--picker-listen", "127.0.0.1:0"],
-        ["--picker-endpoints", "a:1"],
-        ["--picker-listen", "127.0.0.1:0", "--picker-endpoints", "nonsense"],
-        ["--picker-listen", "0.0.0.0:0", "--picker-endpoints", "a:1"],
-    ):
-        done = subprocess.run(
-            [*WEFT, "serve", "rest", *flags], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 2, done.stderr
-        assert flags[0] in done.stderr or "--picker" in done.stderr

@@ -244,7 +244,7 @@ func listen(ctx context.Context, settings settings, logger *slog.Logger) (net.Li
 		return nil, fmt.Errorf("--listen %s: %w", settings.listen, err)
 	}
 	if settings.https.Cert == "" {
-		if settings.isExposed(settings.listen) {
+		if settings.isExposed() {
 			logger.Warn("insecure: REST is plain HTTP and open to other machines")
 		}
 		return halfclose.Listener{Listener: listener}, nil

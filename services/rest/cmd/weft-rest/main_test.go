@@ -50,6 +50,9 @@ func TestSettingsAreChecked(t *testing.T) {
 		{"--trace-sample-ratio", "1.5"}, {"--trace-sample-ratio", "NaN"}, {"--no-tracing=maybe"},
 		{"--max-body-bytes", "1073741825"}, {"--comment-after", "-1s"},
 		{"--tls-cert", "c", "--tls-key", "k"}, {"--https-cert", "c"},
+		{"--picker-listen", "127.0.0.1:0"}, {"--picker-endpoints", "a:1"},
+		{"--picker-listen", "127.0.0.1:0", "--picker-endpoints", "a:1,b"},
+		{"--picker-listen", ":0", "--picker-endpoints", "a:1"},
 	} {
 		var told strings.Builder
 		if _, err := parseSettings(arguments, nil, &told); err == nil || told.Len() == 0 {
@@ -62,6 +65,9 @@ func TestOtherMachinesReachRestByHTTPSOrByChoice(t *testing.T) {
 	for _, arguments := range [][]string{
 		{"--listen", "[::1]:8000"}, {"--listen", "localhost:8000"}, {"--listen", ":8000", "--insecure"},
 		{"--listen", ":8000", "--https-cert", "c", "--https-key", "k"},
+		{"--picker-listen", ":0", "--picker-endpoints", "a:1", "--tls-cert", "c", "--tls-key", "k",
+			"--tls-ca", "a"},
+		{"--picker-listen", ":0", "--picker-endpoints", "a:1", "--insecure"},
 	} {
 		if _, err := parseSettings(arguments, nil, io.Discard); err != nil {
 			t.Fatalf("%q: %v", arguments, err)

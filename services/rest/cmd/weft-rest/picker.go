@@ -41,8 +41,8 @@ func startPicker(
 		Metrics:      picker.NewMetrics(registry),
 		Logger:       logger,
 	}
-	if settings.https.Cert != "" {
-		own, err := identity.Load(settings.https, logger)
+	if files := settings.pickerFiles(); files.Cert != "" {
+		own, err := identity.Load(files, logger)
 		if err != nil {
 			return "", nil, err
 		}

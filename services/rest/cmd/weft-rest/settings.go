@@ -223,12 +223,17 @@ func (s settings) allowedOrigins() []string {
 	return strings.FieldsFunc(s.origins, func(r rune) bool { return r == ',' || r == ' ' })
 }
 
-// isExposed says whether other machines can reach an address without TLS.
-func (s settings) isExposed(address string) bool {
+// isExposed says whether other machines can reach plain HTTP.
+func (s settings) isExposed() bool {
+	return s.https.Cert == "" && isOpen(s.listen)
+}
+
+// pickerFiles are the certificate that proxies see: that for HTTPS, else that of the mesh.
+func (s settings) pickerFiles() identity.Files {
 	if s.https.Cert != "" {
-		return false
+		return s.https
 	}
-	return isOpen(address)
+	return identity.Files{Cert: s.tls.Cert, Key: s.tls.Key}
 }
 
 // isOpen says whether other machines can reach an address.
@@ -267,10 +272,10 @@ func (s settings) check(flags *flag.FlagSet) error {
 		return errors.New("--picker-listen and --picker-endpoints: give both, or none")
 	case badEndpoints != nil:
 		return fmt.Errorf("--picker-endpoints: %w: give the addresses of REST edges", badEndpoints)
-	case s.pickerListen != "" && s.isExposed(s.pickerListen) && !s.insecure:
+	case s.pickerListen != "" && isOpen(s.pickerListen) && s.pickerFiles().Cert == "" && !s.insecure:
 		return fmt.Errorf("--picker-listen %s is open to other machines, and there is no "+
-			"--https-cert; accept that with --insecure", s.pickerListen)
-	case s.isExposed(s.listen) && !s.insecure:
+			"--https-cert or --tls-cert; accept that with --insecure", s.pickerListen)
+	case s.isExposed() && !s.insecure:
 		return fmt.Errorf("--listen %s is open to other machines, and there is no --https-cert; "+
 			"accept that with --insecure, for example behind a proxy that does TLS", s.listen)
 	}
