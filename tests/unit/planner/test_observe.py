@@ -115,3 +115,18 @@ def test_workers_of_one_role_count_and_stay() -> None:
     assert role_orders(members, Counts(2, 0)) == []
     members.append(member("w0", BOTH))
     assert role_orders(members, Counts(2, 1)) == [RoleOrder("w0", "prefill")]
+
+
+def test_a_gateway_that_is_gone_is_not_waited_for() -> None:
+    picture, demand = MeshPicture(), ModelDemand()
+    for name in ("a", "b"):
+        picture.take(name, 1.0, message(demand, member("w0", PREFILL)))
+    for _ in range(3):
+        demand.arrived()
+    for name in ("a", "b"):
+        picture.take(name, 2.0, message(demand, member("w0", PREFILL)))
+    picture.forget("a")
+    picture.take("b", 9.0, message(demand, member("w0", PREFILL)))
+    seen = picture.observe(MODEL)
+    assert seen is not None
+    assert (seen.time_s, seen.requests) == (9.0, 6)

@@ -79,7 +79,7 @@ class MeshPicture:
     def forget(self, gateway: str) -> None:
         """A gateway that is gone for good is not waited for; its requests stay counted."""
         self._newest.pop(gateway, None)
-        self._sizes = {key: sizes for key, sizes in self._sizes.items() if key[0] != gateway}
+        self._told = {key: told for key, told in self._told.items() if key[0] != gateway}
 
     def models(self) -> list[str]:
         return sorted(self._recent)
