@@ -24,6 +24,8 @@ _TOWER_VERSION = b"weft-tower-1"
 _PARTS_VERSION = b"weft-file-1"
 _CHUNK_BYTES, _READ_BYTES, _PART_BYTES = 1 << 22, 1 << 20, 1 << 26
 _MAX_THREADS = 8
+_SKETCH_VERSION = b"weft-sketch-1"
+_HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 64 << 10, 4 << 10, 256
 
 
 def combine_digests(
@@ -99,6 +101,28 @@ class FileDigests:
 def cached_file_digests(files: Sequence[Path]) -> list[bytes]:
     with FileDigests(files) as digests:
         return digests.wait()
+
+
+def known_file_digests(files: Sequence[Path]) -> list[bytes] | None:
+    """The files' digests, if all of them were read before and have not changed since."""
+    found = [_Record.of(path).digest() for path in files]
+    return [one for one in found if one is not None] if all(found) else None
+
+
+def sketch(files: Sequence[Path]) -> bytes:
+    """32 bytes over samples of files: their sizes, their first bytes, and bytes at even distances.
+    Two trainings of a model differ in it, without anyone reading whole files; a change of a few
+    bytes may not. Raises OSError.
+    """
+    parts = []
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            parts.append(size.to_bytes(8, "little"))
+            parts.append(os.pread(file.fileno(), _HEAD_BYTES, 0))
+            step = max(_SAMPLE_BYTES, size // _SAMPLES)
+            parts += [os.pread(file.fileno(), _SAMPLE_BYTES, at) for at in range(0, size, step)]
+    return combine(_SKETCH_VERSION, *parts)
 
 
 def file_digest(path: Path, report: Callable[[int], None] | None = None) -> bytes:

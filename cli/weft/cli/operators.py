@@ -72,7 +72,7 @@ def find_operators(arguments: argparse.Namespace, names: Sequence[str]) -> Opera
         pairs = [given.rpartition("=") for given in arguments.admin_address]
         named = {name or address: address for name, _, address in pairs}
         return Operators(named, read_token(arguments.token_file), identity)
-    folder = StateFolder(arguments.state_dir or default_state_folder(_port()))
+    folder = StateFolder(arguments.state_dir or default_state_folder(gateway_port()))
     addresses = find_services(folder, names)
     token = read_token(arguments.token_file or folder.admin_token)
     return Operators(addresses, token, identity)
@@ -108,7 +108,7 @@ def find_services(folder: StateFolder, names: Sequence[str]) -> dict[str, str]:
     return {name: found[name] for name in names} if names else found
 
 
-def _port() -> int:
+def gateway_port() -> int:
     """The gateway's port, by which `weft up` names its default state folder."""
     address = os.environ.get("WEFT_ADDRESS", DEFAULT_ADDRESS)
     port = address.rpartition(":")[2]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from weft.contract.errors import InvalidRequest
 from weft.contract.submits import Failure
@@ -31,9 +32,12 @@ WeightAction = Literal[
     "end",
     "sleep",
     "wake",
+    "offer",
+    "copy",
 ]
 """join, leave: a trainer's process group. begin, receive, end: an update that the group brings;
-without begin it ends by itself when all of the model's tensors are there.
+without begin it ends by itself when all of the model's tensors are there. offer, copy: of the
+packed weights, to another worker or from one.
 """
 GroupBackend = Literal["gloo", "nccl"]
 Rendezvous = Literal["torch", "vllm"]
@@ -51,6 +55,9 @@ MAX_GROUP_SIZE = 65_536
 GROUP_WAIT_S = 300.0
 """Longest wait for a group to form, and for each broadcast in it."""
 NCCL_ID_BYTES = 128
+MODEL_DIGEST_BYTES = PACKED_DIGEST_BYTES = 32
+MAX_PACKED_TENSORS = 1_000_000
+MAX_RANKS = 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +115,77 @@ class SentTensor:
     shape: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTensor:
+    """A tensor of a model as it lies in the memory of one of a worker's ranks."""
+
+    place: str
+    """In the model, such as `.model.layers.0.mlp.down.form.data`; the same in all processes that
+    have the same part of it.
+    """
+    dtype: str
+    """As PyTorch names it, such as bfloat16."""
+    shape: list[int]
+    address: int
+    num_bytes: int
+    memory_type: str
+    """DRAM or VRAM."""
+    device_id: int = 0
+    digest: bytes = field(metadata=wire(least=PACKED_DIGEST_BYTES, most=PACKED_DIGEST_BYTES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWeights:
+    """The packed weights of one rank, which others may read over NIXL."""
+
+    scheme: bytes
+    """32 bytes over the configuration, the dtype and the number format."""
+    share: str
+    """Which part of the model the rank has."""
+    packing: str
+    """The code and the machine for which the weights are packed."""
+    constants: bytes
+    """32 bytes over the numbers that lie beside the tensors."""
+    nixl_version: str
+    agent_name: str
+    agent_metadata: bytes = field(repr=False)
+    tensors: list[PackedTensor] = field(metadata=wire(most=MAX_PACKED_TENSORS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOffer:
+    """The packed weights of a worker, until they change or sleep."""
+
+    model_digest: bytes = field(metadata=wire(least=MODEL_DIGEST_BYTES, most=MODEL_DIGEST_BYTES))
+    """Names them."""
+    start_digest: bytes
+    """Names those with which the worker began."""
+    files: bytes
+    """A sketch of the files from which it began."""
+    version: str
+    ranks: list[RankWeights] = field(metadata=wire(least=1, most=MAX_RANKS))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=bytes.hex)
+
+    @classmethod
+    def of_json(cls, text: str) -> WeightOffer:
+        found = json.loads(text)
+        ranks = [rank_of_json(one) for one in found.pop("ranks")]
+        names = ("model_digest", "start_digest", "files")
+        return cls(ranks=ranks, **(found | {name: bytes.fromhex(found[name]) for name in names}))
+
+
+def rank_of_json(found: dict[str, Any]) -> RankWeights:
+    """A `RankWeights` from what `json` made of it."""
+    tensors = [
+        PackedTensor(**(one | {"digest": bytes.fromhex(one["digest"])})) for one in found["tensors"]
+    ]
+    names = ("scheme", "constants", "agent_metadata")
+    data = {name: bytes.fromhex(found[name]) for name in names}
+    return RankWeights(**(found | data | {"tensors": tensors}))
+
+
 @dataclass(slots=True, kw_only=True)
 class WeightCommand:
     """Raises InvalidRequest for a value out of its range."""
@@ -132,6 +210,8 @@ class WeightCommand:
     """To receive, in this order."""
     packed_bytes: int | None = None
     """As in `WeightGroup`; None: the group's."""
+    offer: WeightOffer | None = None
+    """To copy."""
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.limit_s <= MAX_LIMIT_S:
@@ -180,3 +260,5 @@ class WeightReply:
     query: int
     status: WeightStatus
     failure: Failure | None = None
+    offer: WeightOffer | None = None
+    """What was asked for by `offer`."""

@@ -67,6 +67,9 @@ class FakeEngine:
     async def spawn(self) -> None:
         """There is nothing to spawn."""
 
+    def configure(self, config: object) -> None:
+        """There is nothing to load."""
+
     async def wait_ready(self) -> EngineInfo:
         await self.is_loaded.wait()
         return INFO

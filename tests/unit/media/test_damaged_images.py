@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 import random
 import struct
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from PIL import Image
 from weft.common.settings import load_settings
 from weft.contract.errors import InvalidRequest
 from weft.gateway.media.forms import TiledForm
-from weft.gateway.media.reader import FetchedFiles, MediaReader, ProcessedFile
-from weft.gateway.request import MediaFile
+from weft.gateway.media.reader import FetchedFiles, ImageReader, ProcessedImage
+from weft.gateway.request import ImageFile
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_images import encoded, random_image
 
@@ -97,22 +96,20 @@ async def run_files(seed: int, count: int) -> None:
         f"--max-image-pixels={MAX_PIXELS}",
         "--media-timeout-s=120",
     ]
-    reader = MediaReader(load_settings(GatewaySettings, flags, {}))
+    reader = ImageReader(load_settings(GatewaySettings, flags, {}))
     loop = asyncio.get_running_loop()
     places = asyncio.Semaphore(8)
     results = {"image": 0, "refusal": 0}
 
-    async def read(image: MediaFile) -> ProcessedFile:
+    async def read(image: ImageFile) -> ProcessedImage:
         nothing = FetchedFiles(lambda num_bytes: None)
         sources = await reader.sources([image], nothing, deadline=loop.time() + 600)
-        (found,) = await reader.process(
-            {"image": FORM}, [image], sources, deadline=loop.time() + 600
-        )
+        (found,) = await reader.process(FORM, [image], sources, deadline=loop.time() + 600)
         return found
 
     async def one(data: bytes) -> None:
         source = base64.b64encode(data).decode()
-        image = MediaFile(source=source, where="here", kind="image", type_param="here")
+        image = ImageFile(source=source, where="here", kind="image", type_param="here")
         async with places:
             (found,) = await asyncio.gather(read(image), return_exceptions=True)
         if isinstance(found, BaseException):
@@ -121,9 +118,9 @@ async def run_files(seed: int, count: int) -> None:
             assert len(found.message) < 200
             results["refusal"] += 1
             return
-        plan = FORM.plan(*found.size)
+        plan = FORM.plan(found.height, found.width)
         assert len(plan.lengths) == len(found.media)
-        assert math.prod(found.size) <= MAX_PIXELS
+        assert found.height * found.width <= MAX_PIXELS
         results["image"] += 1
 
     try:

@@ -20,6 +20,7 @@ from weft.cli.up.process import ServiceSpec
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import is_loopback, list_text
+from weft.common.worker.settings import OF_MESH
 from weft.contract.tasks import Task
 from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.gateway.media.load import PROCESSOR_FILES
@@ -249,6 +250,7 @@ def _worker(
                 "kv-dtype": settings.kv_dtype if has_kv_dtype else None,
                 "task": settings.task,
                 "transport": settings.transport,
+                "weights-from": _weights_from(settings),
                 "kv-memory-bytes": settings.kv_memory_bytes,
                 "host-cache-bytes": settings.host_cache_bytes,
                 **_disk(settings),
@@ -300,6 +302,13 @@ def _frees_windows(settings: UpSettings) -> bool:
     if any(f"WEFT_{role}_{name}" in os.environ for role in ("DECODE", "PREFILL") for name in names):
         return False
     return _KEEPERS.isdisjoint(word.partition("=")[0].lstrip("-") for word in words)
+
+
+def _weights_from(settings: UpSettings) -> str:
+    """The workers' setting: for `auto` the first gateway's, which may not run yet."""
+    if settings.weights_from != "auto":
+        return settings.weights_from
+    return OF_MESH + _reachable(_join(settings.host, settings.grpc_port))
 
 
 def _draft_dir(settings: UpSettings, role: str) -> Path | None:

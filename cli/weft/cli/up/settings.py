@@ -18,7 +18,7 @@ from weft.common.settings import (
     is_loopback,
     setting_of,
 )
-from weft.common.worker.settings import engine_setting
+from weft.common.worker.settings import WorkerSettings, engine_setting
 from weft.contract.settings import TransportName
 from weft.engine.base.config import DrafterName, DtypeName, KvDtypeName, TaskName
 from weft.gateway.settings import GatewaySettings
@@ -107,6 +107,7 @@ class UpSettings(Settings):
         None,
         description="folder for logs and state, one per mesh; none = by the gRPC port",
     )
+    weights_from: str = setting_of(WorkerSettings, "weights_from")
     local_prefill_max_tokens: int | None = engine_setting("local_prefill_max_tokens")
     kv_memory_bytes: int | None = engine_setting("kv_memory_bytes", None)
     kvstore_memory_bytes: int | None = setting_of(KvStoreSettings, "memory_bytes", None)

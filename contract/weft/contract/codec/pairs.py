@@ -28,7 +28,7 @@ from weft.contract.submits import (
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, FillRecord, Timeline
 from weft.contract.token_ids import TokenIds, extend_ids, unpacked_ids
-from weft.contract.weights import SentTensor, WeightGroup, WeightStatus
+from weft.contract.weights import SentTensor, WeightGroup, WeightOffer, WeightStatus
 from weft.v1 import (
     admin_pb2,
     common_pb2,
@@ -260,6 +260,7 @@ ADAPTER = Codec(AdapterState, worker_pb2.AdapterStatus)
 FAULT = Codec(FaultSpec, admin_pb2.Fault)
 WEIGHT_STATUS = Codec(WeightStatus, weights_pb2.WeightStatus)
 WEIGHT_GROUP = Codec(WeightGroup, weights_pb2.WeightGroup)
+WEIGHT_OFFER = Codec(WeightOffer, weights_pb2.OfferWeightsResponse)
 SENT_TENSOR = Codec(SentTensor, weights_pb2.SentTensor)
 PROFILE_OPTIONS = Codec(ProfileOptions, profile_pb2.ProfileOptions)
 PROFILED_ENGINE = Codec(

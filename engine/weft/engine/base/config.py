@@ -150,6 +150,10 @@ class EngineConfig(PageConfig):
         "and all interfaces; all = UCX chooses; UCX_NET_DEVICES, if set, has precedence",
         "auto",
     )
+    weights_offer: str = ""
+    """A `WeightOffer` in JSON: the packed weights of a worker, to be copied; empty: the weights are
+    read from files.
+    """
     bindings: tuple[Binding, ...] = ()
     """What each rank's process is bound to; empty: nothing."""
     rank_timeout_s: float = setting(
@@ -700,14 +704,14 @@ class EngineConfig(PageConfig):
 
     def has_tower(self, model: ModelConfig) -> bool:
         """Whether the engine loads the tower of its model."""
-        is_left_out = self.language_model_only and not model.attends_to_clips
+        is_left_out = self.language_model_only and model.audio is None
         return model.tower is not None and not is_left_out
 
     def takes_media(self, model: ModelConfig) -> bool:
         """Whether prompts may have media: an owner without a tower takes those whose media prefill
         workers encode.
         """
-        is_filled = self.role == "decode" and self.ships_pages and model.tower is not None
+        is_filled = self.role == "decode" and self.ships_pages and model.vision is not None
         return is_filled or self.has_tower(model)
 
     def rotates_by_axes(self, model: ModelConfig) -> bool:

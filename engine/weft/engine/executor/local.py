@@ -32,10 +32,12 @@ from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.orders import (
     CopyPages,
+    CopyWeights,
     EncodeMedia,
     EndRefit,
     JoinWeightGroup,
     LeaveWeightGroup,
+    OfferWeights,
     Order,
     PackBlock,
     PackPages,
@@ -68,6 +70,7 @@ from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.model.refit import Refit
 from weft.engine.model.step import Step
+from weft.engine.model.weights.packed import PackedTensors
 from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
 from weft.engine.transfer.device_pages import DevicePages
@@ -164,10 +167,12 @@ class LocalExecutor:
         media: MediaEmbeddings | None = None,
         has_axes: bool = False,
         refit: Refit | None = None,
+        packed: PackedTensors | None = None,
         sleep: SleepMemory | None = None,
     ) -> None:
-        self.refits = WeightRefits(refit, device, rank)
         sleep = sleep or SleepMemory()
+        is_in_arena = sleep.weights is not None
+        self.refits = WeightRefits(refit, device, rank, packed=packed, is_in_arena=is_in_arena)
         self.profiler = StepProfiler(device, rank)
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
@@ -611,7 +616,13 @@ class LocalExecutor:
                 self.refits.receive(group, tensors, packed_bytes, ends=ends)
             case EndRefit(is_given_up):
                 self.refits.end(is_given_up=is_given_up)
+            case OfferWeights(version):
+                self.refits.offer(version)
+            case CopyWeights(offer):
+                self.refits.copy(offer)
             case Sleep() | Wake():
+                if isinstance(order, Sleep) and order.weights:
+                    self.refits.withdraw()
                 self.sleeper.begin(order)
             case _:
                 assert_never(order)

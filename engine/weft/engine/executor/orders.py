@@ -171,6 +171,22 @@ class EndRefit(NamedTuple):
     is_given_up: bool = False
 
 
+class OfferWeights(NamedTuple):
+    """Registers the packed weights for other workers, and describes them, in the background."""
+
+    version: bytes
+    """The model's digest."""
+
+
+class CopyWeights(NamedTuple):
+    """Copies the packed weights of another worker, in the background. No step may begin until it
+    has ended.
+    """
+
+    offer: str
+    """A `WeightOffer` in JSON."""
+
+
 class Sleep(NamedTuple):
     """Gives memory back to the system, in the background. No step may begin until it is back."""
 
@@ -212,6 +228,8 @@ Order: TypeAlias = (
     | LeaveWeightGroup
     | ReceiveWeights
     | EndRefit
+    | OfferWeights
+    | CopyWeights
     | Sleep
     | Wake
 )

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
-from weft.contract.weights import SentTensor, WeightGroup
+from weft.contract.weights import SentTensor, WeightGroup, WeightOffer
+from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
 from weft.engine.executor.weight_groups import Broadcasts, join
 from weft.engine.model.refit import Refit
+from weft.engine.model.weights.packed import Origin, PackedTensors
 from weft.engine.model.weights.sent import dtype_of, listed, num_bytes
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ class RefitResult:
     """Reason of the error; empty: there was none."""
     is_mixture: bool = False
     """Whether the failed update had begun to write."""
+    offer: str = ""
+    """Description of the packed weights, in JSON; of all ranks, an array."""
 
 
 class _Update:
@@ -74,13 +78,26 @@ class WeightRefits:
 
     Args:
         refit: None: the model's weights cannot be changed.
+        packed: The tensors of the model; None: nobody may read them.
         rank: Among the worker's.
+        is_in_arena: Whether the weights lie in memory of a GPU that is mapped piece by piece.
     """
 
-    def __init__(self, refit: Refit | None, device: torch.device, rank: int = 0) -> None:
+    def __init__(
+        self,
+        refit: Refit | None,
+        device: torch.device,
+        rank: int = 0,
+        *,
+        packed: PackedTensors | None = None,
+        is_in_arena: bool = False,
+    ) -> None:
         self._refit = refit
         self._device = device
         self._rank = rank
+        problem = "weights that were made to sleep (sleep_host_bytes) cannot be read by others"
+        self._packed = packed
+        self._offered = OfferedWeights(rank, problem if is_in_arena else "")
         self._groups: dict[str, tuple[WeightGroup, Broadcasts]] = {}
         self._update: _Update | None = None
         self._result: RefitResult | None = None
@@ -92,6 +109,11 @@ class WeightRefits:
     @property
     def is_possible(self) -> bool:
         return self._refit is not None
+
+    @property
+    def origin(self) -> Origin:
+        """What the weights were made from when the process began."""
+        return Origin(b"", b"") if self._packed is None else self._packed.origin
 
     @property
     def groups(self) -> list[str]:
@@ -133,6 +155,18 @@ class WeightRefits:
         """Ends the update that is under way, if any."""
         self._begin(lambda: self._end(is_given_up))
 
+    def offer(self, version: bytes) -> None:
+        """Lets other workers read the packed weights, which `version` names."""
+        self._begin(lambda: self._offer(version))
+
+    def copy(self, offer: str) -> None:
+        """Changes the weights to those of another worker, of whose ranks the offer is."""
+        self._begin(lambda: self._copy(WeightOffer.of_json(offer)))
+
+    def withdraw(self) -> None:
+        """Lets nobody read the packed weights any more."""
+        self._offered.withdraw()
+
     # -- jobs, each in a thread of its own ---------------------------------------------------------
 
     def _begin(self, job: Callable[[], RefitResult]) -> None:
@@ -172,6 +206,18 @@ class WeightRefits:
         self._possible.check(folder)
         self._has_begun = True
         return RefitResult(digest=self._possible.from_folder(folder))
+
+    def _offer(self, version: bytes) -> RefitResult:
+        if self._packed is None:
+            raise ConfigError("this worker's weights cannot be read by others")
+        offered = self._offered.offer(self._packed, version)
+        return RefitResult(offer=json.dumps([asdict(offered)], default=bytes.hex))
+
+    def _copy(self, offer: WeightOffer) -> RefitResult:
+        peer = PeerWeights(offer, self._rank)
+        self._possible.check_peer(peer)
+        self._has_begun = True
+        return RefitResult(digest=self._possible.from_peer(peer))
 
     def _join(self, group: WeightGroup) -> RefitResult:
         self.leave(group.name)
@@ -270,4 +316,7 @@ def _joined(results: list[RefitResult]) -> RefitResult:
     if len({one.digest for one in results}) > 1:
         problem = "the ranks have read different files"
         return RefitResult(problem=problem, reason=ConfigError.reason, is_mixture=True)
+    if results[0].offer:
+        ranks = [one for result in results for one in json.loads(result.offer)]
+        return RefitResult(offer=json.dumps(ranks))
     return results[0]

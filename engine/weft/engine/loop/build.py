@@ -44,6 +44,7 @@ from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.executor.memory_plan import (
     time_token,
 )
+from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.ranks.hosts import HostRanks
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import RankedExecutor
@@ -108,6 +109,7 @@ if TYPE_CHECKING:
 
 SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
+_COPYING = "copying the model from a worker"
 MAX_SWITCH_S = 5e-4
 """Longest switch interval of Python's lock. With the default of 5 ms, steps would be that late
 while another thread reads an adapter or makes masks.
@@ -228,7 +230,7 @@ def _load_parts(
     )
     if media is not None and config.is_on_gpu:
         progress(0, 0, "warming up images")
-        has_steps = not loaded.config.attends_to_clips  # Steps with clips write pages of requests.
+        has_steps = loaded.config.audio is None  # Steps with clips write pages of requests.
         warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
     progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(loaded.config, device)
@@ -383,6 +385,7 @@ def _load_models(
         max_context_tokens=config.max_context_tokens,
         images=config.has_tower(model),
         trust_remote_code=config.trust_remote_code,
+        peer=peer_weights(config, 0, lambda done, total: progress(done, total, _COPYING)),
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
@@ -428,7 +431,7 @@ def _make_executor(
         max_step_tokens=_max_step_tokens(config, models),
         cuda_graphs=config.cuda_graphs
         and device.type == "cuda"
-        and not models.loaded.config.attends_to_clips
+        and models.loaded.config.audio is None
         and can_capture(models.loaded.model),
         lora=lora,
         drafted=models.drafted,
@@ -446,6 +449,7 @@ def _make_executor(
         media=media,
         has_axes=config.rotates_by_axes(models.loaded.config),
         refit=_refit_of(config, models),
+        packed=models.loaded.packed,
         sleep=sleep,
     )
     if shared is not None:
@@ -476,7 +480,7 @@ def _encoder_digest(config: EngineConfig, loaded: LoadedModel, layout: CacheLayo
 
 
 def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:
-    encoder, is_first = loaded.encoder, loaded.config.attends_to_clips
+    encoder, is_first = loaded.encoder, loaded.config.audio is not None
     if encoder is None:
         return None
     return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, is_first)

@@ -30,6 +30,8 @@ from weft.contract.weights import (
     SleepTag,
     WeightAction,
     WeightCommand,
+    WeightOffer,
+    WeightReply,
     WeightStatus,
 )
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
@@ -141,6 +143,18 @@ class LLM:
         """
         return self._command("refit", folder=str(folder), version=version)
 
+    def offer_weights(self) -> WeightOffer:
+        """Lets other processes read the packed weights over NIXL, for `copy_weights` or as
+        `weights_offer`. Raises WeftError if they cannot.
+        """
+        offer = self._reply("offer").offer
+        assert offer is not None
+        return offer
+
+    def copy_weights(self, offer: WeightOffer, version: str = "") -> WeightStatus:
+        """Changes the model's weights to those of another process, as `refit` does."""
+        return self._command("copy", offer=offer, version=version)
+
     def command_weights(self, action: WeightAction, **options: Any) -> WeightStatus:
         """Obeys a command with the fields of `WeightCommand`."""
         return self._command(action, **options)
@@ -171,6 +185,9 @@ class LLM:
         return self.engine.weights.status
 
     def _command(self, action: WeightAction, **options: Any) -> WeightStatus:
+        return self._reply(action, **options).status
+
+    def _reply(self, action: WeightAction, **options: Any) -> WeightReply:
         command = WeightCommand(query=next(self._ids), action=action, **options)
         inbox: Inbox | None = Inbox(weight_commands=[command])
         while True:
@@ -180,7 +197,7 @@ class LLM:
             for reply in replies:
                 if reply.failure is not None:
                     raise to_error(reply.failure)
-                return reply.status
+                return reply
             self._wait()
 
     def _wait(self) -> None:

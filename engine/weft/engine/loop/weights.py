@@ -12,12 +12,17 @@ receive, end. A receive without begin begins it, and the last of the model's ten
 command that fails ends it too. Meanwhile the state is updating. Groups are joined and left beside
 the steps.
 
+Packed weights are offered to other workers beside the steps, and copied from one in an update of
+one command.
+
 A pause ends after its limit, unless a further command renews it; requests that wait then fail. A
 new version of the weights is a new namespace of pages. Requests that go on across it keep pages
 that nobody else ever gets; all others begin anew.
 """
 
 from __future__ import annotations
+
+import json
 
 from weft.contract.clock import Clock
 from weft.contract.errors import (
@@ -28,11 +33,20 @@ from weft.contract.errors import (
     WeightsIncomplete,
     error_class,
 )
-from weft.contract.weights import WeightCommand, WeightReply, WeightState, WeightStatus
+from weft.contract.weights import (
+    WeightCommand,
+    WeightOffer,
+    WeightReply,
+    WeightState,
+    WeightStatus,
+    rank_of_json,
+)
 from weft.engine.executor.orders import (
+    CopyWeights,
     EndRefit,
     JoinWeightGroup,
     LeaveWeightGroup,
+    OfferWeights,
     Order,
     ReceiveWeights,
     RefitFromFolder,
@@ -103,6 +117,8 @@ class WeightControl:
         """Whether the ranks are at an order for an update or a group."""
         self._join: WeightCommand | None = None
         """Its group forms, while steps go on."""
+        self._awaiting_offer: list[int] = []
+        """Queries for a description of the packed weights, which the ranks make meanwhile."""
         self._is_open = False
         """Whether an update comes in several commands, of which at least one has been obeyed."""
         self._ends_by_itself = False
@@ -137,7 +153,7 @@ class WeightControl:
     @property
     def is_busy(self) -> bool:
         """Whether turns must come soon, since something is awaited that no message announces."""
-        is_awaited = self._refit is not None or self._join is not None
+        is_awaited = self._refit is not None or self._join is not None or bool(self._awaiting_offer)
         return is_awaited or not self._is_drained or self._sleep.is_busy
 
     def check(self) -> None:
@@ -159,8 +175,10 @@ class WeightControl:
                 case "resume":
                     self._resume()
                     self._reply(command.query)
-                case "refit" | "begin" | "receive" | "end":
+                case "refit" | "copy" | "begin" | "receive" | "end":
                     self._begin_refit(command)
+                case "offer":
+                    self._begin_offer(command)
                 case "join":
                     self._begin_join(command)
                 case "leave":
@@ -190,7 +208,8 @@ class WeightControl:
                 self._on_result(result)
         elif self._refit is not None and self._is_drained:
             self._start(self._refit)
-        if (ended := self._sleep.turn(is_drained=self._is_drained)) is not None:
+        is_drained = self._is_drained and not self._awaiting_offer
+        if (ended := self._sleep.turn(is_drained=is_drained)) is not None:
             self._end_sleep(*ended)
         is_late = self._pause is not None and self._clock() >= self._ends_at
         if self._pause is not None and is_late and not self._is_at_work:
@@ -203,7 +222,7 @@ class WeightControl:
     # -- sleep -----------------------------------------------------------------------------------
 
     def _begin_sleep(self, command: WeightCommand) -> None:
-        if self._refit is not None or self._is_open or self._is_at_work:
+        if self._refit is not None or self._is_open or self._is_changing:
             raise RefitRunning("the weights are being changed; sleep afterwards", stage="weights")
         if not self._sleep.begin(command):
             self._reply(command.query)
@@ -300,7 +319,7 @@ class WeightControl:
     def _begin_refit(self, command: WeightCommand) -> None:
         self._sleep.check_weights()
         self._check_free()
-        if self._is_open and command.action in ("refit", "begin"):
+        if self._is_open and command.action in ("refit", "copy", "begin"):
             raise RefitRunning("an update is under way; end it first", stage="weights")
         if not self._is_open and command.action == "end":
             raise ConfigError("no update is under way; begin one first", stage="weights")
@@ -315,8 +334,12 @@ class WeightControl:
             self._pause, self._pauses_for_refit, self._is_drained = command, True, False
             self._ends_at = self._clock() + command.limit_s
 
+    @property
+    def _is_changing(self) -> bool:
+        return self._is_at_work and not self._awaiting_offer
+
     def _check_free(self) -> None:
-        if self._refit is not None or self._is_at_work:
+        if self._refit is not None or self._is_changing:
             raise RefitRunning("the weights are being changed already", stage="weights")
 
     def _start(self, command: WeightCommand) -> None:
@@ -328,6 +351,9 @@ class WeightControl:
         match command.action:
             case "refit":
                 self._order(RefitFromFolder(command.folder))
+            case "copy":
+                assert command.offer is not None
+                self._order(CopyWeights(command.offer.to_json()))
             case "begin":
                 self._is_open, self._ends_by_itself, self._refit = True, False, None
                 self._reply(command.query)
@@ -349,6 +375,9 @@ class WeightControl:
         if self._join is not None:
             self._end_join(self._join, result)
             return
+        if self._awaiting_offer:
+            self._end_offer(result)
+            return
         command, self._refit = self._refit, None
         if command is not None and not result.reason and not result.digest:
             self._reply(command.query)
@@ -366,7 +395,7 @@ class WeightControl:
 
     def _begin_join(self, command: WeightCommand) -> None:
         self._check_free()
-        if self._is_open:
+        if self._is_open or self._is_at_work:
             raise RefitRunning("an update is under way; end it first", stage="weights")
         assert command.group is not None
         self._join = command
@@ -383,6 +412,30 @@ class WeightControl:
         self._check_free()
         self._executor.order(LeaveWeightGroup(command.group_name))
         self._reply(command.query)
+
+    def _begin_offer(self, command: WeightCommand) -> None:
+        self._sleep.check_weights()
+        self._check_free()
+        if self._state != "ready":
+            raise WeightsIncomplete("there is no version of the weights", stage="weights")
+        self._awaiting_offer.append(command.query)
+        if not self._is_at_work:
+            self._order(OfferWeights(self._intake.model_digest))
+
+    def _end_offer(self, result: RefitResult) -> None:
+        offer, error = None, _error_of(result)
+        if error is None:
+            origin = self._refits.origin
+            offer = WeightOffer(
+                model_digest=self._intake.model_digest,
+                start_digest=origin.digest,
+                files=origin.files,
+                version=self._version,
+                ranks=[rank_of_json(one) for one in json.loads(result.offer)],
+            )
+        for query in self._awaiting_offer:
+            self._reply(query, error, offer=offer)
+        self._awaiting_offer.clear()
 
     def _change_version(self, name: str, digest: bytes) -> None:
         self._state, self._problem, self._is_mixture = "ready", "", False
@@ -403,13 +456,18 @@ class WeightControl:
             self._groups.fail_all(WeightsIncomplete(message, stage="weights"))
 
     def _reply(
-        self, query: int, error: WeftError | None = None, *, packed_digest: bytes = b""
+        self,
+        query: int,
+        error: WeftError | None = None,
+        *,
+        packed_digest: bytes = b"",
+        offer: WeightOffer | None = None,
     ) -> None:
         status = self.status
         status.packed_digest = packed_digest
         failure = None if error is None else failure_of(error)
         self._out.outbox.weight_replies.append(
-            WeightReply(query=query, status=status, failure=failure)
+            WeightReply(query=query, status=status, failure=failure, offer=offer)
         )
 
 

@@ -14,7 +14,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from weft.checkpoint.architectures import load_class
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.digest import FileDigests, combine_digests, mtp_digest, tower_digest
+from weft.checkpoint.digest import (
+    FileDigests,
+    combine_digests,
+    known_file_digests,
+    mtp_digest,
+    sketch,
+    tower_digest,
+)
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.checkpoint.files import GGUF_FILE, Progress, weight_files
@@ -22,7 +29,7 @@ from weft.checkpoint.mistral_params import mistral_name
 from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
 from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.checkpoint.transformers_config import TransformersConfig, check_trust
-from weft.contract.errors import ModelError
+from weft.contract.errors import ModelError, WeftError
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.audio.tower import AudioTower
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
@@ -34,6 +41,7 @@ from weft.engine.model.vision.tower import VisionTower
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.gguf_file import GgufFile
+from weft.engine.model.weights.packed import Origin, PackedSource, PackedTensors
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, Renamed, Transposed
 from weft.engine.model.weights.refill import Parameters
@@ -75,6 +83,9 @@ class LoadedModel:
     encoder: MediaEncoder | None = None
     """Makes rows of media; None: `load_model` was called without `images`."""
     refit: Refit
+    packed: PackedTensors
+    is_from_peer: bool = False
+    """Whether the weights were copied from another worker; otherwise they were read from files."""
     tower_digest: bytes = b""
     """Names the checkpoint's image tower, whether or not it was read; empty: none is supported."""
 
@@ -108,6 +119,7 @@ def load_model(
     images: bool = False,
     max_context_tokens: int | None = None,
     trust_remote_code: bool = False,
+    peer: PackedSource | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
     `resolve_model` made for a GGUF file.
@@ -136,6 +148,8 @@ def load_model(
         max_context_tokens: Longest context that is served, which decides between LongRoPE's
             factors; None: the model's.
         trust_remote_code: Whether to run modelling code of the model's directory.
+        peer: A worker whose weights are copied instead of the files'. If it cannot be used, they
+            are read from the files, and the log says why.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind, or has no
@@ -170,6 +184,7 @@ def load_model(
     shard = Shard.among(peers)
     of_experts = shard if ep > 1 else Shard()
     formats, parameters = ComputedFormat(), Parameters()
+    wanted, read = _Wanted(mtp_head=mtp_head, tower=images), _Read()
 
     def weights_of(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
         return Weights(
@@ -197,22 +212,60 @@ def load_model(
         with _SkipMetaChecks():
             _read_model(folder, config, None, build, on_meta, wanted)
 
-    def read_folder(folder: Path, progress: Progress | None, noted: _Read | None = None) -> _Parts:
+    def read_folder(
+        folder: Path,
+        progress: Progress | None,
+        noted: _Read | None = None,
+        *,
+        is_outline: bool = False,
+    ) -> _Parts:
         with nullcontext() if stage is None else _SkipMetaChecks():
-            return _read_model(folder, config, progress, build, weights_of, wanted, noted)
+            return _read_model(
+                folder, config, progress, build, weights_of, wanted, noted, is_outline=is_outline
+            )
 
     def read_sent(sent: SentTensors) -> object:
         with nullcontext() if stage is None else _SkipMetaChecks():
             return _read_sent(sent, config, build, weights_of, wanted, read)
 
-    wanted, read = _Wanted(mtp_head=mtp_head, tower=images), _Read()
-    if dummy:
+    def pack(parts: _Parts) -> PackedTensors:
+        numberless = combine_digests(config, computed, (), fingerprint)
+        share = f"{shard}, experts {of_experts}" + ("" if stage is None else f", {stage.layers}")
+        others = (peers, None if stage is None else stage.neighbours)
+        return PackedTensors(parts, numberless, share, target, others)
+
+    def copied(source: PackedSource) -> tuple[_Parts, PackedTensors] | None:
+        nonlocal arena, formats, parameters, read
+        try:
+            files = weight_files(model_dir)
+            if sketch(files) != source.files:
+                raise ModelError("the worker has begun with other files")
+            digests = known_file_digests(files)
+            if digests is not None and digest_of(digests) != source.start_digest:
+                raise ModelError("the worker has begun with other files, or another number format")
+            parts = read_folder(model_dir, None, read, is_outline=True)
+            packed = pack(parts)
+            source.check(packed)
+            source.fill(packed)
+        except (WeftError, RuntimeError, OSError) as error:
+            logger.warning("weights are read from %s, not from a worker: %s", model_dir, error)
+            arena, formats = WeightArena(is_fixed=is_fixed), ComputedFormat()
+            parameters, read = Parameters(), _Read()
+            return None
+        return parts, packed
+
+    found = None if dummy or peer is None else copied(peer)
+    if peer is not None and found is not None:
+        (model, mtp, tower), packed = found
+        digest, origin = peer.model_digest, Origin(peer.start_digest, peer.files)
+    elif dummy:
         reader = RandomWeights(target)
         weights = weights_of(reader)
         model = build(config, weights)
         mtp = read_mtp(model, weights, (), str(model_dir)) if mtp_head else None
         tower = _read_tower(reader, config, weights_of) if images else None
         digest = combine_digests(config, f"dummy-{computed}", (), fingerprint)
+        origin = Origin(digest, b"")
     else:
         with FileDigests(weight_files(model_dir)) as digests:
             model, mtp, tower = read_folder(model_dir, progress, read)
@@ -220,7 +273,10 @@ def load_model(
                 digest = digest_of(digests.wait())
             except OSError as error:
                 raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
+        origin = Origin(digest, sketch(weight_files(model_dir)))
     parts = _Parts(model, mtp, tower)
+    packed = pack(parts) if found is None else packed
+    packed.origin = origin
     _name(parts, digest)
     steps = RefitSteps(
         read_folder,
@@ -243,7 +299,9 @@ def load_model(
         heads=_heads(model, pooling, target, dummy=dummy),
         mtp=mtp,
         encoder=tower,
-        refit=Refit(config, parts, parameters, steps, read.tensors),
+        refit=Refit(config, parts, parameters, steps, read.tensors, packed),
+        packed=packed,
+        is_from_peer=found is not None,
         tower_digest=b"" if config.tower is None else tower_digest(digest, config.tower),
     )
 
@@ -373,10 +431,13 @@ def _read_model(
     weights_of: _WeightsOf,
     wanted: _Wanted,
     read: _Read | None = None,
+    *,
+    is_outline: bool = False,
 ) -> _Parts:
-    with open_checkpoint(
-        model_dir, progress, unused=lambda name: _is_unused(name, config, wanted)
-    ) as checkpoint:
+    def unused(name: str) -> bool:
+        return _is_unused(name, config, wanted)
+
+    with open_checkpoint(model_dir, progress, unused, is_outline=is_outline) as checkpoint:
         if isinstance(checkpoint, Checkpoint):
             _check_tied(checkpoint, config)
         own_copies = _own_copies(checkpoint, config) if wanted.mtp_head else []
@@ -474,19 +535,24 @@ def open_checkpoint(
     model_dir: Path,
     progress: Progress | None = None,
     unused: Callable[[str], bool] = lambda name: False,
+    *,
+    is_outline: bool = False,
 ) -> Checkpoint | GgufFile:
     """The weights of a model's directory, whatever files they are in.
 
     Args:
         progress: Called with (bytes read, total bytes) as tensors are read.
         unused: Says which tensors of safetensors have no part in inference.
+        is_outline: As in `Checkpoint`.
 
     Raises:
-        ModelError: The files are missing or malformed.
+        ModelError: The files are missing or malformed, or have no outline.
     """
-    if weight_files(model_dir)[0].name == GGUF_FILE:
-        return GgufFile(model_dir, progress)
-    return Checkpoint(model_dir, progress, unused)
+    if weight_files(model_dir)[0].name != GGUF_FILE:
+        return Checkpoint(model_dir, progress, unused, is_outline=is_outline)
+    if is_outline:
+        raise ModelError("a GGUF file cannot be laid out without reading it")
+    return GgufFile(model_dir, progress)
 
 
 _FIXED = "fixed-3"

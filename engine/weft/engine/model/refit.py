@@ -12,6 +12,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.digest import FileDigests
 from weft.checkpoint.files import Progress, weight_files
 from weft.contract.errors import ConfigError, ModelError
+from weft.engine.model.weights.packed import PackedSource, PackedTensors
 from weft.engine.model.weights.refill import (
     Parameters,
     check_alike,
@@ -52,6 +53,7 @@ class Refit:
     Args:
         parts: The model's parts, as `steps.read` makes them.
         known: The tensors of the checkpoint; empty: it is of another kind than safetensors.
+        packed: All tensors of the parts.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Refit:
         parameters: Parameters,
         steps: RefitSteps,
         known: Mapping[str, KnownTensor],
+        packed: PackedTensors,
     ) -> None:
+        self._packed = packed
         self._config = config
         self._parts = parts
         self._parameters = parameters
@@ -126,6 +130,18 @@ class Refit:
         digest = self._steps.digest([_SENT, sent.digest()])
         self._steps.name(digest)
         return digest
+
+    def check_peer(self, source: PackedSource) -> None:
+        """Raises WeftError unless another worker has this model, packed as it is here."""
+        source.check(self._packed)
+
+    def from_peer(self, source: PackedSource) -> bytes:
+        """Copies the weights of another worker; returns their digest. After an error the weights
+        are a mixture.
+        """
+        source.fill(self._packed)
+        self._steps.name(source.model_digest)
+        return source.model_digest
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters, which an update fills."""

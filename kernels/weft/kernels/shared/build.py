@@ -168,7 +168,7 @@ def _build_key(
         version[0] if version else "",
         platform.system(),
         platform.machine(),
-        _cpu_features(),
+        cpu_features(),
         str(openmp_library or ""),
     )
     digest = hashlib.blake2b(code, digest_size=16)
@@ -177,7 +177,7 @@ def _build_key(
     return digest.hexdigest()
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """Part of a library's name, since machines with different CPUs may share a cache folder, and
     `-march=native` depends on these.
     """

@@ -277,19 +277,25 @@ class RefitRequest(_message.Message):
 
     FOLDER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """Folder of safetensors files on the worker's host. At most 4,096 bytes."""
     version: _builtins.str
-    """Name of the new version, at most 128 characters; empty: digits of its digest."""
+    """Name of the new version, at most 128 characters; empty: digits of its digest, or the name that
+    the peer has.
+    """
+    peer: _builtins.str
+    """host:port of a worker of the same model whose packed weights are copied, instead of a folder."""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
         version: _builtins.str = ...,
+        peer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "peer", b"peer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -726,3 +732,154 @@ class WeightStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightStatus: _TypeAlias = WeightStatus  # noqa: Y015
+
+@_typing.final
+class OfferWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferWeightsRequest: _TypeAlias = OfferWeightsRequest  # noqa: Y015
+
+@_typing.final
+class OfferWeightsResponse(_message.Message):
+    """A worker's packed weights, which the caller may read over NIXL until they change or sleep. Bounds
+    are checked by the reader, and the digest of each tensor, since nothing holds the weights still.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    START_DIGEST_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    model_digest: _builtins.bytes
+    """Names the weights, in 32 bytes."""
+    start_digest: _builtins.bytes
+    """Names those with which the worker began; 32 bytes."""
+    files: _builtins.bytes
+    """A sketch of the files from which it began: 32 bytes; empty: there were none."""
+    version: _builtins.str
+    """Name of the version."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankWeights]: ...
+    def __init__(
+        self,
+        *,
+        model_digest: _builtins.bytes = ...,
+        start_digest: _builtins.bytes = ...,
+        files: _builtins.bytes = ...,
+        version: _builtins.str = ...,
+        ranks: _abc.Iterable[Global___RankWeights] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "model_digest", b"model_digest", "ranks", b"ranks", "start_digest", b"start_digest", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferWeightsResponse: _TypeAlias = OfferWeightsResponse  # noqa: Y015
+
+@_typing.final
+class RankWeights(_message.Message):
+    """The packed weights of one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEME_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    PACKING_FIELD_NUMBER: _builtins.int
+    CONSTANTS_FIELD_NUMBER: _builtins.int
+    NIXL_VERSION_FIELD_NUMBER: _builtins.int
+    AGENT_NAME_FIELD_NUMBER: _builtins.int
+    AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    scheme: _builtins.bytes
+    """Over the configuration, the dtype and the number format; 32 bytes."""
+    share: _builtins.str
+    """Which part of the model the rank has, in words that a reader compares with its own."""
+    packing: _builtins.str
+    """The code and the machine for which the weights are packed, likewise."""
+    constants: _builtins.bytes
+    """Over the numbers that lie beside the tensors; 32 bytes."""
+    nixl_version: _builtins.str
+    """Version of the nixl package; must equal the reader's."""
+    agent_name: _builtins.str
+    """Name of the agent that has registered the weights, and its serialised metadata, at most 16 MiB."""
+    agent_metadata: _builtins.bytes
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackedTensor]: ...
+    def __init__(
+        self,
+        *,
+        scheme: _builtins.bytes = ...,
+        share: _builtins.str = ...,
+        packing: _builtins.str = ...,
+        constants: _builtins.bytes = ...,
+        nixl_version: _builtins.str = ...,
+        agent_name: _builtins.str = ...,
+        agent_metadata: _builtins.bytes = ...,
+        tensors: _abc.Iterable[Global___PackedTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "constants", b"constants", "nixl_version", b"nixl_version", "packing", b"packing", "scheme", b"scheme", "share", b"share", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankWeights: _TypeAlias = RankWeights  # noqa: Y015
+
+@_typing.final
+class PackedTensor(_message.Message):
+    """A tensor as it lies in a rank's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_TYPE_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    place: _builtins.str
+    """In the model; the same in all processes that have the same part of it."""
+    dtype: _builtins.str
+    """As PyTorch names it, such as bfloat16."""
+    address: _builtins.int
+    num_bytes: _builtins.int
+    memory_type: _builtins.str
+    """"DRAM" or "VRAM"."""
+    device_id: _builtins.int
+    digest: _builtins.bytes
+    """Of its bytes: 32 bytes."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        place: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        address: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        memory_type: _builtins.str = ...,
+        device_id: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device_id", b"device_id", "digest", b"digest", "dtype", b"dtype", "memory_type", b"memory_type", "num_bytes", b"num_bytes", "place", b"place", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackedTensor: _TypeAlias = PackedTensor  # noqa: Y015

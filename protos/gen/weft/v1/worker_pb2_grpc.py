@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from weft.v1 import weights_pb2 as weft_dot_v1_dot_weights__pb2
 from weft.v1 import worker_pb2 as weft_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -75,6 +76,11 @@ class WorkerServiceStub:
                 request_serializer=weft_dot_v1_dot_worker__pb2.PutMediaRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_worker__pb2.PutMediaResponse.FromString,
                 _registered_method=True)
+        self.OfferWeights = channel.unary_unary(
+                '/weft.v1.WorkerService/OfferWeights',
+                request_serializer=weft_dot_v1_dot_weights__pb2.OfferWeightsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_weights__pb2.OfferWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -143,6 +149,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OfferWeights(self, request, context):
+        """Lets a worker of the same model read this one's packed weights, while both serve.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +198,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.PutMedia,
                     request_deserializer=weft_dot_v1_dot_worker__pb2.PutMediaRequest.FromString,
                     response_serializer=weft_dot_v1_dot_worker__pb2.PutMediaResponse.SerializeToString,
+            ),
+            'OfferWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferWeights,
+                    request_deserializer=weft_dot_v1_dot_weights__pb2.OfferWeightsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_weights__pb2.OfferWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -404,6 +422,33 @@ class WorkerService:
             '/weft.v1.WorkerService/PutMedia',
             weft_dot_v1_dot_worker__pb2.PutMediaRequest.SerializeToString,
             weft_dot_v1_dot_worker__pb2.PutMediaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.WorkerService/OfferWeights',
+            weft_dot_v1_dot_weights__pb2.OfferWeightsRequest.SerializeToString,
+            weft_dot_v1_dot_weights__pb2.OfferWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

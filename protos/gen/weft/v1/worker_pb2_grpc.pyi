@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from weft.v1 import weights_pb2 as _weights_pb2
 from weft.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -60,6 +61,8 @@ class WorkerServiceStub:
     """Brings processed media, which prompts that are submitted later name by their digests. The worker
     keeps them as long as it has room, and in any case while a request needs them.
     """
+    OfferWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.OfferWeightsRequest, _weights_pb2.OfferWeightsResponse]
+    """Lets a worker of the same model read this one's packed weights, while both serve."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -93,6 +96,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Brings processed media, which prompts that are submitted later name by their digests. The worker
     keeps them as long as it has room, and in any case while a request needs them.
     """
+    OfferWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.OfferWeightsRequest, _weights_pb2.OfferWeightsResponse]  # type: ignore[assignment]
+    """Lets a worker of the same model read this one's packed weights, while both serve."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by every prefill and decode worker."""
@@ -171,5 +176,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Brings processed media, which prompts that are submitted later name by their digests. The worker
         keeps them as long as it has room, and in any case while a request needs them.
         """
+
+    @_abc_1.abstractmethod
+    def OfferWeights(
+        self,
+        request: _weights_pb2.OfferWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.OfferWeightsResponse, _abc.Awaitable[_weights_pb2.OfferWeightsResponse]]:
+        """Lets a worker of the same model read this one's packed weights, while both serve."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -103,6 +103,12 @@ class AdminBackend(Protocol):
         """
         raise ConfigError("this service has no model; only workers have", stage="weights")
 
+    async def copy_weights(self, address: str, version: str) -> WeightStatus:
+        """Changes the weights to those of the worker at host:port; returns the state afterwards.
+        Empty `version`: it has the same name as there.
+        """
+        raise ConfigError("this service has no model; only workers have", stage="weights")
+
     def set_role(
         self, role: RoleName, lease_s: float | None
     ) -> tuple[RoleName, worker_pb2.RoleState]:
@@ -249,9 +255,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: weights_pb2.RefitRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> weights_pb2.RefitResponse:
-        status = await self._backend.command_weights(
-            "refit", folder=request.folder, version=request.version
-        )
+        if request.peer and request.folder:
+            raise InvalidRequest("peer: give a folder or a peer", stage="validate", param="peer")
+        if request.peer:
+            status = await self._backend.copy_weights(request.peer, request.version)
+        else:
+            status = await self._backend.command_weights(
+                "refit", folder=request.folder, version=request.version
+            )
         _log.info("weights changed", extra={"version": status.version})
         return weights_pb2.RefitResponse(status=WEIGHT_STATUS.encode(status))
 

@@ -207,13 +207,14 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         media=media,
         has_axes=config.rotates_by_axes(loaded.config),
         refit=loaded.refit,
+        packed=loaded.packed,
         sleep=sleep,
     )
     executor.refits.tell = executor.sleeper.tell = others.tell
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     if media is not None and config.is_on_gpu:
-        has_steps = not loaded.config.attends_to_clips
+        has_steps = loaded.config.audio is None
         warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
     drafting = None
     if drafted is not None and config.drafter in HEAD_DRAFTERS:

@@ -17,6 +17,7 @@ from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
+from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
 from weft.engine.model.heads.drafted import DraftedModel
@@ -119,6 +120,7 @@ def load_share(
         is_fixed=config.deterministic,
         max_context_tokens=config.max_context_tokens,
         images=config.has_tower(model),
+        peer=peer_weights(config, others.rank),
     )
     others.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)
@@ -148,11 +150,10 @@ def num_slot_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout
     """
     vision = loaded.config.vision
     is_filled = loaded.encoder is None and config.takes_media(loaded.config)
-    if not is_filled or not has_companions(layout):
+    if not is_filled or vision is None or not has_companions(layout):
         return 0
     # A medium that is computed whole may be longer than a page, and stages take no rows.
-    is_whole = vision is not None and vision.sees_both_ways
-    return 0 if is_whole or config.pp > 1 else config.page_size + 1
+    return 0 if vision.sees_both_ways or config.pp > 1 else config.page_size + 1
 
 
 def with_media_rows(
@@ -174,8 +175,8 @@ def with_media_rows(
 def _row_width(loaded: LoadedModel) -> int:
     if loaded.encoder is not None:
         return loaded.encoder.row_width
-    assert loaded.config.tower is not None, "only a tower's rows come from others"
-    return loaded.config.tower.row_width
+    assert loaded.config.vision is not None, "only a tower's rows come from others"
+    return loaded.config.vision.row_width
 
 
 def _num_media_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> int:

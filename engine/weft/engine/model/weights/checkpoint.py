@@ -28,6 +28,10 @@ _WHOLE_NUMBERS = {
 _FP8 = {"F8_E4M3": torch.float8_e4m3fn}
 _DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE_NUMBERS, **_FP8}
 _NAMES_SHOWN = 8
+_ALWAYS_READ_BYTES = 64 << 10
+"""Size up to which a tensor is read although the rest comes from elsewhere: such tensors decide in
+which form larger ones are packed.
+"""
 _MOST_UNCHECKED = 4096
 """Most tensors on a GPU whose checks may be under way. Asking for one answer waits for all of them.
 """
@@ -46,6 +50,10 @@ class _Tensor(NamedTuple):
     def item_bytes(self) -> int:
         return _DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 1
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.item_bytes
+
     def stored(self) -> StoredTensor:
         return StoredTensor(self.path, self.begin, self.shape, _DTYPES[self.dtype])
 
@@ -60,17 +68,22 @@ class Checkpoint:
         model_dir: Path,
         progress: Progress | None = None,
         unused: Callable[[str], bool] = lambda name: False,
+        *,
+        is_outline: bool = False,
     ) -> None:
         """Reads the files' headers.
 
         Args:
             progress: Called with (bytes read, total bytes) as tensors are read.
             unused: Says which tensors have no part in inference.
+            is_outline: Reading a tensor checks its name, shape and dtype, and gives zeros unless it
+                is small.
 
         Raises:
             ModelError: The files are missing or malformed.
         """
         self._progress = progress
+        self._is_outline = is_outline
         self._where = model_dir
         self._unused = unused
         self._tensors: dict[str, _Tensor] = {}
@@ -83,9 +96,7 @@ class Checkpoint:
         self._num_reads = Counter[str]()
         for path in weight_files(model_dir):
             self._read_header(path)
-        self._total_bytes = sum(
-            math.prod(tensor.shape) * tensor.item_bytes for tensor in self._tensors.values()
-        )
+        self._total_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
 
     def __enter__(self) -> Self:
         return self
@@ -132,8 +143,11 @@ class Checkpoint:
             out.zero_()
             return
         tensor = self._check(part, _kinds_for(out.dtype))
+        is_left_out = self._is_outline and tensor.num_bytes > _ALWAYS_READ_BYTES
         try:
-            if not out.is_meta:
+            if is_left_out:
+                out.zero_()
+            elif not out.is_meta:
                 self._check_finite(part.name, self._reads.read(tensor.stored(), part.slices, out))
         except NotFiniteError as error:
             raise self._not_finite(part.name) from error

@@ -101,22 +101,39 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(numbers)
 
 
-def tensors_of(root: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that an object reaches, each once, with their places in words."""
-    return ((path, old) for path, old, _ in pairs_of(root, root, is_whole=True))
+def tensors_of(root: object, besides: Sequence[object] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that an object reaches, each once, with their places in words, but not through
+    any of `besides`.
+    """
+    return ((path, old) for path, old, _ in pairs_of(root, root, besides, is_whole=True))
+
+
+def floats_of(root: object, besides: Sequence[object] = ()) -> Iterator[tuple[str, float]]:
+    """As `tensors_of`, of the floats beside tensors."""
+    seen = {id(one) for one in besides}
+    left: list[tuple[str, object]] = [("", root)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, float):
+            yield path, value
+        if value is None or id(value) in seen or isinstance(value, (torch.Tensor, *_LEAVES)):
+            continue
+        seen.add(id(value))
+        parts = _parts_of(value)
+        left += [(f"{path}.{name}", parts[name]) for name in reversed(parts)]
 
 
 def pairs_of(
-    old: object, new: object, *, is_whole: bool = False
+    old: object, new: object, besides: Sequence[object] = (), *, is_whole: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """The tensors at the same places of two objects of equal structure, with these places. What
-    only one of them has yet, such as tables made on first use, is left out, and so is, unless
-    `is_whole`, what both share.
+    only one of them has yet, such as tables made on first use, is left out, and so is what only
+    `besides` reach, and, unless `is_whole`, what both share.
 
     Raises:
         ModelError: Two floats at the same place differ, or two objects are of different types.
     """
-    seen = set[int]()
+    seen = {id(one) for one in besides}
     left: list[tuple[str, object, object]] = [("", old, new)]
     while left:
         path, first, second = left.pop()

@@ -37,7 +37,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/GetModel": _FRONT,
     "/weft.v1.GatewayService/Cancel": _FRONT,
     "/weft.v1.GatewayService/EndSession": _FRONT,
-    "/weft.v1.GatewayService/GetFleet": OPERATORS,
+    # A worker that starts asks it for others that have its model.
+    "/weft.v1.GatewayService/GetFleet": OPERATORS | _FILLED,
     "/weft.v1.GatewayService/DrainWorker": OPERATORS,
     "/weft.v1.GatewayService/UndrainWorker": OPERATORS,
     # These calls change what all tenants see. Over REST, API keys with that right may call them
@@ -154,6 +155,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.WorkerService/GetInfo": _WATCHERS,
     "/weft.v1.WorkerService/WatchLoad": _WATCHERS,
     "/weft.v1.WorkerService/PutMedia": frozenset({"gateway"}),
+    # Only workers read weights, since an offer tells where NIXL may read.
+    "/weft.v1.WorkerService/OfferWeights": _FILLED,
     "/weft.v1.WorkerService/WatchKv": _WATCHERS,
     "/weft.v1.WorkerService/ListHeldAdapters": _WATCHERS,
     # Gateways pass on what operators ask of them.

@@ -7,12 +7,14 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.profiles import WorkerProfiles
 from weft.common.worker.role import WorkerRoleState
 from weft.common.worker.service import Queries
+from weft.common.worker.weight_peers import ask_for_weights
 from weft.contract.errors import PeerUnavailable
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.messages import Inbox
@@ -35,6 +37,7 @@ class WorkerAdmin:
         sizes: Callable[[], Mapping[str, int]],
         on_weights: Callable[[WeightStatus], None],
         role: WorkerRoleState,
+        identity: Identity | None = None,
     ) -> None:
         self._engine = engine
         self._queries = queries
@@ -42,6 +45,7 @@ class WorkerAdmin:
         self._sizes = sizes
         self._on_weights = on_weights
         self._role = role
+        self._identity = identity
 
     async def flush_cache(self) -> int:
         return await self._queries.flush_cache()
@@ -73,6 +77,10 @@ class WorkerAdmin:
         status = await self._queries.command_weights(action, **options)
         self._on_weights(status)
         return status
+
+    async def copy_weights(self, address: str, version: str) -> WeightStatus:
+        offer = await ask_for_weights(address, self._identity)
+        return await self.command_weights("copy", offer=offer, version=version or offer.version)
 
     def set_role(
         self, role: RoleName, lease_s: float | None

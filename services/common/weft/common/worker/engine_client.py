@@ -89,10 +89,11 @@ class EngineClient:
             WeftError: It could not start; the message says why.
         """
         await self.spawn()
+        self.configure(self._config)
         return await self.wait_ready()
 
     async def spawn(self) -> None:
-        """Spawns the engine."""
+        """Spawns the engine, which waits for `configure`."""
         ours, theirs = socket.socketpair()
         our_orders, their_orders = socket.socketpair()
         environment = dict(os.environ)
@@ -123,9 +124,12 @@ class EngineClient:
         replies, self._orders = await asyncio.open_connection(sock=our_orders)
         self._reading_orders = asyncio.create_task(self._read_orders(replies))
         reader = await self.connect(ours)
-        assert self._writer is not None
-        self._writer.write(frame(self._config))
         self._reading = asyncio.create_task(self._read(reader, self._ready))
+
+    def configure(self, config: EngineConfig) -> None:
+        """Lets the spawned engine load, with these settings."""
+        assert self._writer is not None
+        self._writer.write(frame(config))
 
     async def wait_ready(self) -> EngineInfo:
         """Waits until the spawned engine is ready.

@@ -32,11 +32,12 @@ from weft.common.worker.placements import notes_of, place_worker
 from weft.common.worker.profiles import WorkerProfiles
 from weft.common.worker.role import RoleService, RoleServices, WorkerRoleState
 from weft.common.worker.service import HAND_BACK_S, Queries, WorkerServicer
-from weft.common.worker.settings import WorkerSettings
+from weft.common.worker.settings import FROM_DISK, WorkerSettings
 from weft.common.worker.start_server import StartServer
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import StoreReplica
 from weft.common.worker.watchdog import CrashDumps, Watchdog
+from weft.common.worker.weight_peers import find_weights
 from weft.contract.errors import ConfigError, WeftError
 from weft.contract.messages import Outbox
 from weft.contract.reports import EngineInfo
@@ -135,6 +136,7 @@ class WorkerHost:
         await self._engine.spawn()
         # gRPC's threads may exist once the engine was spawned.
         async with self._starting:
+            self._engine.configure(await self._with_weights(self._config))
             info = await self._engine.wait_ready()
         info = replace(info, notices=[*info.notices, *notes_of(self._placements)])
         self._kv_feed = KvFeed(self._worker_id, info.epoch)
@@ -158,6 +160,7 @@ class WorkerHost:
                 self._sizes,
                 self._on_weights,
                 self._role_state,
+                self._identity,
             ),
             identity=self._identity,
             tracer=self._tracer,
@@ -168,6 +171,20 @@ class WorkerHost:
         self._closing.push_async_callback(server.close_export)
         self._closing.push_async_callback(server.close_ports)
         return front
+
+    async def _with_weights(self, config: EngineConfig) -> EngineConfig:
+        """The settings with the weights of another worker, if one is to be asked and offers them.
+        Meanwhile the engine's process imports its modules.
+        """
+        settings = self._settings
+        if settings.page_transport not in ("auto", "nixl"):
+            if settings.weights_from != FROM_DISK:
+                logger.warning("weights are read from files: without NIXL they do not travel")
+            return config
+        address = settings.advertise or f"{settings.host}:{settings.port}"
+        names = settings.weights_from, settings.served_name
+        offer = await find_weights(*names, address, self._identity)
+        return config if offer is None else replace(config, weights_offer=offer.to_json())
 
     async def serve(self, front: WorkerServer) -> int:
         """Serves until a signal, the death of the engine, or until quarantine has taken the pool;

@@ -18,9 +18,9 @@ from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.placements import told
 from weft.common.worker.role import WorkerRoleState
-from weft.contract.codec.pairs import INFO, LOAD, WORKER_ROLES
+from weft.contract.codec.pairs import INFO, LOAD, WEIGHT_OFFER, WORKER_ROLES
 from weft.contract.codec.walk import duration
-from weft.contract.errors import Draining, PeerUnavailable, error_class
+from weft.contract.errors import ConfigError, Draining, PeerUnavailable, error_class
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.fills import LeaseQuery, ProcessExited
 from weft.contract.layout import StatePlane
@@ -32,11 +32,12 @@ from weft.contract.weights import (
     MAX_LIMIT_S,
     WeightAction,
     WeightCommand,
+    WeightOffer,
     WeightReply,
     WeightStatus,
 )
 from weft.engine.base.placement import RankPlacement
-from weft.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
+from weft.v1 import kv_pb2, weights_pb2, worker_pb2, worker_pb2_grpc
 
 MIN_INTERVAL_S = 0.02
 DEFAULT_INTERVAL_S = 0.2
@@ -125,6 +126,15 @@ class Queries:
         """Orders what concerns weights and pauses, with the fields of `WeightCommand`. Waits as
         long as that takes. Raises what the engine has against it.
         """
+        return (await self._reply_of(action, **options)).status
+
+    async def offer_weights(self) -> WeightOffer:
+        """Lets other workers read the packed weights. Raises what the engine has against it."""
+        offer = (await self._reply_of("offer")).offer
+        assert offer is not None
+        return offer
+
+    async def _reply_of(self, action: WeightAction, **options: Any) -> WeightReply:
         query = next(self._ids)
         command = WeightCommand(query=query, action=action, **options)
         inbox = Inbox(weight_commands=[command])
@@ -133,7 +143,7 @@ class Queries:
             raise error_class(failure.reason)(
                 failure.message, stage=failure.stage, param=failure.param
             )
-        return reply.status
+        return reply
 
     async def _ask(
         self,
@@ -312,6 +322,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async for media in media_of(request_iterator):
             self._engine.send(Inbox(media=[media]))
         return worker_pb2.PutMediaResponse()
+
+    async def OfferWeights(
+        self,
+        request: weights_pb2.OfferWeightsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> weights_pb2.OfferWeightsResponse:
+        if "nixl" not in self._info.transports:
+            message = "this worker does not use NIXL, over which weights are read"
+            raise ConfigError(message, stage="weights")
+        return WEIGHT_OFFER.encode(await self._queries.offer_weights())
 
     async def Drain(
         self,

@@ -20,6 +20,8 @@ from weft.common.settings import (
 from weft.engine.base.config import SETTINGS, EngineConfig, Role
 from weft.engine.base.gpus import resolve_device
 
+FROM_DISK, OF_MESH = "disk", "mesh:"
+"""A value of `weights_from`, and how one begins that has a gateway's address."""
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
 """Default step sizes on a GPU, which keep the device busy."""
@@ -66,6 +68,15 @@ class WorkerSettings(ModelSettings, _EngineSettings):
         "",
         max_length=4096,
         description="KV store, host:port; several replicas are separated by commas; empty = none",
+    )
+    weights_from: str = Field(
+        FROM_DISK,
+        min_length=1,
+        max_length=4096,
+        description="where the weights come from at the start: disk, the model's files; host:port "
+        "of a worker of the same model, or several separated by commas; mesh:host:port, workers "
+        "that the gateway there knows; in `weft up` also auto, workers of its own mesh that run "
+        "already. If no worker has them in this form, the files are read, and the log says why",
     )
     lora_projections: str = Field("", description=SETTINGS["lora_projections"].help)
     expected_adapters: list[str] = Field(

@@ -22,14 +22,14 @@ from weft.v1 import worker_pb2, worker_pb2_grpc
 class SecureMesh(TinyMesh):
     """`weft up --tls-dir --api-keys-file`, with everything shipped and stored."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more_flags: str) -> None:
         self.tls = folder / "tls"
         make_certificates(self.tls)
         self.key, entry = new_key("acme")
         keys = folder / "keys.json"
         write_keys(keys, [entry])
         flags = ["--tls-dir", str(self.tls), "--api-keys-file", str(keys), "--kvstore", "1"]
-        super().__init__(folder, *flags, "--local-prefill-max-tokens", "0")
+        super().__init__(folder, *flags, "--local-prefill-max-tokens", "0", *more_flags)
         self.url = f"https://{self.rest_address}"
         self.context = ssl.create_default_context(cafile=str(self.tls / "ca.pem"))
 

@@ -135,7 +135,7 @@ class GenerationBody(_WithParameters):
 class ChatBody(GenerationBody):
     """Body of POST /api/chat."""
 
-    file_fields = (("messages", "*", "images"),)
+    image_fields = (("messages", "*", "images"),)
 
     messages: Many[MessageBody] | None = Field(
         None, description="the conversation; without one the answer says that the model is loaded"
@@ -146,7 +146,7 @@ class ChatBody(GenerationBody):
 class GenerateBody(GenerationBody):
     """Body of POST /api/generate."""
 
-    file_fields = (("images",),)
+    image_fields = (("images",),)
 
     prompt: str | None = Field(
         None, description="the user's message; without one the answer says that the model is loaded"

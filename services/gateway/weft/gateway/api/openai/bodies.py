@@ -99,20 +99,17 @@ class Part(NamedTuple):
 
 
 if TYPE_CHECKING:
-    FileText = str | LongText
+    ImageText = str | LongText
 else:
 
     def _is_text(value: object, validate: ValidatorFunctionWrapHandler) -> object:
         return value if isinstance(value, LongText) else validate(value)
 
-    FileText = Annotated[str, WrapValidator(_is_text)]
+    ImageText = Annotated[str, WrapValidator(_is_text)]
 
-_FILE_FIELDS = (
+_IMAGE_FIELDS = (
     ("messages", "*", "content", "*", "image_url", "url"),
     ("messages", "*", "content", "*", "image_url"),
-    ("messages", "*", "content", "*", "input_audio", "data"),
-    ("messages", "*", "content", "*", "audio_url", "url"),
-    ("messages", "*", "content", "*", "audio_url"),
 )
 
 
@@ -127,7 +124,7 @@ class Body(BaseModel):
     """Whether the parsed body has its unknown fields, which `settle` judges."""
     parts: ClassVar[tuple[Part, ...]] = ()
     """Objects that decide what is generated; messages are not among them."""
-    file_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    image_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Paths of fields that may be a `LongText`, as in `objects_at`."""
 
     model: str | None = Field(None, description="a served model; may be absent where there is one")
@@ -163,25 +160,8 @@ class ImageUrlBody(BaseModel):
 
     model_config = _HISTORY
 
-    url: FileText = Field(description="`data:image/...;base64,...`; other URLs are not fetched")
+    url: ImageText = Field(description="`data:image/...;base64,...`; other URLs are not fetched")
     detail: str | None = Field(None, description="`low`: fewer tokens, where the model allows it")
-
-
-class InputAudioBody(BaseModel):
-    """The field `input_audio` of a part."""
-
-    model_config = _HISTORY
-
-    data: FileText = Field(description="the file, in base64")
-    format: str | None = Field(None, description="wav, mp3, flac, ogg or opus")
-
-
-class AudioUrlBody(BaseModel):
-    """The field `audio_url` of a part."""
-
-    model_config = _HISTORY
-
-    url: FileText = Field(description="`data:audio/...;base64,...`; other URLs are not fetched")
 
 
 class ContentPart(BaseModel):
@@ -190,13 +170,11 @@ class ContentPart(BaseModel):
     model_config = _HISTORY
 
     type: str = Field(
-        description="`text`, `refusal` or, for models that take them, `image_url`, `input_audio` "
-        "and `audio_url`; others are not supported"
+        description="`text`, `refusal` or, for models that take images, `image_url`; others are "
+        "not supported"
     )
     text: str | None = Field(None, description="of a text part")
-    image_url: ImageUrlBody | FileText | None = Field(None, description="of an image")
-    input_audio: InputAudioBody | None = Field(None, description="of a clip")
-    audio_url: AudioUrlBody | FileText | None = Field(None, description="of a clip")
+    image_url: ImageUrlBody | ImageText | None = Field(None, description="of an image")
     refusal: str | None = Field(None, description="of a refusal, which counts as text")
 
 
@@ -452,7 +430,7 @@ class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     parts = (*GenerationBody.parts, *_TOOL_PARTS)
-    file_fields = _FILE_FIELDS
+    image_fields = _IMAGE_FIELDS
 
     messages: Messages = Field(description="the conversation, at least one message")
     max_completion_tokens: Int | None = parameter_field("max_tokens", "newer name of max_tokens")
@@ -515,7 +493,7 @@ class TokenizeBody(Body):
     """Body of POST /tokenize, as vLLM's. Either `prompt` or `messages`."""
 
     parts = _TOOL_PARTS
-    file_fields = _FILE_FIELDS
+    image_fields = _IMAGE_FIELDS
 
     prompt: str | None = Field(None, description="a text")
     messages: Messages | None = Field(None, description="a conversation")

@@ -1,0 +1,257 @@
+"""Copies of packed weights between workers: what one exposes, and how another one takes it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from weft.contract.errors import ModelError
+from weft.contract.weights import PackedTensor, RankWeights, WeightOffer
+from weft.engine.base.config import EngineConfig
+from weft.engine.model.weights.packed import PackedModel, PackedTensors, bytes_of, span_of
+from weft.kernels.ops.page_digest import page_digests
+from weft.pages.transfer.digest import WORD_BYTES, digest_pages
+from weft.pages.transfer.nixl_ranges import (
+    MemoryRange,
+    RangesReader,
+    RangesTarget,
+    SharedRanges,
+)
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 20.0
+"""Time in which nothing comes from a source, after which it counts as lost."""
+_BLOCK_BYTES = 64 << 10
+_MOST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+"""Bytes under way at a time."""
+
+
+class OfferedWeights:
+    """The weights of one rank, which other processes may read.
+
+    Args:
+        problem: Why they may not; empty: they may.
+    """
+
+    def __init__(self, rank: int, problem: str = "") -> None:
+        self._name = f"weights-{rank}"
+        self._problem = problem
+        self._shared: SharedRanges | None = None
+        self._offer: tuple[bytes, RankWeights] | None = None
+
+    def offer(self, packed: PackedTensors, version: bytes) -> RankWeights:
+        """Registers the tensors with NIXL, if that was not done, and describes them.
+
+        Args:
+            version: Names the present numbers. While it is the same, digests are computed once.
+
+        Raises:
+            ModelError: They lie in memory that others cannot read.
+            TransferError: NIXL cannot be used here.
+        """
+        if self._problem:
+            raise ModelError(self._problem)
+        if self._shared is not None and self._offer is not None and self._offer[0] == version:
+            return self._offer[1]
+        tensors = packed.tensors()
+        if self._shared is None:
+            self._shared = SharedRanges(self._name, _storages([one for _, one in tensors]))
+        spans = [_range_of(place, one) for place, one in tensors]
+        digests = _digests([one for _, one in tensors], spans)
+        listed = [
+            PackedTensor(
+                place=place,
+                dtype=_name_of(one.dtype),
+                shape=list(one.shape),
+                address=span.address,
+                num_bytes=span.num_bytes,
+                memory_type=span.memory_type,
+                device_id=span.device_id,
+                digest=digest,
+            )
+            for (place, one), span, digest in zip(tensors, spans, digests, strict=True)
+        ]
+        target = self._shared.target
+        found = RankWeights(
+            **packed.model._asdict(),
+            nixl_version=target.version,
+            agent_name=target.agent_name,
+            agent_metadata=target.metadata,
+            tensors=listed,
+        )
+        self._offer = version, found
+        return found
+
+    def withdraw(self) -> None:
+        """Takes the memory from NIXL, before it is given back."""
+        shared, self._shared, self._offer = self._shared, None, None
+        if shared is not None:
+            shared.close()
+
+
+class PeerWeights:
+    """A `PackedSource`: the weights of a rank of another worker, for the same rank of this one.
+
+    Args:
+        progress: Called with (bytes copied, all bytes).
+    """
+
+    def __init__(
+        self,
+        offer: WeightOffer,
+        rank: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._offer = offer
+        self._rank = rank
+        self._progress = progress
+
+    @property
+    def model_digest(self) -> bytes:
+        return self._offer.model_digest
+
+    @property
+    def start_digest(self) -> bytes:
+        return self._offer.start_digest
+
+    @property
+    def files(self) -> bytes:
+        return self._offer.files
+
+    def check(self, packed: PackedTensors) -> None:
+        """Raises ModelError unless it has tensors of the same forms, packed in the same way."""
+        own, theirs = packed.model, self._theirs()
+        told = PackedModel(theirs.scheme, theirs.share, theirs.packing, theirs.constants)
+        if told.scheme != own.scheme:
+            raise ModelError("the worker has another model, dtype or number format")
+        if told.share != own.share:
+            raise ModelError(f"the worker's rank has {told.share[:200]}, this one {own.share}")
+        if told.packing != own.packing:
+            raise ModelError(
+                f"the worker packs weights in another way: {told.packing[:300]}; here {own.packing}"
+            )
+        if told.constants != own.constants:
+            raise ModelError("the worker has made other factors of its weights")
+        known = {one.place: one for one in theirs.tensors}
+        for place, tensor in packed.tensors():
+            one, span = known.get(place), _range_of(place, tensor)
+            form = _name_of(tensor.dtype), list(tensor.shape), *span[1:3]
+            if one is None or form != (one.dtype, one.shape, one.num_bytes, one.memory_type):
+                raise ModelError(f"the worker has {place} in another form, or not at all")
+
+    def fill(self, packed: PackedTensors) -> None:
+        """Raises TransferError if the worker is gone or does not answer, ModelError if bytes that
+        came are not those that it has offered.
+        """
+        theirs, began = self._theirs(), time.monotonic()
+        known = {one.place: one for one in theirs.tensors}
+        tensors = packed.tensors()
+        spans = [_range_of(place, one) for place, one in tensors]
+        pairs = dict[MemoryRange, MemoryRange]()
+        device = next((one.device for _, one in tensors if one.is_cuda), torch.device("cpu"))
+        for (place, _), span in zip(tensors, spans, strict=True):
+            # What a GPU's model has in the host's memory is made from its configuration.
+            if span.num_bytes and (device.type == "cpu" or span.memory_type == "VRAM"):
+                one = known[place]
+                far = MemoryRange(one.address, one.num_bytes, one.memory_type, one.device_id)
+                pairs[span] = far
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        total = sum(span.num_bytes for span in pairs)
+        target = RangesTarget(theirs.nixl_version, theirs.agent_name, theirs.agent_metadata)
+        reader = RangesReader("weights", most_bytes=_MOST_BYTES[device.type], stall_s=STALL_S)
+        reader.read(target, list(pairs.items()), lambda done: self._progress(done, total))
+        read_s = time.monotonic() - began
+        digests = _digests([one for _, one in tensors], spans)
+        for (place, _), digest in zip(tensors, digests, strict=True):
+            if digest != known[place].digest:
+                raise ModelError(
+                    f"{place} came with other bytes than the worker has offered: its weights have "
+                    "changed meanwhile, or a lane is faulty"
+                )
+        logger.info(
+            "weights copied from a worker",
+            extra={
+                "bytes": total,
+                "read_s": round(read_s, 3),
+                "checked_s": round(time.monotonic() - began - read_s, 3),
+                "lanes": reader.lanes,
+            },
+        )
+
+    def _theirs(self) -> RankWeights:
+        if self._rank >= len(self._offer.ranks):
+            raise ModelError(f"the worker has {len(self._offer.ranks)} ranks, this is another one")
+        return self._offer.ranks[self._rank]
+
+
+def peer_weights(
+    config: EngineConfig,
+    rank: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PeerWeights | None:
+    """The worker from which a rank is to copy its weights; None: from none."""
+    if not config.weights_offer:
+        return None
+    return PeerWeights(WeightOffer.of_json(config.weights_offer), rank, progress)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _range_of(place: str, tensor: torch.Tensor) -> MemoryRange:
+    address, num_bytes = span_of(place, tensor)
+    is_device = tensor.is_cuda
+    number = tensor.device.index or 0 if is_device else 0
+    return MemoryRange(address, num_bytes, "VRAM" if is_device else "DRAM", number)
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[MemoryRange]:
+    """The memory that PyTorch has allocated for tensors, each allocation once."""
+    found = dict[int, MemoryRange]()
+    for one in tensors:
+        memory = one.untyped_storage()
+        if memory.nbytes():
+            kind, number = ("VRAM", one.device.index or 0) if one.is_cuda else ("DRAM", 0)
+            found[memory.data_ptr()] = MemoryRange(memory.data_ptr(), memory.nbytes(), kind, number)
+    return list(found.values())
+
+
+def _digests(tensors: Sequence[torch.Tensor], spans: Sequence[MemoryRange]) -> list[bytes]:
+    """32 bytes over the memory of each tensor: the digests of its blocks, as of pages, and its last
+    bytes.
+    """
+    known = dict[MemoryRange, tuple[torch.Tensor, torch.Tensor]]()
+    for tensor, span in zip(tensors, spans, strict=True):
+        if span not in known:
+            known[span] = _block_digests(bytes_of(tensor, span.num_bytes))
+    on_device = [one for blocks, rest in known.values() for one in (blocks, rest) if one.is_cuda]
+    if on_device:
+        torch.cuda.synchronize(on_device[0].device)
+    made = dict[MemoryRange, bytes]()
+    for span, (blocks, rest) in known.items():
+        digest = hashlib.blake2b(span.num_bytes.to_bytes(8, "little"), digest_size=32)
+        digest.update(blocks.cpu().numpy().tobytes())
+        digest.update(rest.cpu().numpy().tobytes())
+        made[span] = digest.digest()
+    return [made[span] for span in spans]
+
+
+def _block_digests(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks] int64, and the bytes after the last whole block."""
+    count = data.numel() // _BLOCK_BYTES
+    rest = data[count * _BLOCK_BYTES :]
+    if not count:
+        return torch.empty(0, dtype=torch.int64), rest
+    if data.data_ptr() % WORD_BYTES:
+        data = data.clone()
+    rows = data[: count * _BLOCK_BYTES].view(count, _BLOCK_BYTES)
+    numbers = torch.arange(count, device=data.device)
+    if data.is_cuda:
+        return page_digests(rows, numbers), rest
+    return torch.from_numpy(digest_pages(rows.numpy(), range(count)).view("i8")), rest

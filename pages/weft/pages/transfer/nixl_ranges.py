@@ -1,0 +1,256 @@
+"""Ranges of memory that other processes read over NIXL, such as the weights of a model.
+
+The source registers its memory and takes no further part: over the lanes that are accepted here
+the reader's agent fetches the bytes. So the source cannot be ended by a reader that dies, and after
+the reader's agent is destroyed nothing lands any more. Nothing protects the bytes from a change
+while they are read, so readers compare digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from weft.pages.transfer.nixl_binding import Binding, is_destroyed, load_binding
+from weft.pages.transfer.nixl_peer import ONE_SIDED_READ_LANES, new_agent_name
+from weft.pages.transfer.nixl_wire import (
+    MAX_AGENT_NAME_CHARS,
+    NoOneSidedLane,
+    TransferError,
+    TransportMismatch,
+)
+
+MAX_RANGES_METADATA_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20
+"""Longest range of one descriptor."""
+_AT_ONCE = 2
+"""Batches under way: one is copied while the next one is prepared."""
+_MAX_SLEEP_S = 1e-3
+
+
+class MemoryRange(NamedTuple):
+    address: int
+    num_bytes: int
+    memory_type: str
+    """DRAM or VRAM."""
+    device_id: int
+
+
+_Pair = tuple[MemoryRange, MemoryRange]
+"""A range of this process and one of another, of the same length."""
+
+
+class _UnderWay(NamedTuple):
+    handle: Any
+    batch: Sequence[_Pair]
+
+
+class RangesTarget(NamedTuple):
+    """Where another process registered its ranges."""
+
+    version: str
+    """Of NIXL."""
+    agent_name: str
+    metadata: bytes
+
+
+class SharedRanges:
+    """Ranges of this process's memory that others may read until `close`."""
+
+    def __init__(self, name: str, ranges: Sequence[MemoryRange]) -> None:
+        """Registers the ranges, which must stay mapped. Raises TransportMismatch if NIXL cannot be
+        used here, TransferError if it does not take the memory.
+        """
+        binding = load_binding()
+        name = new_agent_name(name)
+        with binding.calls("registering weights"):
+            # Whoever reads does the work, so no thread is needed to make progress, but to accept
+            # connections.
+            agent = binding.create_agent(name, has_device=False)
+            _register(agent, ranges)
+            metadata = agent.get_agent_metadata()
+        self.target = RangesTarget(binding.version, name, metadata)
+        self._agent: Any = agent
+
+    def close(self) -> None:
+        """Takes the memory back: reads that are under way fail. Raises TransferError if it may
+        still be registered.
+        """
+        if self._agent is None:
+            return
+        reference = weakref.ref(self._agent.agent)
+        self._agent = None
+        if not is_destroyed(reference):
+            raise TransferError("weights cannot be deregistered: something holds their agent")
+
+
+class RangesReader:
+    """Reads ranges of one other process into memory of this one.
+
+    Args:
+        most_bytes: Bound of the bytes that are under way at a time.
+        stall_s: Time without progress after which reading fails.
+    """
+
+    def __init__(self, name: str, *, most_bytes: int, stall_s: float) -> None:
+        self._name = new_agent_name(name)
+        self._most_bytes = most_bytes
+        self._stall_s = stall_s
+        self._agent: Any = None
+        self.lanes = ""
+        """The lanes that the bytes took, once something was read."""
+
+    def read(
+        self,
+        target: RangesTarget,
+        pairs: Sequence[_Pair],
+        report: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """Copies each remote range, the second of a pair, to the local one of the same length.
+
+        Args:
+            report: Called with the bytes that have come so far.
+
+        Raises:
+            TransportMismatch: NIXL cannot be used, or not with this target; nothing was read.
+            TransferError: The source is gone or does not answer. The local ranges have any bytes,
+                and nothing arrives any more.
+        """
+        binding = load_binding()
+        _check(target, binding.version)
+        with binding.calls("reading weights"):
+            self._agent = binding.create_agent(self._name, has_device=False, has_thread=False)
+        # No local variable has the agent: a frame of an exception would keep it from its end.
+        reference = weakref.ref(self._agent.agent)
+        try:
+            self._read(binding, target, pairs, report)
+        finally:
+            self._agent = None
+            is_gone = is_destroyed(reference)
+        if not is_gone:
+            raise TransferError("the agent that reads weights cannot be ended")
+
+    def _read(
+        self,
+        binding: Binding,
+        target: RangesTarget,
+        pairs: Sequence[_Pair],
+        report: Callable[[int], None],
+    ) -> None:
+        with binding.calls("connecting to a worker for its weights"):
+            _register(self._agent, _whole([own for own, _ in pairs]))
+            peer = self._agent.add_remote_agent(target.metadata)
+        peer = peer.decode() if isinstance(peer, bytes) else peer
+        if peer != target.agent_name:
+            raise TransportMismatch("the weights' metadata is of another agent than its name says")
+        under_way: deque[_UnderWay] = deque()
+        done = 0
+        try:
+            for batch in _batches(pairs, self._most_bytes // _AT_ONCE):
+                if len(under_way) == _AT_ONCE:
+                    done += self._wait(binding, under_way.popleft())
+                    report(done)
+                with binding.calls("reading weights"):
+                    one = _UnderWay(_prepare(self._agent, peer, batch), batch)
+                    if not done and not under_way:
+                        self._require_lane(binding)
+                    under_way.append(one)
+                    self._agent.transfer(one.handle)  # A failure shows when it is waited for.
+            while under_way:
+                done += self._wait(binding, under_way.popleft())
+                report(done)
+        finally:
+            for one in under_way:
+                _release(binding, one)
+            under_way.clear()
+            self.lanes = binding.lanes(self._name) or self.lanes
+
+    def _wait(self, binding: Binding, one: _UnderWay) -> int:
+        """Returns the bytes that have come."""
+        until, sleep_s = time.monotonic() + self._stall_s, 1e-5
+        try:
+            while True:
+                with binding.calls("reading weights"):
+                    state = self._agent.check_xfer_state(one.handle)
+                if state == "DONE":
+                    return sum(own.num_bytes for own, _ in one.batch)
+                if state != "PROC":
+                    raise TransferError(f"reading weights: NIXL answered {state}")
+                if time.monotonic() > until:
+                    raise TransferError(f"no weights have come for {self._stall_s:g} s")
+                time.sleep(sleep_s)
+                sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
+        finally:
+            _release(binding, one)
+
+    def _require_lane(self, binding: Binding) -> None:
+        lanes = binding.lanes(self._name) or ""
+        names = {lane.partition("/")[0] for lane in lanes.split()}
+        if names.isdisjoint(ONE_SIDED_READ_LANES):
+            raise NoOneSidedLane(
+                "reading the weights would need the other process's help, and could end it: "
+                f"{lanes or 'lanes unknown'}"
+            )
+
+
+def _check(target: RangesTarget, version: str) -> None:
+    if target.version != version:
+        raise TransportMismatch(f"nixl {target.version[:40]} there, {version} here: must equal")
+    if not 0 < len(target.agent_name) <= MAX_AGENT_NAME_CHARS:
+        raise TransportMismatch("weights: bad length of the agent's name")
+    if not 0 < len(target.metadata) <= MAX_RANGES_METADATA_BYTES:
+        raise TransportMismatch("weights: bad length of the agent's metadata")
+
+
+def _register(agent: Any, ranges: Sequence[MemoryRange]) -> None:
+    for kind in {one.memory_type for one in ranges}:
+        rows = [(one.address, one.num_bytes, one.device_id, "") for one in ranges]
+        own = [row for one, row in zip(ranges, rows, strict=True) if one.memory_type == kind]
+        agent.register_memory(own, kind)
+
+
+def _whole(ranges: Sequence[MemoryRange]) -> list[MemoryRange]:
+    """The ranges without those that lie in others."""
+    found: list[MemoryRange] = []
+    for one in sorted(ranges, key=lambda one: (one.memory_type, one.device_id, one.address)):
+        last = found[-1] if found else None
+        if last is not None and last[2:] == one[2:] and one.address < last.address + last.num_bytes:
+            end = max(last.address + last.num_bytes, one.address + one.num_bytes)
+            found[-1] = last._replace(num_bytes=end - last.address)
+        else:
+            found.append(one)
+    return found
+
+
+def _batches(pairs: Sequence[_Pair], most_bytes: int) -> Iterator[list[_Pair]]:
+    batch, size = list[_Pair](), 0
+    for own, theirs in pairs:
+        for at in range(0, own.num_bytes, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, own.num_bytes - at)
+            if batch and (size + count > most_bytes or batch[-1][0][2:] != own[2:]):
+                yield batch
+                batch, size = [], 0
+            one = own._replace(address=own.address + at, num_bytes=count)
+            other = theirs._replace(address=theirs.address + at, num_bytes=count)
+            batch.append((one, other))
+            size += count
+    if batch:
+        yield batch
+
+
+def _release(binding: Binding, one: _UnderWay) -> None:
+    with contextlib.suppress(*binding.errors):
+        one.handle.release()
+
+
+def _prepare(agent: Any, peer: str, batch: Sequence[_Pair]) -> Any:
+    def rows(ranges: Sequence[MemoryRange]) -> Any:
+        listed = [(one.address, one.num_bytes, one.device_id) for one in ranges]
+        return agent.get_xfer_descs(listed, ranges[0].memory_type)
+
+    own, theirs = rows([one for one, _ in batch]), rows([other for _, other in batch])
+    return agent.initialize_xfer("READ", own, theirs, peer)

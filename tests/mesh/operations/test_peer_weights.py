@@ -1,0 +1,52 @@
+"""Workers that copy their weights from others of their mesh, with mutual TLS."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+from weft.testing.meshes.local_mesh import wait_until
+from weft.testing.meshes.secure_mesh import SecureMesh
+from weft.testing.meshes.tiny_mesh import Greedy
+from weft.v1 import weights_pb2, worker_pb2_grpc
+
+pytestmark = [pytest.mark.full, pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
+
+NUM_NEW = 8
+
+
+def test_a_worker_that_starts_again_copies_its_weights(tmp_path: Path, rest_binary: Path) -> None:
+    mesh = SecureMesh(tmp_path, "--weights-from", "auto")
+    try:
+        mesh.wait_ready()
+        greedy = Greedy(mesh.model_dir)
+        prompt = greedy.prompt(60, NUM_NEW)
+        expected = greedy.text(greedy.ids(prompt, NUM_NEW))
+        assert mesh.complete(prompt, NUM_NEW) == expected
+        os.kill(mesh.service("decode-0")["pid"], signal.SIGKILL)
+        wait_until(lambda: "weights copied from a worker" in mesh.log("decode-0"), 120)
+        mesh.wait_ready()
+        wait_until(lambda: mesh.ready_file("decode-0") is not None, 120)
+
+        def answers() -> bool:
+            return mesh.complete(prompt, NUM_NEW) == expected
+
+        wait_until(answers, 60)
+        # Another worker's weights are an update, here to the same.
+        refit = ("refit", "decode-0", "--from", "prefill-0", "--state-dir", str(mesh.state))
+        done = mesh.weft(*refit, "--version", "again")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("decode-0: version again, ")
+        assert answers()
+        # Only workers are told where weights lie.
+        stub, request = worker_pb2_grpc.WorkerServiceStub, weights_pb2.OfferWeightsRequest()
+        assert mesh.call("prefill", "decode-0", stub, "OfferWeights", request).ranks
+        for caller in ("gateway", "client", "cli"):
+            with pytest.raises(grpc.RpcError) as refused:
+                mesh.call(caller, "decode-0", stub, "OfferWeights", request)
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    finally:
+        assert mesh.stop() == 0, mesh.text
