@@ -126,6 +126,7 @@ _FAMILIES = {
     "PhiMoEForCausalLM": ("phi3", "read_phi_moe"),
     "Phi3ForCausalLM": ("phi3", "read_phi3"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
+    "Qwen2AudioForConditionalGeneration": ("with_audio", "read_qwen2_audio"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "read_qwen2_moe"),
     "Qwen2VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
     "Qwen3NextForCausalLM": ("qwen3_next", "read_qwen3_next"),
@@ -146,6 +147,7 @@ _FAMILIES = {
     "Step3p5ForCausalLM": ("laguna", "read_step3"),
     "Step3p7ForConditionalGeneration": ("laguna", "read_step3"),
     "VaultGemmaForCausalLM": ("gemma", "read_vault_gemma"),
+    "VoxtralForConditionalGeneration": ("with_audio", "read_voxtral"),
     "XGLMForCausalLM": ("gpt", "read_xglm"),
     "YoutuForCausalLM": ("deepseek", "read_youtu"),
 }

@@ -130,7 +130,7 @@ class ModelConfig:
     vision: VisionConfig | None = None
     """The image tower; None: the checkpoint has none, or one that is not supported."""
     audio: AudioConfig | None = None
-    """The audio tower, to whose rows each layer attends; None: the model takes no clips."""
+    """The audio tower; None: the model takes no clips."""
     num_added_tokens: int = 0
     """Rows after the checkpoint's, for tokens that adapters add; they are zeros without an
     adapter.
@@ -152,6 +152,11 @@ class ModelConfig:
     def tower(self) -> VisionConfig | AudioConfig | None:
         """What makes rows of media; None: prompts have none."""
         return self.audio if self.vision is None else self.vision
+
+    @property
+    def attends_to_clips(self) -> bool:
+        """Whether each layer attends to the rows of a clip with which each prompt begins."""
+        return self.audio is not None and self.audio.projector is None
 
     @property
     def value_dim(self) -> int:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
-from weft.gateway.media.load import load_image_prompts, put_in
+from weft.gateway.media.load import load_image_prompts
+from weft.gateway.media.prompts import put_in
 from weft.testing.models.choices import check_choices
 from weft.testing.models.image_families import FAMILIES, Prompt, text
 from weft.testing.models.tiny_images import random_image
@@ -40,8 +41,8 @@ def test_files_become_tokens_and_rows(name: str, tmp_path: Path) -> None:
         )
         for one, is_coarse in zip(files, flags, strict=True)
     ]
-    given = [*text(), *(id_ for _ in files for id_ in (images.image_id, *text()))]
-    ids, spans = put_in(given, images.image_id, expanded)
+    given = [*text(), *(id_ for _ in files for id_ in (images.place_id, *text()))]
+    ids, spans = put_in(given, {images.place_id: expanded})
     media = {one.digest: one for _, many in expanded for one in many}
     prompt = Prompt(ids, list(spans), list(media.values()))
     with LLM(folder, dtype="float32", num_pages=600, prefill_chunk_tokens=64) as llm:

@@ -423,7 +423,7 @@ async def test_requests_hold_a_bounded_amount_of_images(tmp_path: Path) -> None:
         await mesh.wait(lambda: mesh.workers[0].submits)
         error = await refusal(chat(mesh, user(PART)))
         assert isinstance(error, Overloaded)
-        assert error.message.startswith("images of requests hold")
+        assert error.message.startswith("files of requests hold")
         assert mesh.app.images.held.num_bytes > 0
         first.cancel()
         await mesh.wait(lambda: not mesh.app.images.held.num_bytes)

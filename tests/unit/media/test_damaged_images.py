@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import random
 import struct
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from PIL import Image
 from weft.common.settings import load_settings
 from weft.contract.errors import InvalidRequest
 from weft.gateway.media.forms import TiledForm
-from weft.gateway.media.reader import FetchedFiles, ImageReader, ProcessedImage
-from weft.gateway.request import ImageFile
+from weft.gateway.media.reader import FetchedFiles, MediaReader, ProcessedFile
+from weft.gateway.request import MediaFile
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_images import encoded, random_image
 
@@ -96,20 +97,22 @@ async def run_files(seed: int, count: int) -> None:
         f"--max-image-pixels={MAX_PIXELS}",
         "--media-timeout-s=120",
     ]
-    reader = ImageReader(load_settings(GatewaySettings, flags, {}))
+    reader = MediaReader(load_settings(GatewaySettings, flags, {}))
     loop = asyncio.get_running_loop()
     places = asyncio.Semaphore(8)
     results = {"image": 0, "refusal": 0}
 
-    async def read(image: ImageFile) -> ProcessedImage:
+    async def read(image: MediaFile) -> ProcessedFile:
         nothing = FetchedFiles(lambda num_bytes: None)
         sources = await reader.sources([image], nothing, deadline=loop.time() + 600)
-        (found,) = await reader.process(FORM, [image], sources, deadline=loop.time() + 600)
+        (found,) = await reader.process(
+            {"image": FORM}, [image], sources, deadline=loop.time() + 600
+        )
         return found
 
     async def one(data: bytes) -> None:
         source = base64.b64encode(data).decode()
-        image = ImageFile(source=source, where="here", kind="image", type_param="here")
+        image = MediaFile(source=source, where="here", kind="image", type_param="here")
         async with places:
             (found,) = await asyncio.gather(read(image), return_exceptions=True)
         if isinstance(found, BaseException):
@@ -118,9 +121,9 @@ async def run_files(seed: int, count: int) -> None:
             assert len(found.message) < 200
             results["refusal"] += 1
             return
-        plan = FORM.plan(found.height, found.width)
+        plan = FORM.plan(*found.size)
         assert len(plan.lengths) == len(found.media)
-        assert found.height * found.width <= MAX_PIXELS
+        assert math.prod(found.size) <= MAX_PIXELS
         results["image"] += 1
 
     try:

@@ -17,9 +17,9 @@ from weft.common.settings import load_settings
 from weft.contract.errors import InvalidRequest
 from weft.gateway.media.fetch import UrlFetcher
 from weft.gateway.media.hosts import HostPatterns, may_connect
-from weft.gateway.media.reader import FetchedFiles, ImageReader
-from weft.gateway.media.sources import FetchFailed, FetchForbidden, ImageRefused
-from weft.gateway.request import ImageFile
+from weft.gateway.media.reader import FetchedFiles, MediaReader
+from weft.gateway.media.sources import FetchFailed, FetchForbidden, MediaRefused
+from weft.gateway.request import MediaFile
 from weft.gateway.settings import GatewaySettings
 
 FILE = b"\x89PNG" + bytes(range(256)) * 40
@@ -402,20 +402,20 @@ def test_wrong_hosts_are_refused_at_the_start(
     assert "is not HOST" in capsys.readouterr().err
 
 
-def image(url: str, *, is_of_tool: bool = False, where: str = "here") -> ImageFile:
-    return ImageFile(
+def image(url: str, *, is_of_tool: bool = False, where: str = "here") -> MediaFile:
+    return MediaFile(
         source=url, where=where, kind="image_url", type_param=where, is_of_tool=is_of_tool
     )
 
 
-async def read(reader: ImageReader, images: Iterable[ImageFile], fetched: FetchedFiles) -> Any:
+async def read(reader: MediaReader, images: Iterable[MediaFile], fetched: FetchedFiles) -> Any:
     deadline = asyncio.get_running_loop().time() + 60
     return await reader.sources(list(images), fetched, deadline=deadline)
 
 
 async def test_a_requests_urls_are_fetched_once() -> None:
     async with site(WHOLE) as server:
-        reader = ImageReader(settings_of(media_private_hosts=f"127.0.0.1:{server.port}"))
+        reader = MediaReader(settings_of(media_private_hosts=f"127.0.0.1:{server.port}"))
         base, counted = f"http://127.0.0.1:{server.port}", []
         fetched = FetchedFiles(counted.append)
         images = [image(f"{base}/a"), image(f"{base}/a"), image(f"{base}/b")]
@@ -433,17 +433,17 @@ async def test_an_image_of_a_tool_that_is_not_there_stops_no_other() -> None:
         writer.write(WHOLE if path == "/a" else b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
 
     async with site(answer) as server:
-        reader = ImageReader(settings_of(media_private_hosts=f"127.0.0.1:{server.port}"))
+        reader = MediaReader(settings_of(media_private_hosts=f"127.0.0.1:{server.port}"))
         base, fetched = f"http://127.0.0.1:{server.port}", FetchedFiles(lambda num_bytes: None)
         lost = image(f"{base}/b", is_of_tool=True)
         images = [lost, image(f"{base}/a")]
-        with pytest.raises(ImageRefused, match="status 404") as caught:
+        with pytest.raises(MediaRefused, match="status 404") as caught:
             await read(reader, images, fetched)
-        assert caught.value.image is lost
+        assert caught.value.file is lost
         assert [one.data for one in await read(reader, images[1:], fetched)] == [FILE]
         assert len(server.requests) == 2
         same = replace(lost, is_of_tool=False, where="there")
-        with pytest.raises(ImageRefused) as caught:
+        with pytest.raises(MediaRefused) as caught:
             await read(reader, [lost, same], FetchedFiles(lambda num_bytes: None))
         assert caught.value.param == "there"
         reader.close()
@@ -453,7 +453,7 @@ async def test_fetched_files_count_among_a_requests() -> None:
     async with site(WHOLE) as server:
         host = f"127.0.0.1:{server.port}"
         most = len(FILE) * 2 + 1
-        reader = ImageReader(settings_of(media_private_hosts=host, max_request_image_bytes=most))
+        reader = MediaReader(settings_of(media_private_hosts=host, max_request_image_bytes=most))
         urls = [f"http://{host}/{number}" for number in range(3)]
         fetched = FetchedFiles(lambda num_bytes: None)
         assert len(await read(reader, map(image, urls[:2]), fetched)) == 2

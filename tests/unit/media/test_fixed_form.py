@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import Gemma3Processor, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from weft.gateway.media.forms import FORMS, FixedForm
-from weft.gateway.media.load import put_in
-from weft.gateway.request import ChatPrompt, ImageFile
+from weft.gateway.media.prompts import put_in
+from weft.gateway.request import ChatPrompt, MediaFile
 from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.prepare import _render, _tokenize_chat
 from weft.testing.models.tiny_images import random_image
@@ -105,8 +105,8 @@ def test_tokens_are_those_of_transformers(parts: list[str], tmp_path: Path) -> N
         {"type": "image"} if part == "image" else {"type": "text", "text": part} for part in parts
     ]
     images = [random_image(n, 30 + n, 40) for n in range(parts.count("image"))]
-    files = (ImageFile(source="x", where="", kind="", type_param=""),) * len(images)
-    prompt = ChatPrompt(messages=({"role": "user", "content": contents},), images=files)
+    files = (MediaFile(source="x", where="", kind="", type_param=""),) * len(images)
+    prompt = ChatPrompt(messages=({"role": "user", "content": contents},), files=files)
     ids = list(_tokenize_chat(card, prompt, _render(card, prompt)).ids)
     expansions = [
         (
@@ -115,7 +115,7 @@ def test_tokens_are_those_of_transformers(parts: list[str], tmp_path: Path) -> N
         )
         for one in images
     ]
-    found, spans = put_in(ids, card.images.image_id, expansions)
+    found, spans = put_in(ids, {card.images.place_id: expansions})
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"),
         extra_special_tokens={"boi_token": BEGIN, "image_token": ROW, "eoi_token": END},

@@ -18,7 +18,8 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from weft.contract.spans import Media
 from weft.gateway.media.forms import COARSE_EDGE, FORMS, GridForm, ImageForm, RowsForm
-from weft.gateway.media.load import ImagePrompts, put_in
+from weft.gateway.media.load import ImagePrompts
+from weft.gateway.media.prompts import put_in
 from weft.gateway.text.model_card import ModelCard, load_model_card
 from weft.testing.models.tiny_images import random_image
 from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
@@ -128,7 +129,7 @@ def test_a_picture_of_several_runs_has_a_span_for_each() -> None:
         (prompts.expansion(one.height, one.width, is_coarse=False), form.process(one))
         for one in images
     ]
-    ids, spans = put_in([5, prompts.image_id, prompts.image_id, 6], prompts.image_id, expanded)
+    ids, spans = put_in([5, prompts.place_id, prompts.place_id, 6], {prompts.place_id: expanded})
     assert [(span.length, span.offset) for span in spans] == [
         *((5, 5 * row) for row in range(3)),
         *((2, 2 * row) for row in range(5)),
@@ -204,8 +205,11 @@ def test_tokens_of_internvl_are_those_of_transformers(tmp_path: Path) -> None:
         texts = [InternVLProcessor.replace_image_token(processor, wanted, n) for n in range(2)]
         found, _ = put_in(
             card.tokenizer.encode(f"a {IMAGE}\nb\n\n{IMAGE} c").ids,
-            card.images.image_id,
-            [(card.images.expansion(one.height, one.width, is_coarse=False), ()) for one in images],
+            {
+                card.images.place_id: [
+                    (card.images.expansion(one.height, one.width), ()) for one in images
+                ]
+            },
         )
         assert found == card.tokenizer.encode(f"a {texts[0]}\nb\n\n{texts[1]} c").ids
 

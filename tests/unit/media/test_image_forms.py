@@ -18,7 +18,8 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from weft.contract.errors import ModelError
 from weft.contract.spans import media_digest
 from weft.gateway.media.forms import TiledForm
-from weft.gateway.media.load import ImagePrompts, load_image_prompts, put_in
+from weft.gateway.media.load import ImagePrompts, load_image_prompts
+from weft.gateway.media.prompts import put_in
 from weft.gateway.text.model_card import load_model_card
 from weft.testing.models.tiny_images import image_tokenizer, random_image, write_image_model
 from weft.testing.models.tiny_tokenizers import write_model_dir
@@ -129,12 +130,12 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
             )
             for one in many
         ]
-        found, spans = put_in(ids, prompts.image_id, expanded)
+        found, spans = put_in(ids, {prompts.place_id: expanded})
         assert found == expected
         digests = [medium.digest for _, media in expanded for medium in media]
         assert [span.digest for span in spans] == digests
         covered = [at for span in spans for at in range(span.position, span.end)]
-        assert covered == [at for at, id_ in enumerate(expected) if id_ == prompts.image_id]
+        assert covered == [at for at, id_ in enumerate(expected) if id_ == prompts.place_id]
         assert {span.length for span in spans} == {5}
 
 

@@ -24,9 +24,9 @@ from weft.contract.errors import (
 )
 from weft.gateway.long_text import LongText
 from weft.gateway.media.forms import TiledForm
-from weft.gateway.media.reader import FetchedFiles, HeldMedia, ImageReader, ProcessedImage
+from weft.gateway.media.reader import FetchedFiles, HeldMedia, MediaReader, ProcessedFile
 from weft.gateway.media.sources import Source
-from weft.gateway.request import ImageFile
+from weft.gateway.request import MediaFile
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_images import encoded, random_image
 
@@ -34,9 +34,9 @@ FORM = TiledForm(longest_edge=128, tile_edge=64, tile_tokens=4, resample=1)
 
 
 @asynccontextmanager
-async def reading(**settings: Any) -> AsyncIterator[ImageReader]:
+async def reading(**settings: Any) -> AsyncIterator[MediaReader]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    made = ImageReader(
+    made = MediaReader(
         load_settings(GatewaySettings, ["--model-dir=.", "--decode=127.0.0.1:1", *flags], {})
     )
     try:
@@ -45,24 +45,24 @@ async def reading(**settings: Any) -> AsyncIterator[ImageReader]:
         made.close()
 
 
-def file_of(data: bytes, where: str = "messages[0].content[0].image_url.url") -> ImageFile:
-    return ImageFile(
+def file_of(data: bytes, where: str = "messages[0].content[0].image_url.url") -> MediaFile:
+    return MediaFile(
         source=base64.b64encode(data).decode(), where=where, kind="image_url", type_param=where
     )
 
 
-async def sources_of(reader: ImageReader, images: Sequence[ImageFile]) -> list[Source]:
+async def sources_of(reader: MediaReader, images: Sequence[MediaFile]) -> list[Source]:
     deadline = asyncio.get_running_loop().time() + 60
     return await reader.sources(images, FetchedFiles(lambda num_bytes: None), deadline=deadline)
 
 
-async def process(reader: ImageReader, images: Sequence[ImageFile]) -> list[ProcessedImage]:
+async def process(reader: MediaReader, images: Sequence[MediaFile]) -> list[ProcessedFile]:
     sources = await sources_of(reader, images)
     deadline = asyncio.get_running_loop().time() + 60
-    return await reader.process(FORM, images, sources, deadline=deadline)
+    return await reader.process({"image": FORM}, images, sources, deadline=deadline)
 
 
-def picture(seed: int, size: int = 100) -> ImageFile:
+def picture(seed: int, size: int = 100) -> MediaFile:
     return file_of(encoded(random_image(seed, size, size // 2)))
 
 
@@ -77,7 +77,7 @@ async def test_processes_start_with_the_first_image_and_give_what_the_form_gives
         assert reader.pool.pids == []
         (found,) = await process(reader, [picture(1)])
         assert found.media == tuple(FORM.process(random_image(1, 100, 50)))
-        assert (found.height, found.width) == (50, 100)
+        assert found.size == (50, 100)
         assert len(reader.pool.pids) == 1
         (pid,) = reader.pool.pids
     with pytest.raises(ProcessLookupError):
@@ -107,7 +107,7 @@ async def test_the_memo_is_bounded_in_bytes() -> None:
 
 async def test_coarse_images_are_other_images() -> None:
     fine = picture(1)
-    coarse = ImageFile(
+    coarse = MediaFile(
         source=fine.source, where="x", kind="image_url", type_param="x", is_coarse=True
     )
     async with reading() as reader:
@@ -185,7 +185,7 @@ async def test_who_leaves_takes_no_one_elses_image_away() -> None:
 
 
 BOUNDS: Sequence[tuple[dict[str, int], int, str]] = [
-    ({"max_images": 2}, 3, "is image 3 of 3; at most 2"),
+    ({"max_images": 2}, 3, "is file 3 of 3; at most 2"),
     ({"max_image_bytes": 1000}, 1, "at most 1000"),
     ({"max_request_image_bytes": 20_000}, 3, "more than 20000 bytes"),
     ({"max_image_pixels": 4000}, 1, "pixels"),
@@ -215,7 +215,7 @@ SOURCES = [
 
 @pytest.mark.parametrize(("source", "problem"), SOURCES)
 async def test_what_is_no_file_is_refused(source: str, problem: str) -> None:
-    image = ImageFile(source=source, where="here", kind="image_url", type_param="here")
+    image = MediaFile(source=source, where="here", kind="image_url", type_param="here")
     async with reading() as reader:
         with pytest.raises(InvalidRequest, match=problem) as caught:
             await process(reader, [image])
@@ -227,7 +227,7 @@ async def test_lines_of_base64_and_urls_are_the_same_file() -> None:
     plain = base64.b64encode(data).decode()
     forms = [plain, f"data:image/png;base64,{plain}", base64.encodebytes(data).decode()]
     async with reading() as reader:
-        images = [ImageFile(source=one, where="", kind="image", type_param="") for one in forms]
+        images = [MediaFile(source=one, where="", kind="image", type_param="") for one in forms]
         plain_source, of_url, _ = await sources_of(reader, images)
         assert plain_source.digest == of_url.digest
         first, *others = await process(reader, images)
@@ -247,10 +247,10 @@ async def test_files_that_are_no_base64_are_refused() -> None:
     ]
     async with reading() as reader:
         for source in (*forms, LongText(forms[0].encode(), 0, len(forms[0]))):
-            image = ImageFile(source=source, where="a", kind="image", type_param="a")
+            image = MediaFile(source=source, where="a", kind="image", type_param="a")
             with pytest.raises(InvalidRequest, match="a: is not valid base64"):
                 await process(reader, [image])
-        image = ImageFile(source="data:;base64,", where="a", kind="image", type_param="a")
+        image = MediaFile(source="data:;base64,", where="a", kind="image", type_param="a")
         with pytest.raises(InvalidRequest, match="a: is empty"):
             await process(reader, [image])
 
@@ -261,7 +261,7 @@ async def test_texts_within_a_body_are_the_same_files() -> None:
     body = b'["' + begin + plain + b'"]'
     sources = [LongText(body, 2, len(body) - 2), LongText(plain, 0, len(plain)), plain.decode()]
     async with reading() as reader:
-        images = [ImageFile(source=one, where="", kind="image", type_param="") for one in sources]
+        images = [MediaFile(source=one, where="", kind="image", type_param="") for one in sources]
         assert len({one.digest for one in await sources_of(reader, images)}) == 1
 
 
@@ -381,7 +381,7 @@ def test_processes_end_with_a_gateway_that_was_killed() -> None:
         "from weft.gateway.media.pool import MediaPool\n"
         "async def main():\n"
         "    pool, until = MediaPool(1, 1, 30.0), asyncio.get_running_loop().time() + 30\n"
-        "    head = {'max_pixels': 1, 'measures': True, 'is_base64': False}\n"
+        "    head = {'form': 'tiled', 'max_pixels': 1, 'measures': True, 'is_base64': False}\n"
         "    await pool.run(head, b'x', deadline=until)\n"
         "    print(*pool.pids, flush=True)\n"
         "    await asyncio.sleep(600)\n"

@@ -18,7 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from weft.contract.errors import ModelError
 from weft.contract.spans import media_digest
 from weft.gateway.media.forms import COARSE_PIXELS, BadImage, ScaledForm
-from weft.gateway.media.load import ImagePrompts, load_image_prompts, put_in
+from weft.gateway.media.load import ImagePrompts, load_image_prompts
+from weft.gateway.media.prompts import put_in
 from weft.testing.models.tiny_images import random_image
 from weft.testing.models.tiny_qwen_vl import IDS, MARKS, SQUARE, VOCAB_SIZE
 from weft.testing.models.tiny_vision import write_marked_tokenizer
@@ -172,11 +173,11 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
             for one, own in zip(many, media, strict=True)
         ]
         ids = tokenizer.backend_tokenizer.encode(prompt, add_special_tokens=False).ids
-        found, spans = put_in(ids, prompts.image_id, pairs)
+        found, spans = put_in(ids, {prompts.place_id: pairs})
         assert found == list(expected)
         for span, (one,) in zip(spans, media, strict=True):
             assert span.digest == one.digest
-            assert set(found[span.position : span.end]) == {prompts.image_id}
+            assert set(found[span.position : span.end]) == {prompts.place_id}
 
 
 @pytest.mark.parametrize(

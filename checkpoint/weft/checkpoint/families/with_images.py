@@ -67,13 +67,32 @@ def read_with_images(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
     whole = Fields(raw, where)
+    config, own = read_text_model(raw, generation, where)
+    names = replace(config.names, left_out=(*VISION, *_OTHERS))
+    read_tower = _TOWERS.get(config.architecture)
+    vision = None if read_tower is None else read_tower(whole, own)
+    return replace(config, names=names, vision=vision)
+
+
+def read_text_model(
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    where: str,
+    usual: Mapping[str, Any] | None = None,
+) -> tuple[ModelConfig, Fields]:
+    """The language model that `text_config` describes, and its fields, defaults included. The
+    arguments are a `ConfigReader`'s, and defaults of the text model; None: those of its kind.
+    Raises ModelError if a field is malformed, or its value is not supported.
+    """
+    whole = Fields(raw, where)
     text = whole.section("text_config")
     kind = text.text("model_type", "llama")
     if kind not in _READERS:
         known = ", ".join(sorted(_READERS))
         raise whole.error("text_config.model_type", f"{kind!r} is not supported ({known} are)")
     given = {name: value for name, value in raw.items() if name != "text_config"}
-    own = {**_USUAL.get(kind, {}), **given, **{name: text.get(name) for name in text}}
+    usual = _USUAL.get(kind, {}) if usual is None else usual
+    own = {**usual, **given, **{name: text.get(name) for name in text}}
     own["tie_word_embeddings"] = _is_tied(whole, text)
     own["architectures"] = raw["architectures"]
     config = _READERS[kind](own, generation, where)
@@ -81,11 +100,8 @@ def read_with_images(
         config.names,
         bodies=("model.language_model", "language_model.model", "model.text_model", "model"),
         heads=("lm_head", "language_model.lm_head"),
-        left_out=(*VISION, *_OTHERS),
     )
-    read_tower = _TOWERS.get(config.architecture)
-    vision = None if read_tower is None else read_tower(whole, Fields(own, where))
-    return replace(config, names=names, vision=vision)
+    return replace(config, names=names), Fields(own, where)
 
 
 def _is_tied(whole: Fields, text: Fields) -> bool:

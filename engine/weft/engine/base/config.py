@@ -704,14 +704,14 @@ class EngineConfig(PageConfig):
 
     def has_tower(self, model: ModelConfig) -> bool:
         """Whether the engine loads the tower of its model."""
-        is_left_out = self.language_model_only and model.audio is None
+        is_left_out = self.language_model_only and not model.attends_to_clips
         return model.tower is not None and not is_left_out
 
     def takes_media(self, model: ModelConfig) -> bool:
         """Whether prompts may have media: an owner without a tower takes those whose media prefill
         workers encode.
         """
-        is_filled = self.role == "decode" and self.ships_pages and model.vision is not None
+        is_filled = self.role == "decode" and self.ships_pages and model.tower is not None
         return is_filled or self.has_tower(model)
 
     def rotates_by_axes(self, model: ModelConfig) -> bool:

@@ -113,7 +113,7 @@ def sampling_device(
     """The GPU that draws tokens; None, and the reason if there is a GPU, if the host draws them."""
     if device.type != "cuda":
         return None, []
-    if model.audio is not None:
+    if model.attends_to_clips:
         return None, ["tokens are drawn on the host, which alone knows the rules of time tokens"]
     fault = device_sampler_fault(model.num_embeddings, device)
     if fault is None:

@@ -230,7 +230,7 @@ def _load_parts(
     )
     if media is not None and config.is_on_gpu:
         progress(0, 0, "warming up images")
-        has_steps = loaded.config.audio is None  # Steps with clips write pages of requests.
+        has_steps = not loaded.config.attends_to_clips  # Steps with clips write pages of requests.
         warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
     progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(loaded.config, device)
@@ -431,7 +431,7 @@ def _make_executor(
         max_step_tokens=_max_step_tokens(config, models),
         cuda_graphs=config.cuda_graphs
         and device.type == "cuda"
-        and models.loaded.config.audio is None
+        and not models.loaded.config.attends_to_clips
         and can_capture(models.loaded.model),
         lora=lora,
         drafted=models.drafted,
@@ -480,7 +480,7 @@ def _encoder_digest(config: EngineConfig, loaded: LoadedModel, layout: CacheLayo
 
 
 def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:
-    encoder, is_first = loaded.encoder, loaded.config.audio is not None
+    encoder, is_first = loaded.encoder, loaded.config.attends_to_clips
     if encoder is None:
         return None
     return EncoderFacts(encoder.rows_of, encoder.cost_of, encoder.sees_both_ways, is_first)

@@ -58,7 +58,7 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
     _check_pages_of_ranks(config, model)
-    if model.audio is not None:
+    if model.attends_to_clips:
         _check_clips(config, model)
     check_kv_dtype(config.kv_dtype, model)
     _check_drafts(config, model, pooling.task)

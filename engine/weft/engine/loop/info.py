@@ -59,7 +59,7 @@ def describe_engine(
         task=loaded.pooling.task,
         embedding_size=loaded.embedding_size if loaded.pooling.task == "embed" else 0,
         num_labels=loaded.config.num_labels,
-        lacks_encoder=loaded.encoder is None and loaded.config.vision is not None,
+        lacks_encoder=loaded.encoder is None and loaded.config.tower is not None,
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
     )

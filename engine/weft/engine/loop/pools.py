@@ -155,7 +155,7 @@ def _measure(
         config.max_step_tokens + config.decodes_beside,
         max_context_tokens,
         device,
-        cuda_graphs=config.cuda_graphs and loaded.config.audio is None,
+        cuda_graphs=config.cuda_graphs and not loaded.config.attends_to_clips,
         share=config.device_memory_share,
         lora=lora,
         max_drafts=config.most_drafts,

@@ -52,7 +52,7 @@ from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.media.clips import ClipReader
 from weft.gateway.media.metrics import MediaCollector
-from weft.gateway.media.reader import ImageReader
+from weft.gateway.media.reader import MediaReader
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
 from weft.gateway.routing.record_file import RoutingRecord
 from weft.gateway.routing.router import Router
@@ -174,10 +174,10 @@ class GatewayApp:
             else None
         )
         cards = AdapterCards(self.adapters)
-        self.images = ImageReader(settings)
-        """Reads the images of all models."""
+        self.images = MediaReader(settings)
+        """Reads images, and clips of chats, of all models."""
         self.clips = ClipReader(settings, self.images.pool, self.images.held)
-        """Decodes the audio of all models."""
+        """Decodes the audio of models that transcribe."""
         served = [self._serve(model) for model in loaded]
         self.catalogue = Catalogue(served, self.adapters, cards, settings.expected_adapters)
         """The models that requests can name."""
@@ -377,12 +377,12 @@ class GatewayApp:
 
     @property
     def _max_body_bytes(self) -> int:
-        takes_images = any(model.images is not None for model in self._models.values())
-        hears = any(model.speech is not None for model in self._models.values())
+        takes_files = any(model.media for model in self._models.values())
+        transcribes = any(model.speech is not None for model in self._models.values())
         settings = self._settings
         return max(
-            settings.image_body_bytes if takes_images else settings.max_body_bytes,
-            settings.audio_body_bytes if hears else 0,
+            settings.image_body_bytes if takes_files else settings.max_body_bytes,
+            settings.audio_body_bytes if transcribes else 0,
         )
 
     @property

@@ -18,7 +18,7 @@ from weft.contract.request import (
     StopCriteria,
     TimeTokens,
 )
-from weft.contract.spans import Media, MediaSpan
+from weft.contract.spans import Media, MediaKind, MediaSpan
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.long_text import LongText
@@ -100,8 +100,8 @@ class ClipPrompt(TokenPrompt):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFile:
-    """An image as a client sent it; nothing of it is checked yet."""
+class MediaFile:
+    """An image, or a clip of audio, as a client sent it; nothing of it is checked yet."""
 
     source: str | bytes | LongText = field(repr=False)
     """A URL, base64 alone, or the file itself."""
@@ -110,7 +110,8 @@ class ImageFile:
     kind: str
     """What the client's API calls such a part."""
     type_param: str
-    """Path of the field that makes the part an image."""
+    """Path of the field that says what the part is."""
+    modality: MediaKind = "image"
     is_coarse: bool = False
     """Whether few tokens are wanted, at less detail."""
     is_of_tool: bool = False
@@ -122,13 +123,13 @@ class ChatPrompt:
     """A conversation to answer."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Messages, each with `role` and `content`: a string or, in a message with images, a list of
-    parts in their order, each `{"type": "image"}` or `{"type": "text", "text": ...}`. One with
-    `tool_calls` has them in OpenAI's form, but for the arguments: an object, or the text where a
-    client gave none.
+    """Messages, each with `role` and `content`: a string or, in a message with images or audio, a
+    list of parts in their order, each `{"type": "image"}`, `{"type": "audio"}` or
+    `{"type": "text", "text": ...}`. One with `tool_calls` has them in OpenAI's form, but for the
+    arguments: an object, or the text where a client gave none.
     """
-    images: tuple[ImageFile, ...] = ()
-    """The images of all messages, in order."""
+    files: tuple[MediaFile, ...] = ()
+    """The images and clips of all messages, in order."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools that the model is shown, in OpenAI's form."""
     add_generation_prompt: bool = True

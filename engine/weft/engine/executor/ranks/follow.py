@@ -214,7 +214,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     if media is not None and config.is_on_gpu:
-        has_steps = loaded.config.audio is None
+        has_steps = not loaded.config.attends_to_clips
         warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
     drafting = None
     if drafted is not None and config.drafter in HEAD_DRAFTERS:

@@ -150,10 +150,11 @@ def num_slot_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout
     """
     vision = loaded.config.vision
     is_filled = loaded.encoder is None and config.takes_media(loaded.config)
-    if not is_filled or vision is None or not has_companions(layout):
+    if not is_filled or not has_companions(layout):
         return 0
     # A medium that is computed whole may be longer than a page, and stages take no rows.
-    return 0 if vision.sees_both_ways or config.pp > 1 else config.page_size + 1
+    is_whole = vision is not None and vision.sees_both_ways
+    return 0 if is_whole or config.pp > 1 else config.page_size + 1
 
 
 def with_media_rows(
@@ -175,8 +176,8 @@ def with_media_rows(
 def _row_width(loaded: LoadedModel) -> int:
     if loaded.encoder is not None:
         return loaded.encoder.row_width
-    assert loaded.config.vision is not None, "only a tower's rows come from others"
-    return loaded.config.vision.row_width
+    assert loaded.config.tower is not None, "only a tower's rows come from others"
+    return loaded.config.tower.row_width
 
 
 def _num_media_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> int:

@@ -25,6 +25,15 @@ def product(weights: Weights, names: tuple[str, ...], rows: int, columns: int) -
     return pack_linear(matrix, torch.cat(biases), weights.arena)
 
 
+def plain_product(
+    weights: Weights, name: str, rows: int, columns: int, *, bias: bool
+) -> LinearWeight:
+    """A module as one product of `rows` outputs."""
+    matrix = weights.read([TensorSlice(f"{name}.weight", (rows, columns))])
+    added = weights.read([TensorSlice(f"{name}.bias", (rows,))]) if bias else None
+    return pack_linear(matrix, added, weights.arena)
+
+
 def norm(weights: Weights, name: str, size: int) -> LayerNorm:
     return LayerNorm.read(weights, name, size, EPS)
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from weft.gateway.long_text import LongText
-from weft.gateway.request import ImageFile
-from weft.gateway.text.parts import IMAGE, Content, Part, instead_of, text_part
+from weft.gateway.request import MediaFile
+from weft.gateway.text.parts import MEDIA_PARTS, Content, Part, instead_of, text_part
 from weft.gateway.validate import invalid
 from weft.gateway.warnings import warn
 
 _COARSE = "low"
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus")
+"""Formats that a part of audio may name."""
 _DETAILS = (None, "auto", "low", "high", "original")
 
 
 class ContentBuilder:
-    """Collects the parts of one message in their order, and its images in `images`, which the
-    messages of a conversation share. `is_of_tool` says that a tool has returned the content.
+    """Collects the parts of one message in their order, and its images and clips in `files`, which
+    the messages of a conversation share. `is_of_tool` says that a tool has returned the content.
     """
 
-    def __init__(self, images: list[ImageFile], *, is_of_tool: bool = False) -> None:
-        self._images = images
+    def __init__(self, files: list[MediaFile], *, is_of_tool: bool = False) -> None:
+        self._files = files
         self._is_of_tool = is_of_tool
         self._parts: list[Part] = []
 
@@ -36,13 +38,13 @@ class ContentBuilder:
         detail_param: str = "",
     ) -> None:
         """Adds an image from a URL, base64 or a file's bytes; None: the part has none, which is
-        refused once it is read. The other arguments are of `ImageFile`, but for OpenAI's `detail`,
+        refused once it is read. The other arguments are of `MediaFile`, but for OpenAI's `detail`,
         and its path.
         """
         if detail not in _DETAILS:
             raise invalid(detail_param, "must be auto, low or high")
-        self._images.append(
-            ImageFile(
+        self._add(
+            MediaFile(
                 source=source or "",
                 where=where,
                 kind=kind,
@@ -51,7 +53,36 @@ class ContentBuilder:
                 is_of_tool=self._is_of_tool,
             )
         )
-        self._parts.append(IMAGE)
+
+    def add_audio(
+        self,
+        source: str | bytes | LongText | None,
+        *,
+        kind: str,
+        where: str,
+        type_param: str,
+        format: str | None = None,
+        format_param: str = "",
+    ) -> None:
+        """Adds a clip, as `add_image` does an image. The other arguments are OpenAI's `format`,
+        which the file's own bytes overrule, and its path.
+        """
+        if format is not None and format not in AUDIO_FORMATS:
+            raise invalid(format_param, f"must be one of {', '.join(AUDIO_FORMATS)}")
+        self._add(
+            MediaFile(
+                source=source or "",
+                where=where,
+                kind=kind,
+                type_param=type_param,
+                modality="audio",
+                is_of_tool=self._is_of_tool,
+            )
+        )
+
+    def _add(self, file: MediaFile) -> None:
+        self._files.append(file)
+        self._parts.append(MEDIA_PARTS[file.modality])
 
     def leave_out(self, kind: str, where: str) -> None:
         """Puts a text in place of a part of a tool's result that no model reads."""
@@ -60,7 +91,7 @@ class ContentBuilder:
 
     @property
     def content(self) -> Content:
-        """A text, if there are no images."""
-        if IMAGE in self._parts:
+        """A text, if there is nothing else."""
+        if any(part["type"] != "text" for part in self._parts):
             return self._parts
         return "\n".join([part["text"] for part in self._parts])

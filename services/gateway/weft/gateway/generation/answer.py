@@ -267,6 +267,7 @@ class Answer(Listener):
             prompt_tokens=self.num_prompt_tokens,
             cached_prompt_tokens=self.num_cached_tokens,
             completion_tokens=self.num_output_tokens,
+            audio_prompt_tokens=sum(one.num_audio_tokens for one in self.generations),
         )
 
     def timelines(self) -> list[common_pb2.Timeline]:

@@ -27,7 +27,7 @@ from weft.gateway.request import (
 )
 from weft.gateway.text.answer.demand import warn_of_unknown
 from weft.gateway.text.model_card import ModelCard
-from weft.gateway.text.parts import without_images
+from weft.gateway.text.parts import without_unread
 from weft.gateway.text.pooled_prompts import for_model
 from weft.gateway.validate import (
     MAX_INPUTS,
@@ -66,13 +66,12 @@ def complete(
     _check(raw, targets, card, max_prompts)
     values = {**_DEFAULTS, **card.sampling, **raw.given}
     prompts, pooling = raw.prompts, raw.pooling
-    if card.images is None:
-        prompts = tuple(
-            without_images(prompt, card.images_problem)
-            if isinstance(prompt, ChatPrompt) and prompt.images
-            else prompt
-            for prompt in prompts
-        )
+    prompts = tuple(
+        without_unread(prompt, card.unread, card.reads)
+        if isinstance(prompt, ChatPrompt)
+        else prompt
+        for prompt in prompts
+    )
     if pooling is not None or task != "generate":
         prompts, pooling = for_model(prompts, pooling, card, task)
     values |= {

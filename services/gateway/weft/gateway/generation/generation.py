@@ -261,6 +261,12 @@ class Generation:
         return len(self.prompt.ids)
 
     @property
+    def num_audio_tokens(self) -> int:
+        """Those that stand for audio."""
+        clips = {one.digest for one in self.prompt.media if one.kind == "audio"}
+        return sum(span.length for span in self.prompt.spans if span.digest in clips)
+
+    @property
     def has_tokens(self) -> bool:
         """Whether any sample has a token, or has ended without one."""
         return any(sample.ids or sample.finish_reason is not None for sample in self.samples)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from weft.checkpoint.audio_config import FRAME_SAMPLES, SAMPLE_RATE
 from weft.contract.arrays import Float32Array
+from weft.gateway.media.clip_forms import BadAudio
 
 PROCESSOR = "whisper-log-mel-1"
 Float64Array = npt.NDArray[np.float64]
@@ -18,12 +19,9 @@ Float64Array = npt.NDArray[np.float64]
 _WINDOW = 400
 _LEAST_RATE, _MOST_RATE = 1_000, 768_000
 _BLOCK_NUMBERS = 1 << 18
+_BLOCK_FRAMES = 3000
 _LINEAR_HZ, _LINEAR_MELS, _LOG_STEP = 1000.0, 15.0, np.log(6.4) / 27.0
 """Slaney's scale of mels: linear up to 1000 Hz, then logarithmic."""
-
-
-class BadAudio(Exception):
-    """A file that cannot be used as audio; the message says why."""
 
 
 def decode(data: bytes | bytearray, max_seconds: float) -> Float32Array:
@@ -66,15 +64,18 @@ def decode(data: bytes | bytearray, max_seconds: float) -> Float32Array:
 
 def log_mel(samples: Float32Array, num_mels: int, num_samples: int) -> Float32Array:
     """[mels, frames]: Whisper's spectrogram of a clip, which is filled up with silence to
-    `num_samples`.
+    `num_samples`. The loudest frame of all of the clip bounds its range.
     """
     clip = np.zeros(num_samples, np.float64)
     clip[: len(samples)] = samples
     padded = np.pad(clip, _WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::FRAME_SAMPLES][:-1]
     window = np.hanning(_WINDOW + 1)[:-1]
-    power = np.abs(np.fft.rfft(frames * window)) ** 2
-    mel = np.log10(np.maximum(_filters(num_mels) @ power.T, 1e-10))
+    parts = []
+    for begin in range(0, len(frames), _BLOCK_FRAMES):
+        power = np.abs(np.fft.rfft(frames[begin : begin + _BLOCK_FRAMES] * window)) ** 2
+        parts.append(np.log10(np.maximum(_filters(num_mels) @ power.T, 1e-10)))
+    mel = np.concatenate(parts, axis=1)
     mel = np.maximum(mel, mel.max() - 8.0)
     found: Float32Array = ((mel + 4.0) / 4.0).astype(np.float32)
     return found

@@ -9,12 +9,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from weft.contract.spans import Media
+from weft.gateway.media.prompts import BadFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image  # which only media processes load
 
 
-class BadImage(Exception):
+class BadImage(BadFile):
     """A file that cannot be used as an image; the message says why."""
 
 

@@ -1,21 +1,20 @@
-"""Reads how a model takes images from its folder, and writes them into its prompts."""
+"""Reads how a model takes images from its folder, and makes their tokens."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from tokenizers import Tokenizer
 from weft.checkpoint.fields import Fields
 from weft.checkpoint.tokenizer_files import read_json
 from weft.checkpoint.vision_config import pixel_bounds
 from weft.contract.errors import ModelError
-from weft.contract.spans import Media, MediaSpan
 from weft.gateway.media.forms import (
     FixedForm,
     GridForm,
@@ -25,6 +24,7 @@ from weft.gateway.media.forms import (
     ScaledForm,
     TiledForm,
 )
+from weft.gateway.media.prompts import Expansion, Run
 
 PROCESSOR_FILES = _PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
 """Files of which models that take images have at least one."""
@@ -71,26 +71,6 @@ of the tokenizer. Raises ModelError.
 """
 
 
-class Run(NamedTuple):
-    """Consecutive tokens that have rows of one medium."""
-
-    start: int
-    """Index of the first in the tokens of its image."""
-    length: int
-    medium: int
-    """Number of the medium among those of its image."""
-    offset: int
-    """Row of the medium that the first has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """The tokens of one image."""
-
-    ids: tuple[int, ...]
-    runs: tuple[Run, ...]
-
-
 class ImagePrompts:
     """How one model takes images. Safe to use from several threads.
 
@@ -100,22 +80,22 @@ class ImagePrompts:
 
     def __init__(self, form: ImageForm, tokenizer: Tokenizer) -> None:
         self.form = form
-        self.image_id = _id_of(form.image_token, tokenizer)
+        self.place_id = id_of(form.image_token, tokenizer)
         """The token that the chat template writes for an image."""
-        self.row_id = _id_of(form.row_token, tokenizer)
+        self.row_id = id_of(form.row_token, tokenizer)
         """The token that stands for a row of a medium."""
+        self.tokens = (form.image_token, form.row_token)
         self._tokenizer = tokenizer
         # An instance keeps its own few results.
         self._expand = lru_cache(maxsize=1024)(self._encode)
         self.most_tokens = len(self._expand(form.largest).ids)
         """Tokens of the largest image."""
 
-    def expansion(self, height: int, width: int, *, is_coarse: bool) -> Expansion:
-        """The tokens of an image, by its size alone."""
+    def expansion(self, *size: int, is_coarse: bool = False) -> Expansion:
+        height, width = size
         return self._expand(self.form.plan(height, width, is_coarse=is_coarse))
 
     def with_texts_around(self, rendered: str) -> str:
-        """A rendered conversation with the texts that the form has around each image."""
         token, (before, after) = self.form.image_token, self.form.around
         if not before and not after:
             return rendered
@@ -145,37 +125,8 @@ class ImagePrompts:
         return Expansion(tuple(ids), tuple(runs))
 
 
-def put_in(
-    ids: Sequence[int], image_id: int, images: Sequence[tuple[Expansion, Sequence[Media]]]
-) -> tuple[list[int], tuple[MediaSpan, ...]]:
-    """Replaces each image token by the tokens of its image, in order. Returns the ids, and spans
-    for the images whose media are given. Both have the same number of images.
-    """
-    expanded: list[int] = []
-    spans: list[MediaSpan] = []
-    waiting = iter(images)
-    for id_ in ids:
-        if id_ != image_id:
-            expanded.append(id_)
-            continue
-        expansion, media = next(waiting)
-        start = len(expanded)
-        if media:
-            spans += [
-                MediaSpan(
-                    position=start + run.start,
-                    length=run.length,
-                    digest=media[run.medium].digest,
-                    offset=run.offset,
-                    shape=media[run.medium].shape,
-                )
-                for run in expansion.runs
-            ]
-        expanded += expansion.ids
-    return expanded, tuple(spans)
-
-
-def _id_of(token: str, tokenizer: Tokenizer) -> int:
+def id_of(token: str, tokenizer: Tokenizer) -> int:
+    """Raises ModelError if the tokenizer has no such token."""
     known: int | None = tokenizer.token_to_id(token)
     if known is None:
         raise ModelError(f"the tokenizer has no token {token}")
@@ -389,7 +340,7 @@ def _grid(
         resample=_filter(given, _BICUBIC),
     )
     for text in (form.begin_token, form.end_token):
-        _id_of(text, tokenizer)
+        id_of(text, tokenizer)
     return form
 
 
@@ -426,7 +377,7 @@ def _rows(
         end_token=fields.text("image_end_token", "[IMG_END]"),
     )
     for text in (form.break_token, form.end_token):
-        _id_of(text, tokenizer)
+        id_of(text, tokenizer)
     return form
 
 

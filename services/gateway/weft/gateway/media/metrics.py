@@ -8,13 +8,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from weft.checkpoint.audio_config import SAMPLE_RATE
 from weft.gateway.media.clips import ClipReader
-from weft.gateway.media.reader import ImageReader
+from weft.gateway.media.reader import MediaReader
 
 
 class MediaCollector(Collector):
     """Images, what they wait for and what they take."""
 
-    def __init__(self, reader: ImageReader, clips: ClipReader) -> None:
+    def __init__(self, reader: MediaReader, clips: ClipReader) -> None:
         self._reader, self._clips = reader, clips
 
     def collect(self) -> Iterator[Metric]:
@@ -53,9 +53,9 @@ class MediaCollector(Collector):
         seconds = CounterMetricFamily(
             "weft_audio_seconds", "Audio that was decoded for requests, in seconds."
         )
-        seconds.add_metric([], self._clips.num_samples / SAMPLE_RATE)
+        seconds.add_metric([], (self._clips.num_samples + reader.heard.num_samples) / SAMPLE_RATE)
         files = CounterMetricFamily("weft_audio_files", "Files of audio that were decoded.")
-        files.add_metric([], self._clips.num_files)
+        files.add_metric([], self._clips.num_files + reader.heard.num_files)
         parts = CounterMetricFamily("weft_audio_clips", "Clips that were made of them.")
-        parts.add_metric([], self._clips.num_clips)
+        parts.add_metric([], self._clips.num_clips + reader.heard.num_clips)
         yield from (images, fetches, losses, jobs, memory, files, seconds, parts)

@@ -12,13 +12,15 @@ import resource
 import socket
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.contract.spans import Media
+from weft.gateway.media.clip_forms import ClipForm
 from weft.gateway.media.decode import from_base64, open_image, to_rgb, upright_size
-from weft.gateway.media.forms import FORMS, BadImage
+from weft.gateway.media.forms import FORMS
 from weft.gateway.media.frames import PeerGone, receive, send
+from weft.gateway.media.prompts import BadFile
 
 _NICENESS = 5
 """Streams of tokens go ahead of images."""
@@ -42,21 +44,37 @@ def _answer(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], b
         return _answer_audio(head, data)
     try:
         file = from_base64(data) if head["is_base64"] else data
-        image = open_image(file, head["max_pixels"])
-        size = upright_size(image)
-        form = FORMS[head["form"]](**head["options"])
-        form.plan(*size, is_coarse=head["is_coarse"])
-        if head["measures"]:
-            return {"size": size}, b""
-        pixels = to_rgb(image)
-    except BadImage as error:
+        size, media = (_clip if head["form"] == ClipForm.name else _image)(file, head)
+    except BadFile as error:
         return {"bad": str(error)}, b""
-    media = form.process(pixels, is_coarse=head["is_coarse"])
     told = [
         {"processor": one.processor, "shape": one.shape, "digest": one.digest.hex()}
         for one in media
     ]
     return {"size": size, "media": told}, b"".join([one.data for one in media])
+
+
+def _image(
+    file: bytes | bytearray, head: Mapping[str, Any]
+) -> tuple[Sequence[int], Sequence[Media]]:
+    image = open_image(file, head["max_pixels"])
+    size = upright_size(image)
+    form = FORMS[head["form"]](**head["options"])
+    form.plan(*size, is_coarse=head["is_coarse"])
+    if head["measures"]:
+        return size, ()
+    return size, form.process(to_rgb(image), is_coarse=head["is_coarse"])
+
+
+def _clip(
+    file: bytes | bytearray, head: Mapping[str, Any]
+) -> tuple[Sequence[int], Sequence[Media]]:
+    from weft.gateway.media import audio  # as below
+
+    samples = audio.decode(file, head["max_seconds"])
+    form = ClipForm.of(head["options"])
+    form.frames(len(samples))
+    return (len(samples),), () if head["measures"] else form.process(samples)
 
 
 def _answer_audio(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes]:
@@ -67,7 +85,7 @@ def _answer_audio(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, A
     if head["audio"] == "file":
         try:
             samples = audio.decode(data, head["max_seconds"])
-        except audio.BadAudio as error:
+        except BadFile as error:
             return {"bad": str(error)}, b""
         return {}, samples.astype("<f4", copy=False).tobytes()
     mel = audio.log_mel(np.frombuffer(data, "<f4"), head["mels"], head["samples"])

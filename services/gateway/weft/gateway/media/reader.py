@@ -1,21 +1,21 @@
-"""Turns the images of requests into media: bounds, memo, processes."""
+"""Turns the images and clips of requests into media: bounds, memo, processes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from weft.contract.errors import Overloaded
-from weft.contract.spans import Media
-from weft.gateway.media.forms import ImageForm
+from weft.contract.spans import Media, MediaKind
 from weft.gateway.media.pool import MediaPool
+from weft.gateway.media.prompts import MediaForm
 from weft.gateway.media.sources import (
     FetchFailed,
-    ImageRefused,
+    MediaRefused,
     Source,
     SourceLimits,
     check_number,
@@ -23,7 +23,7 @@ from weft.gateway.media.sources import (
     too_large,
     url_of,
 )
-from weft.gateway.request import ImageFile
+from weft.gateway.request import MediaFile
 from weft.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ _FETCHES = 8
 _ENTRY_BYTES = 512
 """Assumed size of an entry of the memo, its media's data apart."""
 _IS_OFF = (
-    "is a URL, and this gateway fetches none (--media-url-hosts); send the image itself as "
-    "data:image/...;base64,..."
+    "is a URL, and this gateway fetches none (--media-url-hosts); send the file itself as "
+    "data:...;base64,..."
 )
 
 
@@ -46,12 +46,11 @@ class _BadFile(Exception):
     """A file that its media process refuses."""
 
 
-class ProcessedImage(NamedTuple):
-    """An image as a model's encoder takes it."""
+class ProcessedFile(NamedTuple):
+    """An image, or a clip, as a model's encoder takes it."""
 
-    height: int
-    """Of the upright image, in pixels."""
-    width: int
+    size: tuple[int, ...]
+    """Height and width in pixels of an upright image; the samples of a clip."""
     media: tuple[Media, ...]
 
     @property
@@ -62,10 +61,25 @@ class ProcessedImage(NamedTuple):
 
 @dataclass(slots=True)
 class _Flight:
-    """The work on one image, for which several requests may wait."""
+    """The work on one file, for which several requests may wait."""
 
-    task: asyncio.Task[ProcessedImage]
+    task: asyncio.Task[ProcessedFile]
     num_waiters: int = 0
+
+
+@dataclass(slots=True)
+class HeardFiles:
+    """Audio of chats that was decoded so far."""
+
+    num_files: int = 0
+    num_samples: int = 0
+    num_clips: int = 0
+    """Media that were made of them."""
+
+    def count(self, file: ProcessedFile) -> None:
+        self.num_files += 1
+        self.num_samples += sum(file.size)
+        self.num_clips += len(file.media)
 
 
 class FetchedFiles:
@@ -79,24 +93,28 @@ class FetchedFiles:
         self.count = count
 
 
-class ImageReader:
-    """Reads images for all models of a gateway. Belongs to the event loop."""
+class MediaReader:
+    """Reads images and clips for all models of a gateway. Belongs to the event loop."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.limits = SourceLimits(
-            settings.max_images, settings.max_request_image_bytes, settings.max_image_bytes
+            settings.max_images,
+            settings.max_request_image_bytes,
+            settings.max_image_bytes,
+            settings.max_audio_bytes,
         )
-        """Bounds of a request's images."""
+        """Bounds of a request's files."""
         self._max_pixels = settings.max_image_pixels
+        self._max_seconds = settings.max_audio_seconds
         self._max_running = settings.media_processes
         self.pool = MediaPool(
             settings.media_processes, settings.max_queued_media, settings.media_timeout_s
         )
         """The processes that do the work."""
         self.memo = MediaMemo(settings.media_memo_bytes)
-        """Images that were processed before."""
+        """Files that were processed before."""
         self.fetcher: UrlFetcher | None = None
-        """Fetches images that requests have as URLs; None: such are refused."""
+        """Fetches files that requests have as URLs; None: such are refused."""
         if settings.media_url_hosts or settings.media_private_hosts:
             from weft.gateway.media.fetch import UrlFetcher
 
@@ -108,6 +126,8 @@ class ImageReader:
         """Images of requests so far."""
         self.num_repeated = 0
         """Those among them that the memo had."""
+        self.heard = HeardFiles()
+        """Audio of chats so far."""
 
     def close(self) -> None:
         """Ends the processes."""
@@ -117,39 +137,39 @@ class ImageReader:
 
     async def sources(
         self,
-        images: Sequence[ImageFile],
+        files: Sequence[MediaFile],
         fetched: FetchedFiles,
         *,
         deadline: float,
         tenant: str = "",
     ) -> list[Source]:
-        """The files of images. `deadline` bounds the wait for a place to fetch one.
+        """The content of files. `deadline` bounds the wait for a place to fetch one.
 
         Raises:
-            ImageRefused: One is no file, or its URL gave none.
+            MediaRefused: One has no content, or its URL gave none.
             InvalidRequest: There are too many or too large ones.
             Overloaded: Too many fetches wait.
             DeadlineExceeded: No place became free in time.
         """
-        check_number(images, self.limits.max_files)
-        await self._fetch(images, fetched, deadline, tenant)
-        return await asyncio.to_thread(read_sources, images, self.limits, fetched.by_url)
+        check_number(files, self.limits.max_files)
+        await self._fetch(files, fetched, deadline, tenant)
+        return await asyncio.to_thread(read_sources, files, self.limits, fetched.by_url)
 
     async def _fetch(
-        self, images: Sequence[ImageFile], fetched: FetchedFiles, deadline: float, tenant: str
+        self, files: Sequence[MediaFile], fetched: FetchedFiles, deadline: float, tenant: str
     ) -> None:
-        by_url: dict[str, list[ImageFile]] = {}
-        for image in images:
-            if url := url_of(image):
-                by_url.setdefault(url, []).append(image)
+        by_url: dict[str, list[MediaFile]] = {}
+        for file in files:
+            if url := url_of(file):
+                by_url.setdefault(url, []).append(file)
         places = asyncio.Semaphore(_FETCHES)
 
-        async def one(url: str, images: Sequence[ImageFile]) -> None:
+        async def one(url: str, files: Sequence[MediaFile]) -> None:
             def count(num_bytes: int) -> None:
                 fetched.count(num_bytes)
                 fetched.num_bytes += num_bytes
                 if fetched.num_bytes > self.limits.max_bytes:
-                    raise too_large(images[0], self.limits.max_bytes)
+                    raise too_large(files[0], self.limits.max_bytes)
 
             if url not in fetched.by_url and url not in fetched.problems:
                 try:
@@ -161,72 +181,76 @@ class ImageReader:
                         )
                 except FetchFailed as error:
                     fetched.problems[url] = str(error)
-            for image in images:
-                # The request fails. Where tools have returned the images, it goes on without.
-                if url in fetched.problems and not image.is_of_tool:
-                    raise ImageRefused(image, fetched.problems[url])
+            for file in files:
+                # The request fails. Where tools have returned the files, it goes on without.
+                if url in fetched.problems and not file.is_of_tool:
+                    raise MediaRefused(file, fetched.problems[url])
 
         await _all(one(url, those) for url, those in by_url.items())
         for url, those in by_url.items():
             if url in fetched.problems:
-                raise ImageRefused(those[0], fetched.problems[url])
+                raise MediaRefused(those[0], fetched.problems[url])
 
     async def sizes(
         self,
-        form: ImageForm,
-        images: Sequence[ImageFile],
+        forms: Mapping[MediaKind, MediaForm],
+        files: Sequence[MediaFile],
         sources: Sequence[Source],
         *,
         deadline: float,
         tenant: str = "",
-    ) -> list[tuple[int, int]]:
-        """Height and width of images, by their headers alone. Raises as `process` does."""
+    ) -> list[tuple[int, ...]]:
+        """`ProcessedFile.size` of files, of images by their headers alone. Raises as `process`
+        does.
+        """
 
-        async def size(image: ImageFile, source: Source) -> tuple[int, int]:
-            known = self.memo.get(_key(form, image, source))
+        async def size(file: MediaFile, source: Source) -> tuple[int, ...]:
+            form = forms[file.modality]
+            known = self.memo.get(_key(form, file, source))
             if known is not None:
-                return known.height, known.width
-            work = self._run(form, image, source, deadline, tenant, measures=True)
-            reply, _ = await _blamed(work, image)
-            height, width = reply["size"]
-            return height, width
+                return known.size
+            work = self._run(form, file, source, deadline, tenant, measures=True)
+            reply, _ = await _blamed(work, file)
+            return tuple(reply["size"])
 
-        return await self._each(size, images, sources)
+        return await self._each(size, files, sources)
 
     async def process(
         self,
-        form: ImageForm,
-        images: Sequence[ImageFile],
+        forms: Mapping[MediaKind, MediaForm],
+        files: Sequence[MediaFile],
         sources: Sequence[Source],
         *,
         deadline: float,
         tenant: str = "",
-    ) -> list[ProcessedImage]:
-        """Decodes and processes images. `deadline`, in the event loop's time, bounds the wait for
-        a process.
+    ) -> list[ProcessedFile]:
+        """Decodes and processes files in the forms of their kinds. `deadline`, in the event loop's
+        time, bounds the wait for a process.
 
         Raises:
-            ImageRefused: A file is no image, is damaged or has too many pixels.
-            Overloaded: Too many images wait.
-            DeadlineExceeded: An image took too long, or no process became free in time.
+            MediaRefused: A file is of another kind, is damaged, or is too large or too long.
+            Overloaded: Too many files wait.
+            DeadlineExceeded: One took too long, or no process became free in time.
             PeerUnavailable: A process died.
         """
 
-        async def one(image: ImageFile, source: Source) -> ProcessedImage:
-            key = _key(form, image, source)
+        async def one(file: MediaFile, source: Source) -> ProcessedFile:
+            form = forms[file.modality]
+            key = _key(form, file, source)
             known = self.memo.get(key)
-            self.num_repeated += known is not None
-            self.num_images += 1
+            if file.modality == "image":
+                self.num_repeated += known is not None
+                self.num_images += 1
             if known is not None:
                 return known
             flight = self._flights.get(key)
             if flight is None:
-                work = self._process(form, image, source, deadline, tenant)
+                work = self._process(form, file, source, deadline, tenant)
                 flight = self._flights[key] = _Flight(asyncio.create_task(work))
                 flight.task.add_done_callback(lambda done: self._landed(key, done))
             flight.num_waiters += 1
             try:
-                return await _blamed(asyncio.shield(flight.task), image)
+                return await _blamed(asyncio.shield(flight.task), file)
             finally:
                 flight.num_waiters -= 1
                 if not flight.num_waiters and not flight.task.done():
@@ -234,25 +258,25 @@ class ImageReader:
                     del self._flights[key]
                     flight.task.cancel()
 
-        return await self._each(one, images, sources)
+        return await self._each(one, files, sources)
 
     async def _each(
         self,
-        work: Callable[[ImageFile, Source], Awaitable[T]],
-        images: Sequence[ImageFile],
+        work: Callable[[MediaFile, Source], Awaitable[T]],
+        files: Sequence[MediaFile],
         sources: Sequence[Source],
     ) -> list[T]:
         """A request has no more jobs in the queue than there are processes."""
         places = asyncio.Semaphore(self._max_running)
 
-        async def placed(image: ImageFile, source: Source) -> T:
+        async def placed(file: MediaFile, source: Source) -> T:
             async with places:
-                return await work(image, source)
+                return await work(file, source)
 
-        pairs = zip(images, sources, strict=True)
-        return await _all(placed(image, source) for image, source in pairs)
+        pairs = zip(files, sources, strict=True)
+        return await _all(placed(file, source) for file, source in pairs)
 
-    def _landed(self, key: bytes, flight: asyncio.Task[ProcessedImage]) -> None:
+    def _landed(self, key: bytes, flight: asyncio.Task[ProcessedFile]) -> None:
         known = self._flights.get(key)
         if known is not None and known.task is flight:
             del self._flights[key]
@@ -261,10 +285,9 @@ class ImageReader:
             self.memo.put(key, flight.result())
 
     async def _process(
-        self, form: ImageForm, image: ImageFile, source: Source, deadline: float, tenant: str
-    ) -> ProcessedImage:
-        reply, data = await self._run(form, image, source, deadline, tenant, measures=False)
-        height, width = reply["size"]
+        self, form: MediaForm, file: MediaFile, source: Source, deadline: float, tenant: str
+    ) -> ProcessedFile:
+        reply, data = await self._run(form, file, source, deadline, tenant, measures=False)
         media, at, view = [], 0, memoryview(data)
         for told in reply["media"]:
             shape = tuple(told["shape"])
@@ -272,7 +295,7 @@ class ImageReader:
             digest, content = bytes.fromhex(told["digest"]), bytes(view[at:end])
             media.append(
                 Media(
-                    kind="image",
+                    kind=file.modality,
                     processor=told["processor"],
                     shape=shape,
                     data=content,
@@ -280,12 +303,15 @@ class ImageReader:
                 )
             )
             at = end
-        return ProcessedImage(height, width, tuple(media))
+        made = ProcessedFile(tuple(reply["size"]), tuple(media))
+        if file.modality == "audio":
+            self.heard.count(made)
+        return made
 
     async def _run(
         self,
-        form: ImageForm,
-        image: ImageFile,
+        form: MediaForm,
+        file: MediaFile,
         source: Source,
         deadline: float,
         tenant: str,
@@ -295,8 +321,9 @@ class ImageReader:
         head = {
             "form": form.name,
             "options": form.options(),
-            "is_coarse": image.is_coarse,
+            "is_coarse": file.is_coarse,
             "max_pixels": self._max_pixels,
+            "max_seconds": self._max_seconds,
             "measures": measures,
             "is_base64": source.is_base64,
         }
@@ -307,7 +334,7 @@ class ImageReader:
 
 
 class HeldMedia:
-    """Counts what requests hold of their images until they end."""
+    """Counts what requests hold of their files until they end."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -321,7 +348,7 @@ class HeldMedia:
         is_alone = self.num_bytes == self._by_request.get(request_id, 0)
         if not is_alone and self.num_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
-                f"images of requests hold {self.num_bytes} bytes already (the bound is "
+                f"files of requests hold {self.num_bytes} bytes already (the bound is "
                 f"{self._max_bytes}); send the request again later",
                 stage="prepare",
                 retry_after_s=_RETRY_AFTER_S,
@@ -335,25 +362,25 @@ class HeldMedia:
 
 
 class MediaMemo:
-    """Processed images by what they were made of; the least recently used go first."""
+    """Processed files by what they were made of; the least recently used go first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._entries: OrderedDict[bytes, ProcessedFile] = OrderedDict()
         self.num_bytes = 0
 
-    def get(self, key: bytes) -> ProcessedImage | None:
+    def get(self, key: bytes) -> ProcessedFile | None:
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
         return found
 
-    def put(self, key: bytes, image: ProcessedImage) -> None:
-        """Keeps an image, unless it is larger than the memo."""
-        if image.num_bytes > self._max_bytes or key in self._entries:
+    def put(self, key: bytes, file: ProcessedFile) -> None:
+        """Keeps a file, unless it is larger than the memo."""
+        if file.num_bytes > self._max_bytes or key in self._entries:
             return
-        self._entries[key] = image
-        self.num_bytes += image.num_bytes
+        self._entries[key] = file
+        self.num_bytes += file.num_bytes
         while self.num_bytes > self._max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
@@ -369,14 +396,14 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-async def _blamed(work: Awaitable[T], image: ImageFile) -> T:
+async def _blamed(work: Awaitable[T], file: MediaFile) -> T:
     """Several requests may wait for one file, each of which has its own name for it."""
     try:
         return await work
     except _BadFile as error:
-        raise ImageRefused(image, str(error)) from None
+        raise MediaRefused(file, str(error)) from None
 
 
-def _key(form: ImageForm, image: ImageFile, source: Source) -> bytes:
-    how = json.dumps([form.name, form.options(), image.is_coarse], sort_keys=True)
+def _key(form: MediaForm, file: MediaFile, source: Source) -> bytes:
+    how = json.dumps([form.name, form.options(), file.is_coarse], sort_keys=True)
     return source.digest + how.encode()

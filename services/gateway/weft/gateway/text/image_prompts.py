@@ -1,4 +1,6 @@
-"""Puts images into prompts, in place of the tokens that the chat template has written for them."""
+"""Puts images and clips into prompts, in place of the tokens that the chat template has written for
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,20 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from weft.contract.spans import check_spans
-from weft.gateway.media.load import Expansion, ImagePrompts, put_in
-from weft.gateway.media.reader import FetchedFiles, ImageReader
-from weft.gateway.media.sources import ImageRefused, Source
+from weft.contract.spans import Media, MediaKind, check_spans
+from weft.gateway.media.prompts import Expansion, MediaForm, put_in
+from weft.gateway.media.reader import FetchedFiles, MediaReader
+from weft.gateway.media.sources import MediaRefused, Source
 from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
 from weft.gateway.text.model_card import ModelCard
-from weft.gateway.text.parts import without_image
+from weft.gateway.text.parts import without_file
 
 
-class PromptImages:
+class PromptMedia:
     """Belongs to the event loop.
 
     Args:
-        reader: Reads the images of all models.
+        reader: Reads the files of all models.
         tokenize: Renders and tokenises a conversation again.
         check: Raises ContextTooLong if a prompt of so many tokens can never fit.
         num_fitting: Returns the tokens that a prompt may have.
@@ -29,7 +31,7 @@ class PromptImages:
 
     def __init__(
         self,
-        reader: ImageReader,
+        reader: MediaReader,
         tokenize: Callable[[ModelCard, ChatPrompt], Awaitable[PreparedPrompt]],
         check: Callable[[ChatPrompt, int], None],
         num_fitting: Callable[[], int],
@@ -45,47 +47,51 @@ class PromptImages:
     async def add(
         self, model: ModelCard, prompt: ChatPrompt, given: PreparedPrompt, request: GenerateRequest
     ) -> None:
-        """Processes a prompt's images, and sets its `ids`, `spans` and `media`. Raises as
-        `ImageReader.process` does, and ContextTooLong before anything is decoded in vain.
+        """Processes a prompt's files, and sets its `ids`, `spans` and `media`. Raises as
+        `MediaReader.process` does, and ContextTooLong before images are decoded in vain.
         """
         held, tenant = self._reader.held, request.tenant_name
-        held.take(request.request_id, sum(len(one.source) for one in prompt.images))
+        held.take(request.request_id, sum(len(one.source) for one in prompt.files))
         fetched = FetchedFiles(partial(held.take, request.request_id))
 
         async def work(prompt: ChatPrompt, given: PreparedPrompt) -> None:
-            images = _images_of(model)
+            media, files = model.media, prompt.files
             sources = await self._reader.sources(
-                prompt.images, fetched, deadline=self._deadline(), tenant=tenant
+                files, fetched, deadline=self._deadline(), tenant=tenant
             )
-            num_texts = len(given.ids) - len(prompt.images)
-            if num_texts + images.most_tokens * len(prompt.images) > self._num_fitting():
+            num_texts = len(given.ids) - len(files)
+            most = sum(media[file.modality].most_tokens for file in files)
+            if num_texts + most > self._num_fitting():
                 # Headers tell whether the images are worth decoding.
-                measured = await self._measured(images, prompt, sources, tenant)
+                measured = await self._measured(model, prompt, sources, tenant)
                 self._check(prompt, num_texts + sum(len(one.ids) for one in measured))
             processed = await self._reader.process(
-                images.form, prompt.images, sources, deadline=self._deadline(), tenant=tenant
+                _forms_of(model), files, sources, deadline=self._deadline(), tenant=tenant
             )
-            expanded = [
-                (images.expansion(one.height, one.width, is_coarse=image.is_coarse), one.media)
-                for image, one in zip(prompt.images, processed, strict=True)
-            ]
-            given.ids, given.spans = put_in(given.ids, images.image_id, expanded)
-            given.media = tuple({one.digest: one for _, many in expanded for one in many}.values())
+            _put_in(
+                model,
+                prompt,
+                given,
+                [
+                    media[file.modality].expansion(*one.size, is_coarse=file.is_coarse)
+                    for file, one in zip(files, processed, strict=True)
+                ],
+                [one.media for one in processed],
+            )
 
         await self._repeat(model, prompt, given, work)
         held.take(request.request_id, sum(len(one.data) for one in given.media))
         check_spans(given.spans, len(given.ids))
 
     async def count(self, model: ModelCard, prompt: ChatPrompt, given: PreparedPrompt) -> None:
-        """Sets a prompt's `ids` by the headers of its images alone. Raises as `add` does."""
+        """Sets a prompt's `ids` by the sizes of its files alone. Raises as `add` does."""
         held, holder = self._reader.held, f"count {next(self._counts)}"
         fetched = FetchedFiles(partial(held.take, holder))
 
         async def work(prompt: ChatPrompt, given: PreparedPrompt) -> None:
-            images = _images_of(model)
-            sources = await self._reader.sources(prompt.images, fetched, deadline=self._deadline())
-            measured = await self._measured(images, prompt, sources)
-            given.ids, _ = put_in(given.ids, images.image_id, [(one, ()) for one in measured])
+            sources = await self._reader.sources(prompt.files, fetched, deadline=self._deadline())
+            measured = await self._measured(model, prompt, sources)
+            _put_in(model, prompt, given, measured, [()] * len(measured))
 
         try:
             await self._repeat(model, prompt, given, work)
@@ -105,25 +111,25 @@ class PromptImages:
         while True:
             try:
                 return await work(prompt, given)
-            except ImageRefused as error:
-                if not error.image.is_of_tool:
+            except MediaRefused as error:
+                if not error.file.is_of_tool:
                     raise
-                prompt = without_image(prompt, error.image, error.problem)
+                prompt = without_file(prompt, error.file, error.problem)
                 given.ids = (await self._tokenize(model, prompt)).ids
 
     async def _measured(
         self,
-        images: ImagePrompts,
+        model: ModelCard,
         prompt: ChatPrompt,
         sources: Sequence[Source],
         tenant: str = "",
     ) -> list[Expansion]:
         sizes = await self._reader.sizes(
-            images.form, prompt.images, sources, deadline=self._deadline(), tenant=tenant
+            _forms_of(model), prompt.files, sources, deadline=self._deadline(), tenant=tenant
         )
         return [
-            images.expansion(*size, is_coarse=image.is_coarse)
-            for image, size in zip(prompt.images, sizes, strict=True)
+            model.media[file.modality].expansion(*size, is_coarse=file.is_coarse)
+            for file, size in zip(prompt.files, sizes, strict=True)
         ]
 
     def _deadline(self) -> float:
@@ -131,6 +137,21 @@ class PromptImages:
         return asyncio.get_running_loop().time() + self._timeout_s
 
 
-def _images_of(model: ModelCard) -> ImagePrompts:
-    assert model.images is not None, "other models get no images"
-    return model.images
+def _forms_of(model: ModelCard) -> dict[MediaKind, MediaForm]:
+    return {kind: one.form for kind, one in model.media.items()}
+
+
+def _put_in(
+    model: ModelCard,
+    prompt: ChatPrompt,
+    given: PreparedPrompt,
+    expansions: Sequence[Expansion],
+    media: Sequence[Sequence[Media]],
+) -> None:
+    """`expansions` and `media` are those of the prompt's files, in order."""
+    files: dict[int, list[tuple[Expansion, Sequence[Media]]]]
+    files = {one.place_id: [] for one in model.media.values()}
+    for file, expansion, own in zip(prompt.files, expansions, media, strict=True):
+        files[model.media[file.modality].place_id].append((expansion, own))
+    given.ids, given.spans = put_in(given.ids, files)
+    given.media = tuple({one.digest: one for own in media for one in own}.values())

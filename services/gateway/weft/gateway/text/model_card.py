@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from weft.checkpoint.tokenizer_files import read_json, read_tokenizer
 from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import ModelError
 from weft.contract.request import PARAMETERS, SAMPLING_DEFAULTS, Reasoning
+from weft.contract.spans import MediaKind
+from weft.gateway.media.hearing import ClipPrompts, load_clip_prompts
 from weft.gateway.media.load import ImagePrompts, load_image_prompts
+from weft.gateway.media.prompts import MediaPrompts
 from weft.gateway.text.answer.formats import (
     FORMATS,
     REASONING_FORMATS,
@@ -79,6 +82,10 @@ class ModelCard:
     """How the model takes images; None: it reads text alone."""
     images_problem: str = ""
     """Why its images are not served; empty: they are, or it has none."""
+    audio: ClipPrompts | None = None
+    """How the model takes clips of audio in chats; None: it does not hear."""
+    audio_problem: str = ""
+    """Why its audio is not served; empty: it is, or it has none."""
     speech: SpeechTokens | None = None
     """How the model transcribes speech; None: it does not."""
     model_type: str = ""
@@ -99,6 +106,29 @@ class ModelCard:
     """
     created: int
     """Unix time of the load, in seconds."""
+
+    @property
+    def media(self) -> Mapping[MediaKind, MediaPrompts]:
+        """How the model takes media in chats, by their kinds; others it does not take."""
+        known: Mapping[MediaKind, MediaPrompts | None] = {"image": self.images, "audio": self.audio}
+        return {kind: one for kind, one in known.items() if one is not None}
+
+    @property
+    def unread(self) -> Mapping[MediaKind, str]:
+        """The kinds of media that it does not take, and why not; empty: it is not made for them."""
+        problems: Mapping[MediaKind, str] = {
+            "image": self.images_problem,
+            "audio": self.audio_problem or f"the model `{self.name}` does not hear",
+        }
+        return {kind: why for kind, why in problems.items() if kind not in self.media}
+
+    @property
+    def reads(self) -> str:
+        """What it takes in chats, for messages."""
+        if not self.media:
+            return "text alone"
+        names = {"image": "images", "audio": "audio"}
+        return " and ".join(["text", *(names[kind] for kind in self.media)])
 
     @property
     def is_harmony(self) -> bool:
@@ -170,12 +200,13 @@ def load_model_card(
     parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser, chat_template)
     tokenizer: Tokenizer = parts["tokenizer"]
     images, images_problem = _images(folder, whole_config, tokenizer)
+    audio, audio_problem = _audio(folder, whole_config, tokenizer)
     speech = load_speech(folder, whole_config, generation_config, tokenizer)
     context = context if speech is None else speech.context_tokens
     return ModelCard(
         name=name or folder.resolve().name,
         **parts,
-        controls=_controls(parts, images),
+        controls=_controls(parts, [one for one in (images, audio) if one is not None]),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         json_whitespace=json_whitespace,
@@ -192,6 +223,8 @@ def load_model_card(
         pooling_problem=problem,
         images=images,
         images_problem=images_problem,
+        audio=audio,
+        audio_problem=audio_problem,
         speech=speech,
         model_type=str(config.get("model_type", "")),
         hidden_size=_integer(config, "hidden_size", 1) if config.get("hidden_size") else 0,
@@ -226,7 +259,7 @@ def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
     return replace(
         model,
         **parts,
-        controls=_controls(parts, model.images),
+        controls=_controls(parts, model.media.values()),
         eos_ids=model.eos_ids | _eos_ids({}, {}, parts["tokenizer"], specials),
         vocabulary_size=max(model.vocabulary_size, 1 + max(own.values())),
     )
@@ -277,11 +310,10 @@ def _read_tokenizer(
     return fields, specials
 
 
-def _controls(parts: Mapping[str, Any], images: ImagePrompts | None) -> ControlTokens:
+def _controls(parts: Mapping[str, Any], media: Iterable[MediaPrompts]) -> ControlTokens:
     templates = (parts["template"], parts["tool_template"])
     sources = [one.source for one in templates if one is not None]
-    if images is not None:
-        sources += [images.form.image_token, images.form.row_token]
+    sources += [token for one in media for token in one.tokens]
     return ControlTokens(parts["tokenizer"], sources)
 
 
@@ -304,6 +336,17 @@ def _images(
         return load_image_prompts(folder, config, tokenizer), ""
     except ModelError as error:
         _log.warning("%s serves no images: %s", folder, error.message)
+        return None, error.message
+
+
+def _audio(
+    folder: Path, config: dict[str, Any], tokenizer: Tokenizer
+) -> tuple[ClipPrompts | None, str]:
+    """How a model hears, or why it is not served."""
+    try:
+        return load_clip_prompts(folder, config, tokenizer), ""
+    except ModelError as error:
+        _log.warning("%s serves no audio: %s", folder, error.message)
         return None, error.message
 
 

@@ -1,4 +1,4 @@
-"""Contents of messages: a text or, in messages with images, a list of parts in their order."""
+"""Contents of messages: a text or, in messages with media, a list of parts in their order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weft.gateway.request import ChatPrompt, ImageFile
+from weft.contract.spans import MediaKind
+from weft.gateway.request import ChatPrompt, MediaFile
 from weft.gateway.validate import unsupported
 from weft.gateway.warnings import warn
 
 Part = Mapping[str, Any]
 Content = str | list[Part]
-IMAGE: Part = {"type": "image"}
+MEDIA_PARTS: Mapping[MediaKind, Part] = {"image": {"type": "image"}, "audio": {"type": "audio"}}
+"""The part that stands for a medium of each kind."""
 
 
 def text_part(text: str) -> Part:
@@ -48,51 +50,67 @@ def joined(first: Content, second: Content, between: str = "") -> Content:
     return _merged([part for part in parts if part.get("text") != ""])
 
 
-def instead_of(kind: str) -> str:
+def instead_of(kind: str, reads: str = "text alone") -> str:
     """The text that stands for a part of a tool's result that the model cannot read. A session goes
     on whatever its tools return.
     """
-    return f"[The tool returned content of type {kind[:80]}. This model reads text alone.]"
+    return f"[The tool returned content of type {kind[:80]}. This model reads {reads}.]"
 
 
-def without_images(prompt: ChatPrompt, problem: str) -> ChatPrompt:
-    """A conversation for a model that takes text alone: a text stands for each image that a tool
-    has returned. `problem` says why the model's own images are not served; empty: it has none.
-    Raises InvalidRequest for other images.
+def without_unread(prompt: ChatPrompt, unread: Mapping[MediaKind, str], reads: str) -> ChatPrompt:
+    """A conversation for a model that does not take all kinds of media: a text stands for each such
+    file that a tool has returned.
+
+    Args:
+        unread: The kinds that it does not take, and why not; an empty text: it is not made for
+            them.
+        reads: What it does take, for that text.
+
+    Raises:
+        InvalidRequest: A client has sent such a file.
     """
-    images = iter(prompt.images)
+    if not any(file.modality in unread for file in prompt.files):
+        return prompt
+    waiting, kept = iter(prompt.files), list[MediaFile]()
     messages: list[Mapping[str, Any]] = []
     for message in prompt.messages:
         content = message.get("content")
         if not isinstance(content, list):
             messages.append(message)
             continue
-        texts: list[str] = []
+        parts: list[Part] = []
         for part in content:
             if part["type"] == "text":
-                texts.append(part["text"])
+                parts.append(part)
                 continue
-            image = next(images)
-            what = f"content `{image.kind[:80]}`"
-            if not image.is_of_tool:
-                raise unsupported(image.type_param, f"{what}: {problem}" if problem else what)
-            warn(image.type_param.removesuffix(".type"), f"left out ({what})")
-            texts.append(instead_of(image.kind))
-        messages.append({**message, "content": "\n".join(texts)})
-    return replace(prompt, messages=tuple(messages), images=())
+            file = next(waiting)
+            problem = unread.get(file.modality)
+            if problem is None:
+                parts.append(part)
+                kept.append(file)
+                continue
+            what = f"content `{file.kind[:80]}`"
+            if not file.is_of_tool:
+                raise unsupported(file.type_param, f"{what}: {problem}" if problem else what)
+            warn(file.type_param.removesuffix(".type"), f"left out ({what})")
+            parts.append(text_part(instead_of(file.kind, reads)))
+        is_text = all(part["type"] == "text" for part in parts)
+        messages.append({**message, "content": text_of(parts) if is_text else parts})
+    return replace(prompt, messages=tuple(messages), files=tuple(kept))
 
 
-def without_image(prompt: ChatPrompt, image: ImageFile, problem: str) -> ChatPrompt:
-    """The conversation with a text in place of one of its images."""
-    place = next(number for number, one in enumerate(prompt.images) if one is image)
-    warn(image.where, f"left out: {problem}")
-    text = text_part(f"[The tool returned an image. It {problem}.]")
+def without_file(prompt: ChatPrompt, file: MediaFile, problem: str) -> ChatPrompt:
+    """The conversation with a text in place of one of its images or clips."""
+    place = next(number for number, one in enumerate(prompt.files) if one is file)
+    warn(file.where, f"left out: {problem}")
+    what = "an image" if file.modality == "image" else "audio"
+    text = text_part(f"[The tool returned {what}. It {problem}.]")
     numbers = itertools.count()
     messages = tuple(
         {
             **message,
             "content": [
-                text if part == IMAGE and next(numbers) == place else part
+                text if part["type"] != "text" and next(numbers) == place else part
                 for part in message["content"]
             ],
         }
@@ -100,8 +118,8 @@ def without_image(prompt: ChatPrompt, image: ImageFile, problem: str) -> ChatPro
         else message
         for message in prompt.messages
     )
-    images = (*prompt.images[:place], *prompt.images[place + 1 :])
-    return replace(prompt, messages=messages, images=images)
+    files = (*prompt.files[:place], *prompt.files[place + 1 :])
+    return replace(prompt, messages=messages, files=files)
 
 
 def _merged(parts: list[Part]) -> list[Part]:

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
-from weft.contract.spans import MediaSpan
+from weft.contract.spans import MediaKind, MediaSpan
 from weft.gateway.admission.admission import Admission
-from weft.gateway.media.reader import ImageReader
+from weft.gateway.media.reader import MediaReader
 from weft.gateway.request import (
     ChatPrompt,
     ClipPrompt,
@@ -32,9 +32,9 @@ from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.answer.make import final_constraint
 from weft.gateway.text.control_tokens import Rendered
-from weft.gateway.text.image_prompts import PromptImages
+from weft.gateway.text.image_prompts import PromptMedia
 from weft.gateway.text.model_card import ModelCard, least_tokens
-from weft.gateway.text.parts import text_of, without_images
+from weft.gateway.text.parts import text_of, without_unread
 from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, encode_parts
 from weft.gateway.validate import invalid
 from weft.gateway.warnings import warn
@@ -49,10 +49,11 @@ class Preparer:
         self,
         settings: GatewaySettings,
         context_tokens: Callable[[], int],
-        images: ImageReader | None = None,
+        files: MediaReader | None = None,
     ) -> None:
         """Starts the threads. `context_tokens` returns the context length that all owners
-        have now. `images` reads those of all models; None: no model takes any.
+        have now. `files` reads the images and clips of all models; None: no
+        model takes any.
         """
         self._context_tokens = context_tokens
         num_threads = settings.tokenizer_threads
@@ -61,10 +62,10 @@ class Preparer:
         # requests rarely wait for them.
         self._bare = Admission(max(1, num_threads // 2), settings.max_queued_tokenizations)
         self._timeout_s = settings.request_timeout_s
-        self._images: PromptImages | None = None
-        if images is not None:
-            self._images = PromptImages(
-                images, self._again, self._refuse_above, context_tokens, self._timeout_s
+        self._media: PromptMedia | None = None
+        if files is not None:
+            self._media = PromptMedia(
+                files, self._again, self._refuse_above, context_tokens, self._timeout_s
             )
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class Preparer:
                 self._pool, self._tokenize_all, model, prompts, pooling
             )
         for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
-            if isinstance(prompt, ChatPrompt) and prompt.images:
+            if isinstance(prompt, ChatPrompt) and prompt.files:
                 await self._reading().add(model, prompt, given, request)
             self._fit(prompt, given, request)
             given.seed, given.constraint = seed, final_constraint(request, model, given)
@@ -112,10 +113,10 @@ class Preparer:
             DeadlineExceeded: It was not done in time.
             PeerUnavailable: The process that read an image's header has died.
         """
-        if isinstance(prompt, ChatPrompt) and prompt.images and model.images is None:
-            prompt = without_images(prompt, model.images_problem)
+        if isinstance(prompt, ChatPrompt):
+            prompt = without_unread(prompt, model.unread, model.reads)
         (given,) = await self._bounded(lambda: self._tokenize_all(model, (prompt,)))
-        if isinstance(prompt, ChatPrompt) and prompt.images:
+        if isinstance(prompt, ChatPrompt) and prompt.files:
             await self._reading().count(model, prompt, given)
         return given.ids
 
@@ -128,9 +129,9 @@ class Preparer:
         """
         return await self._bounded(lambda: decode(model.tokenizer, many))
 
-    def _reading(self) -> PromptImages:
-        assert self._images is not None, "the gateway has a reader for models that take images"
-        return self._images
+    def _reading(self) -> PromptMedia:
+        assert self._media is not None, "the gateway has a reader for models that take media"
+        return self._media
 
     async def _again(self, model: ModelCard, prompt: ChatPrompt) -> PreparedPrompt:
         loop = asyncio.get_running_loop()
@@ -267,25 +268,27 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
 
 
 def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, rendered: Rendered) -> PreparedPrompt:
-    if model.images is not None:
+    for media in model.media.values():
         # In texts of the conversation the token is spelled with a mark in it.
-        rendered = rendered._replace(text=model.images.with_texts_around(rendered.text))
+        rendered = rendered._replace(text=media.with_texts_around(rendered.text))
     ids = model.controls.encode(rendered)
-    if model.images is not None:
-        _check_placeholders(ids.count(model.images.image_id), len(prompt.images))
+    for kind, media in model.media.items():
+        files = [file for file in prompt.files if file.modality == kind]
+        _check_placeholders(kind, ids.count(media.place_id), len(files))
     if model.reasoning is None:
         return PreparedPrompt(ids=ids)
     begins, has_reasoned = _reasoning_at_end(prompt, rendered.text, model.reasoning)
     return PreparedPrompt(ids=ids, begins_reasoning=begins, has_reasoned=has_reasoned)
 
 
-def _check_placeholders(num_placeholders: int, num_images: int) -> None:
-    """The n-th placeholder is the n-th image's, since no text of the conversation makes one."""
-    if num_placeholders != num_images:
+def _check_placeholders(kind: MediaKind, num_placeholders: int, num_files: int) -> None:
+    """The n-th placeholder is the n-th file's, since no text of the conversation makes one."""
+    if num_placeholders != num_files:
+        what = "images" if kind == "image" else "clips of audio"
         raise invalid(
             "messages",
-            f"have {num_images} images, for which the model's chat template wrote "
-            f"{num_placeholders} places; put images into messages of the user's",
+            f"have {num_files} {what}, for which the model's chat template wrote "
+            f"{num_placeholders} places; put {what} into messages of the user's",
         )
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from weft.checkpoint.audio_config import FRAME_SAMPLES, SAMPLE_RATE, AudioConfig
-from weft.checkpoint.fields import Fields
-from weft.checkpoint.tokenizer_files import read_json
+from weft.checkpoint.audio_config import AudioConfig, check_spectrograms
 from weft.checkpoint.whisper_config import WhisperConfig, read_whisper_config
 from weft.contract.errors import ModelError
 
@@ -20,7 +18,6 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _MULTILINGUAL = 51_865
 """A Whisper model of several languages has at least so many tokens in its vocabulary."""
 _MAX_INITIAL = 50
-_PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +61,7 @@ def load_speech(
     model = read_whisper_config(config, generation, str(folder / "config.json"))
     assert isinstance(model, WhisperConfig), "made above"
     assert model.audio is not None, "made above"
-    _check_processor(folder, model.audio)
+    check_spectrograms(folder, model.audio)
 
     def token(*names: str) -> int:
         found = (tokenizer.token_to_id(name) for name in names)
@@ -103,16 +100,3 @@ def load_speech(
         never=tuple(sorted({*never, *specials, *languages.values()} - {end})),
         max_initial=initial if isinstance(initial, int) and initial >= 0 else _MAX_INITIAL,
     )
-
-
-def _check_processor(folder: Path, audio: AudioConfig) -> None:
-    fields = Fields(read_json(folder / _PROCESSOR), str(folder / _PROCESSOR))
-    wanted = (
-        ("feature_size", audio.num_mels),
-        ("sampling_rate", SAMPLE_RATE),
-        ("hop_length", FRAME_SAMPLES),
-        ("n_fft", 400),
-    )
-    for name, value in wanted:
-        if fields.get(name) not in (None, value):
-            raise fields.error(name, f"only {value} is supported, not {fields.get(name)!r:.20}")

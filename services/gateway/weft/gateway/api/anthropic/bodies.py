@@ -144,7 +144,7 @@ class ThreadBody(StrictPart):
 class PromptBody(DialectBody):
     """Fields common to messages and the count of their tokens."""
 
-    image_fields = tuple(
+    file_fields = tuple(
         ("messages", *("*", "content") * depth, "*", "source", name)
         for depth in (1, 2)
         for name in ("data", "url")

@@ -23,7 +23,7 @@ from weft.gateway.api.parameters import client_names, given_parameters
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
 from weft.gateway.long_text import LongText
-from weft.gateway.request import CallFacts, ChatPrompt, ImageFile, RawRequest
+from weft.gateway.request import CallFacts, ChatPrompt, MediaFile, RawRequest
 from weft.gateway.text.parts import Content
 from weft.gateway.validate import invalid, unsupported
 
@@ -67,9 +67,9 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
-    images: list[ImageFile] = []
+    files: list[MediaFile] = []
     for number, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{number}]", images)
+        messages += _messages(message, f"messages[{number}]", files)
     _edit(body, messages)
     is_continued = body.messages[-1].role == "assistant"
     choice = body.tool_choice
@@ -90,7 +90,7 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
     )
     prompt = ChatPrompt(
         messages=tuple(messages),
-        images=tuple(images),
+        files=tuple(files),
         tools=() if choice is not None and choice.type == "none" else tools,
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
@@ -175,9 +175,7 @@ def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **described}}
 
 
-def _messages(
-    message: MessageBody, where: str, images: list[ImageFile]
-) -> Iterator[dict[str, Any]]:
+def _messages(message: MessageBody, where: str, files: list[MediaFile]) -> Iterator[dict[str, Any]]:
     """Chat templates have a message of its own for each tool result."""
     content, role = message.content, message.role
     if isinstance(content, str):
@@ -188,11 +186,11 @@ def _messages(
         others = []
         for number, block in enumerate(content):
             if block.type == "tool_result" and role == "user":
-                yield _result(block, f"{where}.content[{number}]", images)
+                yield _result(block, f"{where}.content[{number}]", files)
             else:
                 others.append((number, block))
         if others or not content:
-            built = ContentBuilder(images)
+            built = ContentBuilder(files)
             for number, block in others:
                 place = f"{where}.content[{number}]"
                 if block.type == "image":
@@ -228,7 +226,7 @@ def _assistant(blocks: Sequence[BlockBody], where: str) -> dict[str, Any]:
     return message
 
 
-def _result(block: BlockBody, where: str, images: list[ImageFile]) -> dict[str, Any]:
+def _result(block: BlockBody, where: str, files: list[MediaFile]) -> dict[str, Any]:
     if not block.tool_use_id:
         raise invalid(f"{where}.tool_use_id", "is missing")
     given = block.content or ""
@@ -236,7 +234,7 @@ def _result(block: BlockBody, where: str, images: list[ImageFile]) -> dict[str, 
     if isinstance(given, str):
         content = given
     else:
-        built = ContentBuilder(images, is_of_tool=True)
+        built = ContentBuilder(files, is_of_tool=True)
         for number, part in enumerate(given):
             place = f"{where}.content[{number}]"
             if part.type == "text":

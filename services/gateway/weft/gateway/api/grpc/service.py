@@ -42,7 +42,7 @@ from weft.gateway.generation.prompt_outputs import PromptScores
 from weft.gateway.request import (
     CallFacts,
     ChatPrompt,
-    ImageFile,
+    MediaFile,
     Prompt,
     RawRequest,
     TextPrompt,
@@ -98,8 +98,8 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
                 )
         facts = call_facts(context, "chatcmpl")
         tools, use = _tool_use(request)
-        messages, images = _messages(request.messages)
-        prompt = ChatPrompt(messages=messages, images=images, tools=tools)
+        messages, files = _messages(request.messages)
+        prompt = ChatPrompt(messages=messages, files=files, tools=tools)
         translated = _translate(request, facts, prompt, use)
         await self._answer(translated, request.stream, context, gateway_pb2.ChatResponse)
 
@@ -191,8 +191,8 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         if request.messages and request.text:
             raise invalid("text", "contradicts messages: give one of text and messages")
         if request.messages:
-            messages, images = _messages(request.messages)
-            prompt = ChatPrompt(messages=messages, images=images)
+            messages, files = _messages(request.messages)
+            prompt = ChatPrompt(messages=messages, files=files)
         else:
             add = request.add_special_tokens if request.HasField("add_special_tokens") else True
             prompt = TextPrompt(text=request.text, add_special_tokens=add)
@@ -320,9 +320,9 @@ def _describe_adapter(resolved: ResolvedModel) -> gateway_pb2.Model:
 
 def _messages(
     messages: Sequence[gateway_pb2.ChatMessage],
-) -> tuple[tuple[dict[str, Any], ...], tuple[ImageFile, ...]]:
+) -> tuple[tuple[dict[str, Any], ...], tuple[MediaFile, ...]]:
     translated: list[dict[str, Any]] = []
-    images: list[ImageFile] = []
+    files: list[MediaFile] = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not message.role:
@@ -333,38 +333,46 @@ def _messages(
                 past_call(call.id, call.name, call.arguments) for call in message.tool_calls
             ]
         more = {name: value for name, value in given.items() if value}
-        content = _content(message, where, images)
+        content = _content(message, where, files)
         translated.append({"role": message.role, "content": content, **more})
-    return tuple(translated), tuple(images)
+    return tuple(translated), tuple(files)
 
 
-def _content(message: gateway_pb2.ChatMessage, where: str, images: list[ImageFile]) -> Content:
+def _content(message: gateway_pb2.ChatMessage, where: str, files: list[MediaFile]) -> Content:
     if not message.parts:
         return message.content
     if message.content:
         raise invalid(f"{where}.parts", "contradict content: give one of them")
-    built = ContentBuilder(images, is_of_tool=message.role == "tool")
+    built = ContentBuilder(files, is_of_tool=message.role == "tool")
     for number, part in enumerate(message.parts):
         place = f"{where}.parts[{number}]"
         kind = part.WhichOneof("part")
         if kind is None:
-            raise invalid(place, "is empty; give a text or an image")
+            raise invalid(place, "is empty; give a text, an image or audio")
         if kind == "text":
             built.add_text(part.text)
+        elif kind == "image":
+            detail, of = "low" if part.image.coarse else None, f"{place}.image"
+            source, path = _file(part.image, of)
+            built.add_image(source, kind=kind, where=path, type_param=of, detail=detail)
         else:
-            url = part.image.url
-            if url and part.image.data:
-                raise invalid(f"{place}.image.url", "contradicts data: give one of them")
-            if url and ":" not in url:
-                raise invalid(f"{place}.image.url", "is no URL")
-            built.add_image(
-                url or part.image.data,
-                kind=kind,
-                where=f"{place}.image.url" if url else f"{place}.image",
-                type_param=f"{place}.image",
-                detail="low" if part.image.coarse else None,
-            )
+            of = f"{place}.audio"
+            source, path = _file(part.audio, of)
+            built.add_audio(source, kind=kind, where=path, type_param=of)
     return built.content
+
+
+def _file(
+    file: gateway_pb2.ImageFile | gateway_pb2.AudioFile, place: str
+) -> tuple[str | bytes, str]:
+    """What was sent of a file, and the path of that."""
+    if not file.url:
+        return file.data, place
+    if file.data:
+        raise invalid(f"{place}.url", "contradicts data: give one of them")
+    if ":" not in file.url:
+        raise invalid(f"{place}.url", "is no URL")
+    return file.url, f"{place}.url"
 
 
 def _tools(tools: Sequence[gateway_pb2.Tool]) -> tuple[Tool, ...]:

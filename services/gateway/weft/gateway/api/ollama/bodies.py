@@ -135,7 +135,7 @@ class GenerationBody(_WithParameters):
 class ChatBody(GenerationBody):
     """Body of POST /api/chat."""
 
-    image_fields = (("messages", "*", "images"),)
+    file_fields = (("messages", "*", "images"),)
 
     messages: Many[MessageBody] | None = Field(
         None, description="the conversation; without one the answer says that the model is loaded"
@@ -146,7 +146,7 @@ class ChatBody(GenerationBody):
 class GenerateBody(GenerationBody):
     """Body of POST /api/generate."""
 
-    image_fields = (("images",),)
+    file_fields = (("images",),)
 
     prompt: str | None = Field(
         None, description="the user's message; without one the answer says that the model is loaded"

@@ -35,7 +35,7 @@ from weft.gateway.long_text import LongText
 from weft.gateway.request import (
     CallFacts,
     ChatPrompt,
-    ImageFile,
+    MediaFile,
     PoolingOptions,
     Prompt,
     RawRequest,
@@ -105,14 +105,14 @@ def chat_request(body: ChatBody, facts: CallFacts) -> RawRequest | None:
     asks for what is not supported, or fields contradict each other.
     """
     tools = check_tools([(number, _tool(tool)) for number, tool in own_tools(body.tools)])
-    images: list[ImageFile] = []
-    messages = [_message(number, one, images) for number, one in enumerate(body.messages or ())]
+    files: list[MediaFile] = []
+    messages = [_message(number, one, files) for number, one in enumerate(body.messages or ())]
     if not messages:
         return None
     is_continued = messages[-1]["role"] == "assistant"
     prompt = ChatPrompt(
         messages=tuple(messages),
-        images=tuple(images),
+        files=tuple(files),
         tools=tools,
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
@@ -133,14 +133,14 @@ def generation_request(body: GenerateBody, facts: CallFacts) -> RawRequest | Non
         if body.think is not None:
             raise invalid("think", "contradicts raw: write it into the prompt")
         return _request(body, facts, TextPrompt(text=body.prompt or ""), NO_TOOLS)
-    images: list[ImageFile] = []
-    content = _content(ContentBuilder(images), body.images, "images", body.prompt or "")
+    files: list[MediaFile] = []
+    content = _content(ContentBuilder(files), body.images, "images", body.prompt or "")
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": body.system})
     messages.append({"role": "user", "content": content})
     prompt = ChatPrompt(
-        messages=tuple(messages), images=tuple(images), template_variables=_thinking(body)
+        messages=tuple(messages), files=tuple(files), template_variables=_thinking(body)
     )
     return _request(body, facts, prompt, NO_TOOLS)
 
@@ -196,12 +196,12 @@ def _thinking(body: GenerationBody) -> dict[str, Any]:
     return {"enable_thinking": bool(think), **effort}
 
 
-def _message(number: int, message: MessageBody, images: list[ImageFile]) -> dict[str, Any]:
+def _message(number: int, message: MessageBody, files: list[MediaFile]) -> dict[str, Any]:
     where = f"messages[{number}]"
     if message.content is None and not message.tool_calls and not message.images:
         raise invalid(f"{where}.content", "is missing; give a text")
     text, is_of_tool = message.content or "", message.role == "tool"
-    built = ContentBuilder(images, is_of_tool=is_of_tool)
+    built = ContentBuilder(files, is_of_tool=is_of_tool)
     if is_of_tool and text:
         built.add_text(text)
         text = ""

@@ -30,6 +30,7 @@ class PromptTokensDetails(Answer):
     """Details of the prompt's tokens in the usage."""
 
     cached_tokens: int = Field(description="prompt tokens found in a cache")
+    audio_tokens: int = Field(description="prompt tokens that stand for audio")
 
 
 class UsageAnswer(Answer):

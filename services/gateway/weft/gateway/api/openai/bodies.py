@@ -99,17 +99,20 @@ class Part(NamedTuple):
 
 
 if TYPE_CHECKING:
-    ImageText = str | LongText
+    FileText = str | LongText
 else:
 
     def _is_text(value: object, validate: ValidatorFunctionWrapHandler) -> object:
         return value if isinstance(value, LongText) else validate(value)
 
-    ImageText = Annotated[str, WrapValidator(_is_text)]
+    FileText = Annotated[str, WrapValidator(_is_text)]
 
-_IMAGE_FIELDS = (
+_FILE_FIELDS = (
     ("messages", "*", "content", "*", "image_url", "url"),
     ("messages", "*", "content", "*", "image_url"),
+    ("messages", "*", "content", "*", "input_audio", "data"),
+    ("messages", "*", "content", "*", "audio_url", "url"),
+    ("messages", "*", "content", "*", "audio_url"),
 )
 
 
@@ -124,7 +127,7 @@ class Body(BaseModel):
     """Whether the parsed body has its unknown fields, which `settle` judges."""
     parts: ClassVar[tuple[Part, ...]] = ()
     """Objects that decide what is generated; messages are not among them."""
-    image_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    file_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Paths of fields that may be a `LongText`, as in `objects_at`."""
 
     model: str | None = Field(None, description="a served model; may be absent where there is one")
@@ -160,8 +163,25 @@ class ImageUrlBody(BaseModel):
 
     model_config = _HISTORY
 
-    url: ImageText = Field(description="`data:image/...;base64,...`; other URLs are not fetched")
+    url: FileText = Field(description="`data:image/...;base64,...`; other URLs are not fetched")
     detail: str | None = Field(None, description="`low`: fewer tokens, where the model allows it")
+
+
+class InputAudioBody(BaseModel):
+    """The field `input_audio` of a part."""
+
+    model_config = _HISTORY
+
+    data: FileText = Field(description="the file, in base64")
+    format: str | None = Field(None, description="wav, mp3, flac, ogg or opus")
+
+
+class AudioUrlBody(BaseModel):
+    """The field `audio_url` of a part."""
+
+    model_config = _HISTORY
+
+    url: FileText = Field(description="`data:audio/...;base64,...`; other URLs are not fetched")
 
 
 class ContentPart(BaseModel):
@@ -170,11 +190,13 @@ class ContentPart(BaseModel):
     model_config = _HISTORY
 
     type: str = Field(
-        description="`text`, `refusal` or, for models that take images, `image_url`; others are "
-        "not supported"
+        description="`text`, `refusal` or, for models that take them, `image_url`, `input_audio` "
+        "and `audio_url`; others are not supported"
     )
     text: str | None = Field(None, description="of a text part")
-    image_url: ImageUrlBody | ImageText | None = Field(None, description="of an image")
+    image_url: ImageUrlBody | FileText | None = Field(None, description="of an image")
+    input_audio: InputAudioBody | None = Field(None, description="of a clip")
+    audio_url: AudioUrlBody | FileText | None = Field(None, description="of a clip")
     refusal: str | None = Field(None, description="of a refusal, which counts as text")
 
 
@@ -430,7 +452,7 @@ class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     parts = (*GenerationBody.parts, *_TOOL_PARTS)
-    image_fields = _IMAGE_FIELDS
+    file_fields = _FILE_FIELDS
 
     messages: Messages = Field(description="the conversation, at least one message")
     max_completion_tokens: Int | None = parameter_field("max_tokens", "newer name of max_tokens")
@@ -493,7 +515,7 @@ class TokenizeBody(Body):
     """Body of POST /tokenize, as vLLM's. Either `prompt` or `messages`."""
 
     parts = _TOOL_PARTS
-    image_fields = _IMAGE_FIELDS
+    file_fields = _FILE_FIELDS
 
     prompt: str | None = Field(None, description="a text")
     messages: Messages | None = Field(None, description="a conversation")

@@ -116,7 +116,7 @@ def parse_body(
     try:
         value = from_json(short.data)
         if short.texts:
-            value = short.put_back(value, _image_fields(cls, value))
+            value = short.put_back(value, _file_fields(cls, value))
     except ValueError as error:
         problem = f"is not valid JSON: {error}"
         if str(error).startswith("recursion limit"):
@@ -136,8 +136,8 @@ def parse_body(
     return body
 
 
-def _image_fields(cls: type[Body], value: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    for path in cls.image_fields:
+def _file_fields(cls: type[Body], value: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    for path in cls.file_fields:
         for _, parent in objects_at(value, path[:-1]):
             yield cast("dict[str, Any]", parent), path[-1]
 

@@ -11,6 +11,7 @@ from weft.gateway.api.contents import ContentBuilder
 from weft.gateway.api.hosted import own_tools
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
+    AudioUrlBody,
     ChatBody,
     CompletionBody,
     ContentPart,
@@ -39,7 +40,7 @@ from weft.gateway.api.tools import (
 from weft.gateway.request import (
     CallFacts,
     ChatPrompt,
-    ImageFile,
+    MediaFile,
     Prompt,
     RawRequest,
     TextPrompt,
@@ -165,10 +166,10 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
         raise invalid(
             "continue_final_message", "contradicts add_generation_prompt: true; set one of them"
         )
-    images: list[ImageFile] = []
+    files: list[MediaFile] = []
     return ChatPrompt(
-        messages=tuple(_message(i, message, images) for i, message in enumerate(body.messages)),
-        images=tuple(images),
+        messages=tuple(_message(i, message, files) for i, message in enumerate(body.messages)),
+        files=tuple(files),
         add_generation_prompt=add_prompt,
         continue_final_message=continues,
         template_variables={**_effort(body), **variables},
@@ -233,7 +234,7 @@ def _own_name(body: GenerationBody) -> str:
     return ""
 
 
-def _message(index: int, message: Message, images: list[ImageFile]) -> dict[str, Any]:
+def _message(index: int, message: Message, files: list[MediaFile]) -> dict[str, Any]:
     where = f"messages[{index}]"
     if message.function_call is not None:
         raise unsupported(f"{where}.function_call", "calls are given as tool_calls")
@@ -244,7 +245,7 @@ def _message(index: int, message: Message, images: list[ImageFile]) -> dict[str,
         raise invalid(f"{where}.content", "is missing; give a text")
     built: Content = content if isinstance(content, str) else ""
     if not isinstance(content, str):
-        built = _content(content, f"{where}.content", images, is_of_tool=message.role == "tool")
+        built = _content(content, f"{where}.content", files, is_of_tool=message.role == "tool")
     translated: dict[str, Any] = {"role": message.role, "content": built}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -262,9 +263,9 @@ def _message(index: int, message: Message, images: list[ImageFile]) -> dict[str,
 
 
 def _content(
-    parts: Sequence[ContentPart], where: str, images: list[ImageFile], *, is_of_tool: bool
+    parts: Sequence[ContentPart], where: str, files: list[MediaFile], *, is_of_tool: bool
 ) -> Content:
-    content = ContentBuilder(images, is_of_tool=is_of_tool)
+    content = ContentBuilder(files, is_of_tool=is_of_tool)
     for number, part in enumerate(parts):
         place = f"{where}[{number}]"
         if part.type in ("text", "refusal"):
@@ -282,6 +283,25 @@ def _content(
                 type_param=f"{place}.type",
                 detail=given.detail if isinstance(given, ImageUrlBody) else None,
                 detail_param=f"{place}.image_url.detail",
+            )
+        elif part.type == "input_audio":
+            audio = part.input_audio
+            content.add_audio(
+                None if audio is None else audio.data,
+                kind=part.type,
+                where=f"{place}.input_audio.data",
+                type_param=f"{place}.type",
+                format=None if audio is None else audio.format,
+                format_param=f"{place}.input_audio.format",
+            )
+        elif part.type == "audio_url":
+            sent = part.audio_url
+            is_object = isinstance(sent, AudioUrlBody)
+            content.add_audio(
+                sent.url if isinstance(sent, AudioUrlBody) else sent,
+                kind=part.type,
+                where=f"{place}.audio_url.url" if is_object else f"{place}.audio_url",
+                type_param=f"{place}.type",
             )
         elif is_of_tool:
             content.leave_out(part.type, place)

@@ -23,12 +23,19 @@ Metadata = Annotated[
 ]
 
 
+class InputAudioBody(PastPart):
+    """The field `input_audio` of a part."""
+
+    data: str = Field(description="the file, in base64")
+    format: str | None = Field(None, description="wav, mp3, flac, ogg or opus")
+
+
 class PartBody(PastPart):
     """One part of an item's content."""
 
     type: str = Field(
         description="input_text, output_text, text, refusal, reasoning_text, summary_text or, for "
-        "models that take images, input_image; others are not supported"
+        "models that take them, input_image and input_audio; others are not supported"
     )
     image_url: str | None = Field(
         None,
@@ -37,6 +44,7 @@ class PartBody(PastPart):
     detail: str | None = Field(
         None, description="of an image: `low` for fewer tokens, where the model allows it"
     )
+    input_audio: InputAudioBody | None = Field(None, description="of a clip")
     text: str | None = Field(None, description="of all but a refusal")
     refusal: str | None = Field(None, description="of a refusal")
 

@@ -282,7 +282,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         for item in output:
             answer.add(ItemBody.model_validate(item), "output")
         messages = [*past.history.messages, *asked.stored.messages, *answer.messages]
-        history = History(messages, [*past.history.images, *asked.stored.images])
+        history = History(messages, [*past.history.files, *asked.stored.files])
         stored = StoredResponse(to_json(response), to_json(history.to_json()), to_json(past.items))
         await self._store.put(raw.call.tenant_name, raw.request_id, stored)
 

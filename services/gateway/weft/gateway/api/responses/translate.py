@@ -23,8 +23,8 @@ from weft.gateway.api.responses.bodies import (
 )
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.api.unserved import leave_out
-from weft.gateway.request import CallFacts, ChatPrompt, ImageFile, RawRequest
-from weft.gateway.text.parts import IMAGE, Content, Part
+from weft.gateway.request import CallFacts, ChatPrompt, MediaFile, RawRequest
+from weft.gateway.text.parts import MEDIA_PARTS, Content, Part
 from weft.gateway.validate import invalid, unsupported
 
 NAMES = {"messages": "input"}
@@ -48,6 +48,8 @@ _INCLUDABLE = frozenset(
     }
 )
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
+_FILE = "image"
+"""Key of a file in a stored message, whatever it is."""
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
@@ -55,16 +57,16 @@ Message = Mapping[str, Any]
 
 
 class History(NamedTuple):
-    """Messages of a conversation, in order, with their images."""
+    """Messages of a conversation, in order, with their images and clips."""
 
     messages: Sequence[Message] = ()
-    images: Sequence[ImageFile] = ()
+    files: Sequence[MediaFile] = ()
 
     def to_json(self) -> Any:
-        """As a value of JSON, in which each image is in its place among the messages."""
-        images = iter(self.images)
+        """As a value of JSON, in which each file is in its place among the messages."""
+        files = iter(self.files)
         return [
-            {**message, "content": [_kept(part, images) for part in message["content"]]}
+            {**message, "content": [_kept(part, files) for part in message["content"]]}
             if isinstance(message.get("content"), list)
             else message
             for message in self.messages
@@ -73,17 +75,23 @@ class History(NamedTuple):
     @classmethod
     def from_json(cls, messages: Sequence[dict[str, Any]]) -> History:
         """Reads what `to_json` has made."""
-        images: list[ImageFile] = []
+        files: list[MediaFile] = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, list):
-                images += [ImageFile(**part["image"]) for part in content if "image" in part]
-                message["content"] = [IMAGE if "image" in part else part for part in content]
-        return cls(messages, images)
+                message["content"] = [_read(part, files) for part in content]
+        return cls(messages, files)
 
 
-def _kept(part: Part, images: Iterator[ImageFile]) -> Part:
-    return {"image": asdict(next(images))} if part == IMAGE else part
+def _kept(part: Part, files: Iterator[MediaFile]) -> Part:
+    return part if part["type"] == "text" else {_FILE: asdict(next(files))}
+
+
+def _read(part: Part, files: list[MediaFile]) -> Part:
+    if _FILE not in part:
+        return part
+    files.append(MediaFile(**part[_FILE]))
+    return MEDIA_PARTS[files[-1].modality]
 
 
 class AskedResponse(NamedTuple):
@@ -96,10 +104,10 @@ class AskedResponse(NamedTuple):
 
     @property
     def stored(self) -> History:
-        """The input's messages and images."""
+        """The input's messages, images and clips."""
         (prompt,) = self.raw.prompts
         assert isinstance(prompt, ChatPrompt)
-        return History(prompt.messages[self.num_instructions :], prompt.images)
+        return History(prompt.messages[self.num_instructions :], prompt.files)
 
 
 FindItem = Callable[[str], Mapping[str, Any]]
@@ -112,7 +120,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
     """
     _check_output(body)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages, images = input_messages(body.input, find)
+    messages, files = input_messages(body.input, find)
     if not messages and body.previous_response_id is None:
         raise invalid("input", "is missing; give a text or items")
     tools = _allowed(body, _tools(body))
@@ -123,7 +131,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
         constraint, param = wanted, "text.format.schema"
     prompt = ChatPrompt(
         messages=(*instructions, *messages),
-        images=tuple(images),
+        files=tuple(files),
         tools=() if body.tool_choice == "none" else tools,
         template_variables={**_effort(body), **(body.chat_template_kwargs or {})},
     )
@@ -151,8 +159,8 @@ def continued(asked: AskedResponse, history: History) -> RawRequest:
     assert isinstance(prompt, ChatPrompt)
     instructions = prompt.messages[: asked.num_instructions]
     messages = (*instructions, *history.messages, *asked.stored.messages)
-    images = (*history.images, *prompt.images)
-    return replace(asked.raw, prompts=(replace(prompt, messages=messages, images=images),))
+    files = (*history.files, *prompt.files)
+    return replace(asked.raw, prompts=(replace(prompt, messages=messages, files=files),))
 
 
 def _check_output(body: ResponsesBody) -> None:
@@ -283,7 +291,7 @@ def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> Hi
                 raise invalid(f"{where}.id", "is missing")
             item = ItemBody.model_validate(find(item.id))
         conversation.add(item, where)
-    return History(conversation.messages, conversation.images)
+    return History(conversation.messages, conversation.files)
 
 
 class Conversation:
@@ -292,8 +300,8 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         """All messages so far."""
-        self.images: list[ImageFile] = []
-        """Their images."""
+        self.files: list[MediaFile] = []
+        """Their images and clips."""
         self._turn: dict[str, Any] | None = None
         """The assistant's message that its next items join; None: a new one begins."""
 
@@ -343,7 +351,7 @@ class Conversation:
     ) -> Content:
         if isinstance(content, str):
             return content
-        built = ContentBuilder(self.images, is_of_tool=is_of_tool)
+        built = ContentBuilder(self.files, is_of_tool=is_of_tool)
         for number, part in enumerate(content):
             place = f"{where}[{number}]"
             if part.type == "input_image":
@@ -354,6 +362,16 @@ class Conversation:
                     type_param=f"{place}.type",
                     detail=part.detail,
                     detail_param=f"{place}.detail",
+                )
+            elif part.type == "input_audio":
+                given = part.input_audio
+                built.add_audio(
+                    None if given is None else given.data,
+                    kind=part.type,
+                    where=f"{place}.input_audio.data",
+                    type_param=f"{place}.type",
+                    format=None if given is None else given.format,
+                    format_param=f"{place}.input_audio.format",
                 )
             elif is_of_tool and part.type not in (*_TEXTS, "refusal"):
                 built.leave_out(part.type, place)
