@@ -166,17 +166,29 @@ def of_variant(folder: Path, **choices: bool | str) -> tuple[Object, ...]:
     return render_folder(folder)
 
 
-CUSTOM = {"LeaderWorkerSet", "ScaledObject", "TriggerAuthentication"}
+CUSTOM: dict[str, set[str]] = {
+    "keda": {"InferencePool", "ScaledObject", "TriggerAuthentication"},
+    "metric": {"InferencePool"},
+    "planner": {"InferencePool"},
+    "advice": {"InferencePool", "LeaderWorkerSet"},
+}
+"""Kinds that others define, by what the numbers of workers follow."""
 
 
-@pytest.mark.parametrize("by", ["keda", "metric", "planner"])
+@pytest.mark.parametrize("by", CUSTOM)
 def test_every_component_is_accepted(api: KubeApi, tmp_path: Path, by: str) -> None:
     """With the definitions of KEDA, LeaderWorkerSet and the inference extension."""
     objects = of_variant(
-        tmp_path, adapters=True, embeddings=True, vision=True, hosts=True, scaling=by
+        tmp_path,
+        adapters=True,
+        embeddings=True,
+        vision=True,
+        hosts=True,
+        inferencePool=True,
+        scaling=by,
     )
-    custom = CUSTOM & {item["kind"] for item in objects}
-    assert custom == (CUSTOM if by == "keda" else {"LeaderWorkerSet"})
+    every = {kind for kinds in CUSTOM.values() for kind in kinds}
+    assert every & {item["kind"] for item in objects} == CUSTOM[by]
     for item in objects:
         answer = api.apply(item, dry_run=True)
         assert answer.is_success, f"{item['kind']} {item['metadata']['name']}: {answer.text}"
@@ -206,7 +218,10 @@ def test_pods_of_hosts_are_accepted(api: KubeApi, tmp_path: Path) -> None:
 
 def test_wrong_custom_objects_are_refused(api: KubeApi, tmp_path: Path) -> None:
     """The definitions are strict: what the tests above look for is found."""
-    objects = of_variant(tmp_path, hosts=True, scaling="keda")
+    objects = (
+        *of_variant(tmp_path, hosts=True, inferencePool=True),
+        *of_variant(tmp_path, scaling="keda"),
+    )
 
     def refused(kind: str, name: str, change: str, value: object) -> str:
         broken = copy.deepcopy(named(objects, kind, name))
@@ -223,6 +238,9 @@ def test_wrong_custom_objects_are_refused(api: KubeApi, tmp_path: Path) -> None:
     assert "replicaz" in refused(*group, "spec/replicaz", 1)
     assert "restartPolicy" in refused(*group, "spec/leaderWorkerTemplate/restartPolicy", "Never")
     assert "size" in refused(*group, "spec/leaderWorkerTemplate/size", "two")
+    pool = ("InferencePool", "weft")
+    assert "targetPorts" in refused(*pool, "spec/targetPorts", [])
+    assert "endpointPicker" in refused(*pool, "spec/endpointPicker", "weft-picker")
     scaled = ("ScaledObject", "weft-decode")
     assert "triggers" in refused(*scaled, "spec/triggers", "external")
     assert "pollingIntervall" in refused(*scaled, "spec/pollingIntervall", 1)
@@ -353,23 +371,3 @@ async def test_workers_of_several_hosts_are_scaled(api: KubeApi, tmp_path: Path)
         assert await actuator.ordered("m", {}) == Counts(0, 3)
     finally:
         await actuator.close()
-
-
-def test_pools_of_the_inference_extension_are_accepted(api: KubeApi) -> None:
-    """As the guide has one: its pods are REST edges, which pick an endpoint themselves."""
-    pool = {
-        "apiVersion": "inference.networking.k8s.io/v1",
-        "kind": "InferencePool",
-        "metadata": {"name": "weft", "namespace": "weft"},
-        "spec": {
-            "selector": {"matchLabels": {"app.kubernetes.io/name": "weft-rest"}},
-            "targetPorts": [{"number": 8000}],
-            "endpointPickerRef": {"name": "weft-picker", "port": {"number": 9002}},
-        },
-    }
-    answer = api.apply(pool, dry_run=True)
-    assert answer.is_success, answer.text
-    spec = copy.deepcopy(pool["spec"])
-    assert isinstance(spec, dict)
-    spec["targetPorts"] = []
-    assert api.apply({**pool, "spec": spec}, dry_run=True).is_error

@@ -86,8 +86,8 @@ def test_each_value_that_switches_is_its_component(tmp_path: Path) -> None:
     print(f"seed {seed}")
     draw = random.Random(seed)
     drawn = [tuple(draw.choice(choice.options) for choice in chart.CHOICES) for _ in range(8)]
-    everything = tuple(choice.options[-1] for choice in chart.CHOICES)
-    for variant in {*chart.variants(), everything, *map(chart.valid, drawn)}:
+    drawn.append(tuple(choice.options[-1] for choice in chart.CHOICES))
+    for variant in {*chart.variants(), *map(chart.valid, drawn)}:
         expected = by_identity(of_variant(tmp_path, variant))
         assert by_identity(template(tmp_path, chart.values_of(variant))) == expected, variant
 
@@ -148,11 +148,47 @@ def test_values_are_what_users_expect(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("helm")
+def test_a_planner_keeps_the_bounds_of_the_values(tmp_path: Path) -> None:
+    values = {
+        "disaggregated": {"enabled": True},
+        "scaling": {"by": "keda"},
+        "prefill": {"replicas": {"min": 1, "max": 3}},
+        "decode": {"replicas": {"min": 4, "max": 9}},
+        "model": {"name": "big"},
+    }
+    objects = template(tmp_path, values)
+    planner = Workload(named(objects, "Deployment", "weft-planner"))
+    flags = planner.flags(objects)
+    assert {"--least-prefill=1", "--least-decode=4", "--budget=12"} <= set(flags)
+    decode = named(objects, "ScaledObject", "weft-decode")["spec"]
+    assert (decode["minReplicaCount"], decode["maxReplicaCount"]) == (4, 9)
+    objects = template(tmp_path, {**values, "scaling": {"by": "metric"}})
+    (metric,) = named(objects, "HorizontalPodAutoscaler", "weft-prefill")["spec"]["metrics"]
+    assert metric["external"]["metric"]["selector"]["matchLabels"]["model"] == "big"
+    text = helm(
+        "template", "any", chart.CHART, *RELEASE, "--namespace", "elsewhere",
+        "-f", tmp_path / "values.json", "--set", "scaling.by=keda",
+    )  # fmt: skip
+    assert "weft-planner.elsewhere.svc:50061" in text
+    assert "weft-planner.weft" not in text
+
+
+@pytest.mark.needs("helm")
 def test_names_that_the_chart_has_not_are_refused(tmp_path: Path) -> None:
     for values, name in (
         ({"decode": {"replica": 3}}, "replica"),
         ({"kvstore": {"replicas": 2}}, "replicas"),
         ({"disaggregated": {"enabled": "yes"}}, "enabled"),
+        ({"scaling": {"by": "hope"}}, "scaling"),
+        ({"scaling": {"by": "keda"}}, "a planner needs disaggregated.enabled"),
+        (
+            {
+                "scaling": {"by": "planner"},
+                "disaggregated": {"enabled": True},
+                "hosts": {"enabled": True},
+            },
+            "a planner would take workers of several hosts",
+        ),
     ):
         (tmp_path / "values.json").write_text(json.dumps(values))
         command = [HELM, "template", "any", chart.CHART, *RELEASE, "-f", tmp_path / "values.json"]

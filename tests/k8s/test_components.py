@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -325,3 +326,51 @@ def test_hosts_reach_one_another_and_nobody_else(tmp_path: Path) -> None:
         if workload.name == "weft-gateway":
             continue
         assert reached(policies[0]["ingress"], "from", workload.labels) == set()
+
+
+# A pool for gateways with the inference extension.
+
+
+def test_the_pools_endpoints_are_the_edges(tmp_path: Path) -> None:
+    objects = mesh(tmp_path, "inference-pool")
+    rest = Workload(named(objects, "Deployment", "weft-rest"))
+    pool = named(objects, "InferencePool", "weft")["spec"]
+    assert selects(pool["selector"], rest.labels)
+    assert [one["number"] for one in pool["targetPorts"]] == [rest.ports["https"]]
+    picker = pool["endpointPickerRef"]
+    service = named(objects, "Service", picker["name"])["spec"]
+    assert selects({"matchLabels": service["selector"]}, rest.labels)
+    (port,) = service["ports"]
+    assert port["port"] == picker["port"]["number"]
+    flags = dict(flag[2:].split("=", 1) for flag in rest.flags(objects))
+    assert flags["picker-listen"] == f"0.0.0.0:{rest.ports[port['targetPort']]}"
+    # A name with all edges' addresses, as the pool has them.
+    host, _, number = flags["picker-endpoints"].partition(":")
+    edges = named(objects, "Service", host)["spec"]
+    assert edges["clusterIP"] == "None"
+    assert selects({"matchLabels": edges["selector"]}, rest.labels)
+    assert int(number) == rest.ports["https"]
+    (policy,) = [
+        item["spec"]
+        for item in of_kind(objects, "NetworkPolicy")
+        if item["metadata"]["name"] == "weft-rest"
+    ]
+    incoming = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert incoming == {rest.ports["https"], rest.ports["picker"]}
+    assert rest.ports["https"] in {
+        port["port"]
+        for rule in policy["egress"]
+        if any(selects(peer["podSelector"], rest.labels) for peer in rule["to"])
+        for port in rule["ports"]
+    }
+
+
+def test_an_edge_that_picks_knows_its_flags(tmp_path: Path, rest_binary: Path) -> None:
+    """Wrong flags end it with status 2; here it gets as far as the certificate, which is away."""
+    objects = mesh(tmp_path, "inference-pool")
+    flags = Workload(named(objects, "Deployment", "weft-rest")).flags(objects)
+    done = subprocess.run(
+        [str(rest_binary), *flags], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "/etc/weft/tls/tls.crt" in done.stderr
