@@ -160,6 +160,15 @@ def test_cached_prefixes_are_those_of_the_same_clips(model: Model) -> None:
             model.check(prompt, tokens)
 
 
+@pytest.mark.full
+def test_ranks_divide_the_language_model_and_the_clips(model: Model) -> None:
+    """Each has the whole tower, and encodes some of a step's clips."""
+    prompts = [model.prompt([model.clip() for _ in range(count)]) for count in (1, 3)]
+    with engine(model, tp=2) as llm:
+        for prompt, tokens in zip(prompts, run(llm, *prompts), strict=True):
+            model.check(prompt, tokens)
+
+
 @pytest.mark.parametrize("has_tower", [True, False])
 def test_a_prefill_worker_fills_pages_of_clips(model: Model, has_tower: bool) -> None:
     """The owner computes the rest, also where the last page ends within a clip."""
