@@ -20,6 +20,9 @@ EAGLE_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaF
 them.
 """
 
+SPECULATORS_FIELD = "speculators_model_type"
+"""Field of a config.json in the layout of the library speculators, which names the kind of head."""
+
 HeadKind = Literal["eagle", "eagle3", "mtp"]
 """EAGLE-1 and EAGLE-2 heads are alike; they differ only in how trees are drafted. mtp: a head that
 the target's own checkpoint contains.
@@ -28,6 +31,11 @@ the target's own checkpoint contains.
 
 def kind_of(fields: Fields) -> HeadKind:
     """Kind of draft head that a `config.json` describes."""
+    kind = fields.get(SPECULATORS_FIELD)
+    if kind == "eagle3":
+        return "eagle3"
+    if kind is not None:
+        raise fields.error(SPECULATORS_FIELD, f"{kind!r} is not supported, only eagle3")
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     # The authors of EAGLE-3 wrote the name of an ordinary model, and their new field.
@@ -38,7 +46,7 @@ def kind_of(fields: Fields) -> HeadKind:
     raise fields.error(
         "architectures",
         f"{name!r} is no draft head that is supported; {ARCHITECTURE} is, and for EAGLE-1 and "
-        f"EAGLE-2 {', '.join(EAGLE_ARCHITECTURES)} (files in the layout of speculators are not)",
+        f"EAGLE-2 {', '.join(EAGLE_ARCHITECTURES)}; in speculators' layout EAGLE-3",
     )
 
 

@@ -7,13 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.draft_config import ARCHITECTURE, HeadConfig, kind_of, read_layer
+from weft.checkpoint.draft_config import (
+    ARCHITECTURE,
+    SPECULATORS_FIELD,
+    HeadConfig,
+    kind_of,
+    read_layer,
+)
 from weft.checkpoint.eagle_config import EagleConfig, head_kind
 from weft.checkpoint.fields import Fields, read_json_file
 from weft.contract.errors import ModelError
 
 NUM_AUX_LAYERS = 3
 _AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
+_LAYER_FIELD = "transformer_layer_config"
+_OF_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+"""What transformers takes for fields that a Llama's file lacks; speculators writes no others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +42,8 @@ class Eagle3Config(HeadConfig):
     target_hidden_size: int
     aux_layers: tuple[int, ...]
     """Layers of the target whose input the head reads; empty: `default_aux_layers`."""
+    norms_first: bool = False
+    """Whether the layer's residual is the normed state (`norm_before_residual`)."""
 
     @classmethod
     def load(cls, draft_dir: Path) -> Eagle3Config:
@@ -32,12 +51,16 @@ class Eagle3Config(HeadConfig):
         fields = Fields(read_json_file(draft_dir / "config.json"), str(draft_dir))
         if kind_of(fields) != "eagle3":
             raise fields.error("architectures", f"not those of EAGLE-3, such as {ARCHITECTURE}")
-        layer = read_layer(fields)
+        if fields.flag("norm_before_fc", False):
+            problem = "heads that norm the target's states first are not supported"
+            raise fields.error("norm_before_fc", problem)
+        layer = read_layer(_layer_fields(fields))
         config = cls(
             **layer,
             draft_vocab_size=fields.positive("draft_vocab_size"),
             target_hidden_size=fields.positive("target_hidden_size", layer["hidden_size"]),
             aux_layers=_aux_layers(fields),
+            norms_first=fields.flag("norm_before_residual", False),
         )
         if config.draft_vocab_size > config.vocab_size:
             problem = f"{config.draft_vocab_size} of a vocabulary of {config.vocab_size}"
@@ -61,7 +84,10 @@ class Eagle3Config(HeadConfig):
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of everything that changes drafts and their KV."""
-        return json.dumps(self.values(), sort_keys=True, separators=(",", ":")).encode()
+        values = self.values()
+        if not self.norms_first:
+            del values["norms_first"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def load_head_config(draft_dir: Path) -> EagleConfig | Eagle3Config:
@@ -75,6 +101,19 @@ def load_head_config(draft_dir: Path) -> EagleConfig | Eagle3Config:
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Layers of a target whose hidden states a head reads if its file does not say."""
     return (2, num_layers // 2, num_layers - 3)
+
+
+def _layer_fields(fields: Fields) -> Fields:
+    """The fields of the head's one layer, which speculators' layout has in an object of their
+    own.
+    """
+    if SPECULATORS_FIELD not in fields:
+        return fields
+    section = fields.section(_LAYER_FIELD)
+    own = section.replaced(**{k: v for k, v in _OF_LLAMA.items() if k not in section})
+    if own.get("model_type") != "llama":
+        raise fields.error(_LAYER_FIELD, f"layers of {own.get('model_type')!r} are not supported")
+    return own
 
 
 def _aux_layers(fields: Fields) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-torch": ("llama", {"num_hidden_layers": 7}, {}),
     "llama-tied": ("llama", {"num_hidden_layers": 3, "tie_word_embeddings": True}, {}),
     "llama-own": ("llama", {"num_hidden_layers": 5}, {"shares": False}),
+    "llama-normed": ("llama", {"num_hidden_layers": 4}, {"norm_before_residual": True}),
+    "llama-normed-torch": ("llama", {"num_hidden_layers": 4}, {"norm_before_residual": True}),
     "llama-published": ("llama", {"num_hidden_layers": 4}, {"lm_head": True}),
     "qwen3": (
         "qwen3",

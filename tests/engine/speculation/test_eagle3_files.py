@@ -43,6 +43,7 @@ def target(target_dir: Path) -> DecoderOnlyLM:
         {"eagle_aux_hidden_state_layer_ids": list(default_aux_layers(6))},
         {"target_hidden_size": 72},
         {"architectures": ["LlamaForCausalLM"]},
+        {"speculators": True, "layer": "layers.0"},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ],
 )
@@ -127,6 +128,9 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLMEagle"]}, "architectures.*not those of EAGLE-3"),
     ({"architectures": ["Qwen2ForCausalLM"]}, "architectures.*'Qwen2ForCausalLM'.*EAGLE-1"),
     ({"architectures": ["Eagle3Speculator"]}, "architectures.*'Eagle3Speculator'.*speculators"),
+    ({"speculators_model_type": "eagle"}, "speculators_model_type.*'eagle'"),
+    ({"speculators_model_type": "eagle3"}, "num_hidden_layers.*one layer"),
+    ({"norm_before_fc": True}, "norm_before_fc"),
     ({"architectures": None}, "architectures"),
     ({"num_hidden_layers": 2}, "num_hidden_layers.*one layer"),
     ({"draft_vocab_size": None}, "draft_vocab_size"),

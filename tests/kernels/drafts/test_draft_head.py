@@ -66,6 +66,7 @@ def make_head(geometry: Geometry, dtype: torch.dtype) -> DraftHeadWeight:
         cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1).float(),
         num_heads=heads,
         eps=1e-5,
+        norms_first=bool(torch.rand(()) < 0.5),
     )
 
 

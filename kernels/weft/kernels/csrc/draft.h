@@ -15,6 +15,7 @@ typedef struct {
   const float *cos_sin; /* [max_positions, dim] */
   int64_t vocab, hidden, max_positions, heads;
   float eps, scale;
+  int32_t norms_first; /* the normed state, not the state itself, is the layer's residual */
 } DraftHead;
 
 /* A step of the target. */
@@ -218,8 +219,11 @@ static void chain_step(const DraftHead *head, const DraftChain *c, long step, co
   const Target to_state = {state, state, is_bf16};
 
   Rows mine = rows_of(me, rows);
-  for (long r = mine.first; r < mine.last; r++)
-    join_row(head, is_bf16, joined + 2 * r * n * size, c->token_ids[at + r], state + r * n * size);
+  for (long r = mine.first; r < mine.last; r++) {
+    char *row = joined + 2 * r * n * size;
+    join_row(head, is_bf16, row, c->token_ids[at + r], state + r * n * size);
+    if (head->norms_first) memcpy(state + r * n * size, row + n * size, (size_t)(n * size));
+  }
   wait_for_all(me);
   plain_product(head->qkv, joined, rows, (Target){qkv, NULL, is_bf16}, d, DRAFT_QKV, me);
   wait_for_all(me);

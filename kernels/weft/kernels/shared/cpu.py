@@ -223,6 +223,7 @@ class DraftHeadStruct(ctypes.Structure):
         ("cos_sin", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("vocab", "hidden", "max_positions", "heads")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
+        ("norms_first", ctypes.c_int32),
     )
 
 

@@ -191,6 +191,7 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
         cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
         num_heads=config.num_heads // names.base.shard.size,
         eps=config.rms_norm_eps,
+        norms_first=config.norms_first,
         peers=target.model.peers,
     )
 

@@ -94,7 +94,10 @@ def draft_turn(
         The head's states [T, H], and its logits [T, draft vocabulary] float32.
     """
     lora = rows.lora
-    qkv = linear(_join(w, token_ids, state), w.qkv, lora=addition_to(lora, "qkv", 0))
+    joined = _join(w, token_ids, state)
+    qkv = linear(joined, w.qkv, lora=addition_to(lora, "qkv", 0))
+    if w.norms_first:
+        state = joined[:, w.hidden_size :].contiguous()
     spec = AttentionSpec(
         w.num_heads, pool.shape[1], head_dim(pool), w.scale, first_position=FIRST_POSITION
     )

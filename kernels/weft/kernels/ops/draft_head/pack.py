@@ -30,6 +30,7 @@ def pack_draft_head(
     cos_sin: torch.Tensor,
     num_heads: int,
     eps: float,
+    norms_first: bool = False,
     peers: Peers | None = None,
 ) -> DraftHeadWeight:
     """Packs a head's parameters, as `DraftHeadWeight` describes them; shapes must fit together.
@@ -50,7 +51,7 @@ def pack_draft_head(
             *(part.address for part in products),
             *(table.data_ptr() for table in tables),
             *(vocab, hidden, positions, num_heads),
-            *(eps, 1 / math.sqrt(dim)),
+            *(eps, 1 / math.sqrt(dim), norms_first),
         )
     return DraftHeadWeight(
         fc=fc,
@@ -70,6 +71,7 @@ def pack_draft_head(
         num_heads=num_heads,
         eps=eps,
         native=native,
+        norms_first=norms_first,
         peers=peers,
     )
 

@@ -57,6 +57,10 @@ class DraftHeadWeight:
     """Epsilon of all norms."""
     native: cpu.DraftHeadStruct | None
     """The head as native operations read it; None if some part is not in native form."""
+    norms_first: bool = False
+    """Whether the layer's residual is the normed state rather than the state itself, as in heads of
+    the library speculators.
+    """
     peers: Peers | None = None
     """Ranks that hold the other shares of the layer's heads and MLP; None: this process has all of
     it.

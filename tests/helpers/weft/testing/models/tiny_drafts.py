@@ -31,6 +31,7 @@ def make_tiny_draft(
     lm_head: bool = False,
     prefix: str = "",
     layer: str = "midlayer",
+    speculators: bool = False,
     **overrides: Any,
 ) -> Path:
     """Writes a head for a target's directory.
@@ -43,6 +44,7 @@ def make_tiny_draft(
         lm_head: The file has an LM head, unlike the target's, even if it shares the embedding.
         prefix: Before the names, such as `model.`.
         layer: What the one layer is called.
+        speculators: config.json is as the library speculators writes it.
         **overrides: Fields of config.json.
 
     Returns:
@@ -54,7 +56,8 @@ def make_tiny_draft(
     values = zip(names, (*sizes, of_target.vocab_size), strict=True)
     config = tiny_draft_config(dict(values), **overrides)
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config, indent=1))
+    written = as_speculators(config) if speculators else config
+    (path / "config.json").write_text(json.dumps(written, indent=1))
     tensors = tiny_draft_tensors(config, seed, shares=shares, lm_head=lm_head or not shares)
     renamed = {}
     for name, tensor in tensors.items():
@@ -63,6 +66,26 @@ def make_tiny_draft(
         renamed[inner if is_top else prefix + inner] = tensor
     save_file(renamed, path / "model.safetensors")
     return path
+
+
+def as_speculators(config: dict[str, Any]) -> dict[str, Any]:
+    """A head's config.json in the layout of the library speculators."""
+    own = {"architectures", "draft_vocab_size", "norm_before_residual", "target_hidden_size"}
+    own |= {"eagle_aux_hidden_state_layer_ids", "torch_dtype"}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    return {
+        **{name: value for name, value in config.items() if name in own},
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "transformer_layer_config": {k: v for k, v in config.items() if k not in own},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
+        },
+    }
 
 
 def make_draft_adapter(
@@ -357,7 +380,9 @@ class NaiveHead:
         return x + self._w[f"{self._layer}.mlp.down_proj.weight"] @ inner
 
     def _residual(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Output of the layer at the last position, before it is added to the residual stream."""
+        """What the layer's output at the last position is added to."""
+        if self.config.get("norm_before_residual"):
+            return self._norm(states[-1], f"{self._layer}.hidden_norm")
         return states[-1]
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
