@@ -11,6 +11,9 @@ from weft.checkpoint.fp8_config import compressed_group
 from weft.checkpoint.module_names import names_in
 
 _ALGORITHM, _FORMAT = "NVFP4", "nvfp4-pack-quantized"
+_MIXED = "MIXED_PRECISION"
+_OF_LAYERS = (_ALGORITHM, "FP8")
+"""What modules of a mixed recipe may have; which one, their tensors show."""
 _METHODS = ("modelopt", "modelopt_fp4")
 _GROUP = 16
 
@@ -18,7 +21,7 @@ _GROUP = 16
 def is_nvfp4(section: Fields, method: str) -> bool:
     """Whether a `quantization_config` is about NVFP4."""
     if method in _METHODS:
-        return section.text("quant_algo", "") == _ALGORITHM
+        return section.text("quant_algo", "") in (_ALGORITHM, _MIXED)
     return method == "compressed-tensors" and section.text("format", "") == _FORMAT
 
 
@@ -30,6 +33,12 @@ def read_nvfp4(section: Fields, method: str) -> tuple[str, ...] | str:
         group = section.get("group_size")
         if group not in (None, _GROUP):
             return f"group_size {group!r} is not supported ({_GROUP} is)"
+        layers = section.section("quantized_layers")
+        for name in layers:
+            algorithm = layers.section(name).get("quant_algo")
+            if algorithm not in _OF_LAYERS:
+                known = " and ".join(_OF_LAYERS)
+                return f"quantized_layers.{name}: {algorithm!r} is not supported ({known} are)"
         names = (*names_in(section, "exclude_modules"), *names_in(section, "ignore"))
         return tuple(f"re:{fnmatch.translate(name)}" for name in names)
     scheme = compressed_group(section)

@@ -71,3 +71,36 @@ def test_loaded_weights_take_four_and_a_half_bits(tmp_path: Path) -> None:
     assert loaded.weight_format == "nvfp4"
     # Beside the factor of each row, in float32.
     assert 4.5 / 8 <= loaded.bytes_per_weight <= 4.5 / 8 + 4 / 512
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_products_of_a_mixed_recipe_may_be_in_fp8(kind: str, tmp_path: Path) -> None:
+    source = make_tiny(kind, tmp_path / "model", random.randrange(10**6), **SIZES)
+    paths = nvfp4_models(source, "modelopt")
+    packed, floats = (load_file(path / "model.safetensors") for path in paths)
+    layers = {}
+    for name in [name for name in floats if name.endswith("_proj.weight")]:
+        module = name.removesuffix(".weight")
+        layers[module] = {"quant_algo": "NVFP4", "group_size": 16}
+        if "self_attn" not in name:
+            continue
+        scale, layers[module] = torch.rand(()) / 100, {"quant_algo": "FP8"}
+        numbers = (floats[name] / scale).clamp(-400, 400).to(torch.float8_e4m3fn)
+        floats[name] = numbers.float() * scale
+        packed |= {name: numbers, f"{module}.weight_scale": scale}
+        del packed[f"{module}.weight_scale_2"]
+    config = CONFIGS["modelopt"] | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    mixed = copy_of_model(source, tmp_path / "mixed", packed, {"quantization_config": config})
+    wide = copy_of_model(source, tmp_path / "wide", floats, {})
+    prompt = [random.randrange(3, 500) for _ in range(33)]
+    found, expected = (
+        PagedDriver(load_model(path, "float32").model, 16).step([(PagedRequest(), prompt)])
+        for path in (mixed, wide)
+    )
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+    assert load_model(mixed, "float32").weight_format == "nvfp4 + float32"
+    first = next(iter(layers))
+    layers[first] = {"quant_algo": "W4A8_AWQ"}
+    copy_of_model(source, tmp_path / "other", packed, {"quantization_config": config})
+    with pytest.raises(ModelError, match=f"quantized_layers.{first}: 'W4A8_AWQ'"):
+        load_model(tmp_path / "other")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from weft.checkpoint.quantization import Quantization
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
-from weft.engine.model.weights.schemes.base import QuantisedScheme, check_scales, one_scale
+from weft.engine.model.weights.schemes.base import (
+    Matrix,
+    QuantisedScheme,
+    check_scales,
+    listing,
+    one_scale,
+)
+from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear.spec import PackableMatrix
 from weft.kernels.shared.formats.fp8 import FP8
 from weft.kernels.shared.formats.int_groups import (
     NVFP4_GROUP,
@@ -26,10 +35,24 @@ class Nvfp4Scheme(QuantisedScheme):
 
     compressed-tensors has `weight_packed`, uint8 [rows, columns / 2], `weight_scale`, [rows,
     columns / 16], and `weight_global_scale`, by which those are divided; ModelOpt has `weight`,
-    `weight_scale` and the factor `weight_scale_2`. Scales of inputs are not used.
+    `weight_scale` and the factor `weight_scale_2`. Scales of inputs are not used. In ModelOpt's
+    mixed recipes some products are in FP8, with a scale for each projection.
     """
 
-    def matrix(self, spec: LinearSpec, weights: Weights) -> PackableMatrix:
+    def __init__(self, quantization: Quantization) -> None:
+        super().__init__(quantization)
+        fp8 = replace(quantization, format="fp8", scales="tensors", has_input_scale=True)
+        self._fp8 = Fp8Scheme(fp8)
+
+    def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
+        in_fp8 = [name for name in spec.modules if weights.dtype_of(f"{name}.weight") == FP8]
+        if in_fp8 and len(in_fp8) < len(spec.modules):
+            raise ModelError(
+                f"{listing(spec, weights)} are one product, of which only {', '.join(in_fp8)} are "
+                "in FP8"
+            )
+        if in_fp8:
+            return self._fp8.matrix(spec, weights)
         for name in spec.modules:
             for scale in _OF_INPUTS:
                 if weights.has(f"{name}.{scale}"):
@@ -51,7 +74,7 @@ class Nvfp4Scheme(QuantisedScheme):
             return False
         found = weights.dtype_of(f"{name}.weight")
         if found is not None:
-            return found != torch.uint8
+            return found not in (torch.uint8, FP8)
         return self.quantization.ignores(weights.full_name(name))
 
     def _part(self, part: TensorSlice, spec: LinearSpec, weights: Weights) -> IntGroups:
