@@ -18,6 +18,7 @@ from weft.testing.models.tiny_vision import make_vision
 
 FEW, MANY, MOST_GROWTH = 100, 10_000, 16 << 20
 CLIENTS = 6
+SAMPLES, BETWEEN = 8, 10
 BOUNDS = "--trace-buffer-spans 100"
 """Spans are kept for operators, up to a number that this test would not reach soon."""
 
@@ -55,6 +56,19 @@ def memory_of(mesh: LocalMesh) -> dict[str, int]:
     return found
 
 
+async def least_memory_of(mesh: LocalMesh, count: int) -> dict[str, int]:
+    """After about so many images the least of some looks: what lies in memory for moments, such as
+    bodies that wait for a busy process, differs by more than what is kept.
+    """
+    await ask(mesh, count - SAMPLES * BETWEEN)
+    found = list[dict[str, int]]()
+    for _ in range(SAMPLES):
+        await ask(mesh, BETWEEN)
+        found.append(memory_of(mesh))
+    assert len({frozenset(one) for one in found}) == 1, "a process has ended"
+    return {name: min(one[name] for one in found) for name in found[0]}
+
+
 @pytest.mark.full
 @pytest.mark.needs("go")
 @pytest.mark.timeout(3600)
@@ -71,10 +85,8 @@ async def test_ten_thousand_images_take_as_much_memory_as_a_hundred(
     try:
         mesh.wait_ready()
         mesh.wait_healthy()
-        await ask(mesh, FEW)
-        before = memory_of(mesh)
-        await ask(mesh, MANY - FEW)
-        after = memory_of(mesh)
+        before = await least_memory_of(mesh, FEW)
+        after = await least_memory_of(mesh, MANY - FEW)
         print({name: (before[name] >> 20, after[name] >> 20) for name in before})
         assert set(after) == set(before), "a process has ended"
         for name, num_bytes in before.items():
