@@ -21,7 +21,10 @@ pytestmark = [
 ]
 
 
-async def test_two_hundred_faults_among_images_leave_every_invariant_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_tower", [True, False], ids=["towers", "owners without towers"])
+async def test_two_hundred_faults_among_images_leave_every_invariant_whole(
+    tmp_path: Path, has_tower: bool
+) -> None:
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
     plan = ChaosPlan(
@@ -36,6 +39,9 @@ async def test_two_hundred_faults_among_images_leave_every_invariant_whole(tmp_p
     )
     folder = make_vision("smolvlm", tmp_path / "seeing", seed)
     settings = for_tests(mesh_settings(tmp_path / "state", is_tiny=False, gateways=2))
+    if not has_tower:
+        args = f"{settings.decode_args} --language-model-only"
+        settings = settings.model_copy(update={"decode_args": args})
     result = await run_chaos(plan, settings, folder, folder.name, print)
     assert result.num_happened >= 200
     assert result.load.outcomes["ok"] > 0
