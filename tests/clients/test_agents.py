@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import secrets
 import subprocess
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from weft.common.settings import list_text
 from weft.testing.clients.recording_proxy import Call, recording_proxy
 from weft.testing.meshes.local_mesh import LocalMesh
-from weft.testing.models.scripted_model import Act, make_scripted
+from weft.testing.models.scripted_model import COLOURS, LOOK, Act, make_scripted, seen
 
 SCRIPTS = Path(__file__).parent / "agents"
 CONTEXT = 131_072
@@ -121,6 +123,42 @@ def stage(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterat
     assert mesh.stop() == 0, mesh.text
 
 
+def claude_looks(picture: Path) -> str:
+    return call("Read", file_path=str(picture))
+
+
+def codex_looks(picture: Path) -> str:
+    return call("view_image", path=str(picture))
+
+
+LOOKS = {"claude": claude_looks, "codex": codex_looks}
+"""Calls of tools that show the model a picture. The other agents send none to a model of whose kind
+they know nothing.
+"""
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[Stage]:
+    """A mesh with a model that looks, and for each agent a screenshot of one colour, which is the
+    secret.
+    """
+    folder, colour = tmp_path_factory.mktemp("gallery"), random.choice(list(COLOURS))
+    acts = list[Act]()
+    for agent in AGENTS:
+        if agent.command in LOOKS:
+            (place := folder / agent.command).mkdir()
+            picture = place / "screenshot.png"
+            Image.new("RGB", (320, 200), COLOURS[colour]).save(picture)
+            turns = (f"I take a look.\n{LOOKS[agent.command](picture)}", LOOK)
+            acts.append(Act(agent.command, turns, "<image>"))
+    model = make_scripted(folder / "seeing", acts, CONTEXT, looks=True)
+    flags = ["--prefill", "0", "--kv-memory-bytes", str(256 << 20)]
+    mesh = LocalMesh(folder, *flags, "--model", list_text([str(model)]), "--model-name", model.name)
+    mesh.wait_ready()
+    yield Stage(mesh, folder, colour)
+    assert mesh.stop() == 0, mesh.text
+
+
 def run(
     agent: Agent,
     stage: Stage,
@@ -184,3 +222,15 @@ def test_an_agent_ends_and_says_so_where_its_prompt_does_not_fit(
     refused = [one for one in calls if one.body.get("tools")]
     assert {one.status for one in refused} == {400}, done.stdout
     assert len(refused) <= 8, done.stdout
+
+
+@pytest.mark.parametrize(
+    "agent", [one for one in AGENTS if one.command in LOOKS], ids=lambda agent: agent.command
+)
+def test_an_agent_looks_at_a_screenshot(agent: Agent, gallery: Stage, tmp_path: Path) -> None:
+    """A tool reads a file, and its result is an image, whose colour the model says."""
+    task = f"[{agent.command}] Begin."
+    done, calls = run(agent, gallery, tmp_path, "seeing", num_commands=1, TASK=task)
+    assert done.returncode == 0, done.stdout
+    assert seen(gallery.secret) in done.stdout
+    assert {one.status for one in calls} == {200}, calls

@@ -4,6 +4,9 @@ Its chat template decides which text is due and ends the prompt with a token of 
 text is a chain of tokens that occur nowhere else, and the head's row of each is the embedding of
 the one before: the model needs no attention to continue. Everything around the weights is real:
 the tokenizer is the demo model's, so prompts have as many tokens as with other models.
+
+One that looks at images has a tower in SmolVLM's form, which makes rows of the colours of patches.
+One token's attention reads them, and the colour decides what it writes.
 """
 
 from __future__ import annotations
@@ -21,9 +24,19 @@ from safetensors.numpy import save_file
 from weft.checkpoint.demo import DEMO_NAME
 from weft.checkpoint.resolve import resolve_model
 
+SEEING_DEMO = Path(__file__).parents[5] / "models" / "smollm2-135m-images"
 _HIDDEN, _HEAD_DIM, _INNER = 256, 64, 64
 _PIECE = 5
 """Bytes of most tokens of a text."""
+_TOWER, _TOWER_SIDE, _PATCH, _SQUARE = 48, 256, 16, 2
+_KEY, _ASK, _SEEN, _TOLD = _HIDDEN, _HIDDEN + 1, _HIDDEN + 2, _HIDDEN + 5
+"""Elements behind the signs of a model that looks: of rows of images, of the token that looks, of
+the three colours in a row, and of those that attention has found.
+"""
+_MORE = 64
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+LOOK = "<look>"
+"""A turn that says the colour of the images so far: `seen`."""
 END, BY_THE_WAY, UNSEEN = "<|im_end|>", "A small task.", "I have not seen the word."
 
 
@@ -43,15 +56,31 @@ class Act:
     word: str = ""
 
 
-def make_scripted(folder: Path, acts: Sequence[Act], max_context_tokens: int) -> Path:
+def seen(colour: str) -> str:
+    """What a model that looks says of an image of one of `COLOURS`."""
+    return f"The window is {colour}."
+
+
+def make_scripted(
+    folder: Path, acts: Sequence[Act], max_context_tokens: int, *, looks: bool = False
+) -> Path:
     """Writes a model directory; returns `folder`.
 
     A conversation without tools, or without the name of an act, is answered with `BY_THE_WAY`.
+    With `looks` it takes images, which have one colour each.
     """
-    texts = {f"{act.name}-{turn}": text for act in acts for turn, text in enumerate(act.turns)}
+    texts = {
+        f"{act.name}-{turn}": text
+        for act in acts
+        for turn, text in enumerate(act.turns)
+        if text != LOOK
+    }
     texts |= {"by-the-way": BY_THE_WAY, "unseen": UNSEEN}
+    if looks:
+        texts |= {"look": "", **{f"seen-{colour}": seen(colour) for colour in COLOURS}}
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = json.loads((resolve_model(DEMO_NAME) / "tokenizer.json").read_text())
+    source = resolve_model(str(SEEING_DEMO) if looks else DEMO_NAME)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
     chains = _add_chains(tokenizer, texts)
     size = max(max(chain) for chain in chains) + 1
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -61,8 +90,16 @@ def make_scripted(folder: Path, acts: Sequence[Act], max_context_tokens: int) ->
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     end_token = tokenizer["model"]["vocab"][END]
     config = _config(size, end_token, max_context_tokens)
+    tensors = _weights(size, end_token, [chain for chain in chains if len(chain) > 1])
+    if looks:
+        of_text = dict(zip(texts, chains, strict=True))
+        told = [of_text[f"seen-{colour}"][1] for colour in COLOURS]
+        tensors = _looking(tensors, of_text["look"][0], told)
+        config = _seeing_config(config, tokenizer["model"]["vocab"]["<image>"])
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            (folder / name).write_text((source / name).read_text())
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(size, end_token, chains), folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -168,6 +205,83 @@ def _weights(
     }
 
 
+def _seeing_config(config: dict[str, Any], image_id: int) -> dict[str, Any]:
+    vision = {
+        "hidden_size": _TOWER,
+        "image_size": _TOWER_SIDE,
+        "intermediate_size": _TOWER,
+        "model_type": "smolvlm_vision",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "patch_size": _PATCH,
+    }
+    return {
+        "architectures": ["SmolVLMForConditionalGeneration"],
+        "image_token_id": image_id,
+        "model_type": "smolvlm",
+        "scale_factor": _SQUARE,
+        "text_config": config | {"hidden_size": _HIDDEN + _MORE},
+        "tie_word_embeddings": False,
+        "vision_config": vision,
+    }
+
+
+def _looking(
+    tensors: Mapping[str, NDArray[np.float32]], look: int, told: Sequence[int]
+) -> dict[str, NDArray[np.float32]]:
+    """Adds what finds colours in images: for the token `look` alone, attention goes to rows of
+    images, and what it finds there decides which of the tokens `told` follows.
+    """
+
+    def wider(name: str, tensor: NDArray[np.float32]) -> NDArray[np.float32]:
+        axis = 0 if "o_proj" in name or "down_proj" in name else tensor.ndim - 1
+        widths = [(0, _MORE if at == axis else 0) for at in range(tensor.ndim)]
+        return np.pad(tensor, widths, constant_values=1 if tensor.ndim == 1 else 0)
+
+    made = {name: wider(name, tensor) for name, tensor in tensors.items()}
+    made["model.embed_tokens.weight"][look, _ASK] = 16
+    layer = "model.layers.0.self_attn"
+    # The pair of elements that positions turn least.
+    made[f"{layer}.q_proj.weight"][_HEAD_DIM // 2 - 1, _ASK] = 8
+    made[f"{layer}.k_proj.weight"][_HEAD_DIM // 2 - 1, _KEY] = 8
+    for number, token in enumerate(told):
+        made[f"{layer}.v_proj.weight"][number, _SEEN + number] = 1
+        made[f"{layer}.o_proj.weight"][_TOLD + number, number] = 20
+        made["lm_head.weight"][token] = 0
+        made["lm_head.weight"][token, _TOLD : _TOLD + len(told)] = -1
+        made["lm_head.weight"][token, _TOLD + number] = 1
+    return made | _tower()
+
+
+def _tower() -> dict[str, NDArray[np.float32]]:
+    """Makes of each patch its colours and their opposites, whose mean is 0, so that norms keep
+    them.
+    """
+    size, side = _TOWER, _PATCH
+    patches = np.zeros((size, 3, side, side), np.float32)
+    for row in range(size):
+        patches[row, row % 3] = (1 if row % 6 < 3 else -1) / side**2
+    projection = np.zeros((_HIDDEN + _MORE, size * _SQUARE**2), np.float32)
+    projection[_KEY, :3] = -4
+    projection[_SEEN : _SEEN + 3, :3] = np.eye(3)
+    square, zeros, ones = np.zeros((size, size), "f4"), np.zeros(size, "f4"), np.ones(size, "f4")
+    tower, layer = "model.vision_model", "model.vision_model.encoder.layers.0"
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
+    made = {
+        "model.connector.modality_projection.proj.weight": projection,
+        f"{tower}.embeddings.patch_embedding.weight": patches,
+        f"{tower}.embeddings.patch_embedding.bias": zeros,
+        f"{tower}.embeddings.position_embedding.weight": np.zeros(
+            ((_TOWER_SIDE // side) ** 2, size), np.float32
+        ),
+    }
+    for part in (*parts, "mlp.fc1", "mlp.fc2"):
+        made |= {f"{layer}.{part}.weight": square.copy(), f"{layer}.{part}.bias": zeros.copy()}
+    for norm in (f"{layer}.layer_norm1", f"{layer}.layer_norm2", f"{tower}.post_layernorm"):
+        made |= {f"{norm}.weight": ones.copy(), f"{norm}.bias": zeros.copy()}
+    return made
+
+
 def start_token(name: str) -> str:
     return f"<|text-{name}|>"
 
@@ -175,12 +289,18 @@ def start_token(name: str) -> str:
 def chat_template(acts: Sequence[Act]) -> str:
     """ChatML with Qwen's tool calls, and the token behind which the due text comes."""
     finds = "".join(
-        f"{{%- if '[{act.name}]' in m.content %}}{{%- set ns.act = {index} %}}"
+        f"{{%- if '[{act.name}]' in ns.text %}}{{%- set ns.act = {index} %}}"
         f"{{%- set ns.turn = 0 %}}{{%- endif %}}\n"
         for index, act in enumerate(acts)
     )
     table = [
-        [act.word, [start_token(f"{act.name}-{turn}") for turn in range(len(act.turns))]]
+        [
+            act.word,
+            [
+                start_token("look" if text == LOOK else f"{act.name}-{turn}")
+                for turn, text in enumerate(act.turns)
+            ],
+        ]
         for act in acts
     ]
     parts = {"ACTS": json.dumps(table), "FIND": finds, "UNSEEN": start_token("unseen")}
@@ -192,7 +312,7 @@ def chat_template(acts: Sequence[Act]) -> str:
 
 _TEMPLATE = """\
 {%- set acts = %ACTS% %}
-{%- set ns = namespace(act=-1, turn=0, results='') %}
+{%- set ns = namespace(act=-1, turn=0, results='', text='') %}
 {%- if tools %}
 <|im_start|>system
 You may call these functions, each call as a JSON object within <tool_call></tool_call>:
@@ -202,8 +322,12 @@ You may call these functions, each call as a JSON object within <tool_call></too
 {%- endfor %}<|im_end|>
 {% endif %}
 {%- for m in messages %}
+{%- set ns.text = m.content if m.content is string else '' %}
+{%- for part in (m.content if m.content is not string else []) or [] %}
+{%- set ns.text = ns.text + ('<image>' if part.type == 'image' else part.text) %}
+{%- endfor %}
 <|im_start|>{{ m.role }}
-{{ m.content or '' }}
+{{ ns.text }}
 {%- for call in m.tool_calls or [] %}
 
 <tool_call>
@@ -215,7 +339,7 @@ You may call these functions, each call as a JSON object within <tool_call></too
 {%- elif m.role == 'assistant' %}
 {%- set ns.turn = ns.turn + 1 %}
 {%- elif m.role == 'tool' %}
-{%- set ns.results = ns.results + m.content %}
+{%- set ns.results = ns.results + ns.text %}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
