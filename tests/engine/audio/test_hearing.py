@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
 from weft.contract.errors import InvalidRequest
 from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
@@ -20,88 +17,27 @@ from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
-from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_hearing import (
     MELS,
     POSITIONS,
-    audio_token_id,
-    hearing_logits,
-    make_hearing,
+    Clip,
+    HearingModel,
+    Prompt,
+    load_hearing,
     rows_of,
+    text,
 )
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 FRAMES = 2 * POSITIONS
-NEAR_TIE = 3e-5
-"""An encoder adds its roundings to those of the language model."""
 STOP = StopCriteria(max_tokens=10, ignore_eos=True)
 
 
-class Clip(NamedTuple):
-    """A window of a clip."""
-
-    media: Media
-    whole: torch.Tensor
-    """[mels, frames] of all of the window."""
-    num_frames: int
-    """Those of the clip."""
-    num_rows: int
-
-
-class Prompt(NamedTuple):
-    ids: list[int]
-    spans: list[MediaSpan]
-    clips: list[Clip]
-
-
-class Model(NamedTuple):
-    kind: str
-    folder: Path
-    reference: Any
-
-    def clip(self) -> Clip:
-        """One whose length is not a window's, where the model knows lengths."""
-        mel = np.random.default_rng(random.randrange(1 << 30)).normal(0, 0.7, (MELS, FRAMES))
-        data, frames, own = mel.astype("<f4"), FRAMES, FRAMES
-        if self.kind == "qwen2_audio":
-            own = random.randint(3, FRAMES)
-            frames = min(FRAMES, 2 * ((own + 1) // 2) + 1)
-        rows = POSITIONS // 4 if self.kind == "voxtral" else (((own + 1) // 2) - 2) // 2 + 1
-        media = Media.of("audio", "test", (MELS, frames, 4), data[:, :frames].tobytes())
-        return Clip(media, torch.from_numpy(data), own, rows)
-
-    def prompt(self, clips: list[Clip], begin: list[int] | None = None) -> Prompt:
-        """Text, the clips with text between some of them, text."""
-        ids, spans = list(begin or text()), list[MediaSpan]()
-        for one in clips:
-            span = MediaSpan(position=len(ids), length=one.num_rows, digest=one.media.digest)
-            spans.append(span)
-            ids += [audio_token_id(self.kind)] * one.num_rows
-            if random.random() < 0.7:
-                ids += text()
-        return Prompt([*ids, *text()], spans, clips)
-
-    def check(self, prompt: Prompt, tokens: list[int]) -> None:
-        """Each token is the reference's choice, where float32 can tell."""
-        assert len(tokens) == STOP.max_tokens
-        clips = prompt.clips
-        mels, frames = [one.whole for one in clips], [one.num_frames for one in clips]
-        rows = rows_of(self.reference, prompt.ids, mels, frames)
-        logits = hearing_logits(self.reference, prompt.ids, rows, tokens)
-        check_choices(logits, tokens, NEAR_TIE)
-
-
 @pytest.fixture(scope="module", params=["voxtral", "qwen2_audio"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    kind = request.param
-    folder = make_hearing(kind, tmp_path_factory.mktemp("hears") / kind, random.randrange(1 << 30))
-    found = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
-    return Model(kind, folder, found.eval())
-
-
-def text(most: int = 24) -> list[int]:
-    return [random.randrange(3, 256) for _ in range(random.randint(1, most))]
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HearingModel:
+    kind: str = request.param
+    return load_hearing(kind, tmp_path_factory.mktemp("hears") / kind, random.randrange(1 << 30))
 
 
 def run(llm: LLM, *prompts: Prompt) -> list[list[int]]:
@@ -112,7 +48,7 @@ def run(llm: LLM, *prompts: Prompt) -> list[list[int]]:
     return [sample.token_ids for sample in found]
 
 
-def engine(model: Model, **settings: Any) -> LLM:
+def engine(model: HearingModel, **settings: Any) -> LLM:
     return LLM(model.folder, dtype="float32", num_pages=200, **settings)
 
 
@@ -123,7 +59,7 @@ def tensors_of(clips: Sequence[Clip]) -> list[torch.Tensor]:
     ]
 
 
-def test_rows_are_those_of_transformers(model: Model) -> None:
+def test_rows_are_those_of_transformers(model: HearingModel) -> None:
     """Together, and bit by bit the same alone."""
     encoder = load_model(model.folder, "float32", images=True).encoder
     assert encoder is not None
@@ -140,7 +76,7 @@ def test_rows_are_those_of_transformers(model: Model) -> None:
 
 
 @pytest.mark.parametrize("chunk", [256, 16])
-def test_tokens_are_those_of_transformers(model: Model, chunk: int) -> None:
+def test_tokens_are_those_of_transformers(model: HearingModel, chunk: int) -> None:
     """In a batch, with chunks that hold whole prompts, or end inside of clips."""
     prompts = [model.prompt([model.clip() for _ in range(count)]) for count in (1, 2, 3)]
     with engine(model, prefill_chunk_tokens=chunk) as llm:
@@ -148,7 +84,7 @@ def test_tokens_are_those_of_transformers(model: Model, chunk: int) -> None:
             model.check(prompt, tokens)
 
 
-def test_cached_prefixes_are_those_of_the_same_clips(model: Model) -> None:
+def test_cached_prefixes_are_those_of_the_same_clips(model: HearingModel) -> None:
     """A clip is found again, up to a page inside of it; another one in its place is not."""
     begin, first, second = text(), model.clip(), model.clip()
     while second.num_rows != first.num_rows:
@@ -161,7 +97,7 @@ def test_cached_prefixes_are_those_of_the_same_clips(model: Model) -> None:
 
 
 @pytest.mark.full
-def test_ranks_divide_the_language_model_and_the_clips(model: Model) -> None:
+def test_ranks_divide_the_language_model_and_the_clips(model: HearingModel) -> None:
     """Each has the whole tower, and encodes some of a step's clips."""
     prompts = [model.prompt([model.clip() for _ in range(count)]) for count in (1, 3)]
     with engine(model, tp=2) as llm:
@@ -170,7 +106,7 @@ def test_ranks_divide_the_language_model_and_the_clips(model: Model) -> None:
 
 
 @pytest.mark.parametrize("has_tower", [True, False])
-def test_a_prefill_worker_fills_pages_of_clips(model: Model, has_tower: bool) -> None:
+def test_a_prefill_worker_fills_pages_of_clips(model: HearingModel, has_tower: bool) -> None:
     """The owner computes the rest, also where the last page ends within a clip."""
     clock = ManualClock()
     owner = make_engine(model.folder, "decode", clock, language_model_only=not has_tower)
@@ -197,7 +133,7 @@ def test_a_prefill_worker_fills_pages_of_clips(model: Model, has_tower: bool) ->
         pair.close()
 
 
-def test_clips_of_another_form_are_refused(model: Model) -> None:
+def test_clips_of_another_form_are_refused(model: HearingModel) -> None:
     with engine(model) as llm:
         for shape in (
             (MELS + 1, FRAMES, 4),

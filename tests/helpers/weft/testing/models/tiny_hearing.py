@@ -5,11 +5,15 @@ transformers.
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from weft.contract.spans import Media, MediaSpan
+from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_vision import randomise, write_marked_tokenizer
 
 VOCAB_SIZE = 421
@@ -55,7 +59,7 @@ _TEMPLATES = {
 }
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 72,
+    "hidden_size": 128,
     "intermediate_size": 104,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -187,3 +191,76 @@ def hearing_logits(
     hidden = model.model.language_model(inputs_embeds=embedded).last_hidden_state
     logits: torch.Tensor = model.lm_head(hidden)[0, len(prompt) - 1 : -1]
     return logits
+
+
+def text(most: int = 24) -> list[int]:
+    """Tokens of some text."""
+    return [random.randrange(3, 256) for _ in range(random.randint(1, most))]
+
+
+class Clip(NamedTuple):
+    """A window of a clip."""
+
+    media: Media
+    whole: torch.Tensor
+    """[mels, frames] of all of the window."""
+    num_frames: int
+    """Those of the clip."""
+    num_rows: int
+
+
+class Prompt(NamedTuple):
+    """Tokens with clips among them."""
+
+    ids: list[int]
+    spans: list[MediaSpan]
+    clips: list[Clip]
+
+
+class HearingModel(NamedTuple):
+    """A model's folder, and transformers' model of it in float32."""
+
+    kind: str
+    folder: Path
+    reference: Any
+
+    def clip(self) -> Clip:
+        """One whose length is not a window's, where the model knows lengths."""
+        mel = np.random.default_rng(random.randrange(1 << 30)).normal(0, 0.7, (MELS, 2 * POSITIONS))
+        data, frames, own = mel.astype("<f4"), 2 * POSITIONS, 2 * POSITIONS
+        if self.kind == "qwen2_audio":
+            own = random.randint(3, 2 * POSITIONS)
+            frames = min(2 * POSITIONS, 2 * ((own + 1) // 2) + 1)
+        rows = POSITIONS // 4 if self.kind == "voxtral" else (((own + 1) // 2) - 2) // 2 + 1
+        media = Media.of("audio", "test", (MELS, frames, 4), data[:, :frames].tobytes())
+        return Clip(media, torch.from_numpy(data), own, rows)
+
+    def prompt(self, clips: list[Clip], begin: list[int] | None = None) -> Prompt:
+        """Text, the clips with text between some of them, text."""
+        ids, spans = list(begin or text()), list[MediaSpan]()
+        for one in clips:
+            span = MediaSpan(position=len(ids), length=one.num_rows, digest=one.media.digest)
+            spans.append(span)
+            ids += [audio_token_id(self.kind)] * one.num_rows
+            if random.random() < 0.7:
+                ids += text()
+        return Prompt([*ids, *text()], spans, clips)
+
+    def check(self, prompt: Prompt, tokens: list[int], near_tie: float = 3e-5) -> None:
+        """Each token is the reference's choice, where float32 can tell: an encoder adds its
+        roundings to those of the language model.
+        """
+        clips = prompt.clips
+        mels, frames = [one.whole for one in clips], [one.num_frames for one in clips]
+        rows = rows_of(self.reference, prompt.ids, mels, frames)
+        logits = hearing_logits(self.reference, prompt.ids, rows, tokens)
+        check_choices(logits, tokens, near_tie)
+
+
+def load_hearing(kind: str, folder: Path, seed: int) -> HearingModel:
+    """Makes a model in `folder`."""
+    import transformers
+
+    make_hearing(kind, folder, seed)
+    found = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    return HearingModel(kind, folder, found.eval())
