@@ -6,6 +6,7 @@
 It writes layers of Llama 3.1 8B's shape in bfloat16 to a temporary folder, reads the files so that
 they are in the page cache, and takes in turns, each in a process of its own: Weft's loader as a
 first start (which computes the files' digests), as a later one and with nothing in the page cache,
+from a peer (another process that has the model, whose packed weights are copied over NIXL),
 safetensors, and fastsafetensors where it is installed. All keep what they load; Weft's time
 includes the packing of products for the device. Once it takes what the machine can do: reads by one
 thread and by eight, also from disk, writes of new files, copies from pinned memory to the device,
@@ -21,8 +22,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from pathlib import Path
 
@@ -30,6 +32,8 @@ import torch
 from harness import Harness, Run, spread, timed
 from safetensors.torch import load_file, save_file
 from weft.checkpoint.hub import HubName, pull
+from weft.contract.weights import WeightOffer
+from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
 from weft.engine.model.loader import load_model
 from weft.kernels.shared.cpu import native_cpu
 from weft.kernels.shared.memory import huge_zeros
@@ -170,6 +174,47 @@ def load_first(folder: Path, device: str) -> None:
     load_model(folder, "bfloat16", device)
 
 
+def offer_weights(folder: Path, device: str) -> None:
+    """Loads the model, prints its `WeightOffer`, and keeps it until nobody writes to this process
+    any more.
+    """
+    loaded = load_model(folder, "bfloat16", device)
+    offered = OfferedWeights(0)
+    offer = WeightOffer(
+        model_digest=loaded.digest,
+        start_digest=loaded.packed.origin.digest,
+        files=loaded.packed.origin.files,
+        version="",
+        ranks=[offered.offer(loaded.packed, loaded.digest)],
+    )
+    print(offer.to_json(), flush=True)
+    sys.stdin.read()
+    offered.withdraw()
+
+
+def load_from_peer(folder: Path, device: str) -> None:
+    """Weft's loader, of another process's packed weights."""
+    offer = WeightOffer.of_json(Path(os.environ[OFFER]).read_text())
+    loaded = load_model(folder, "bfloat16", device, peer=PeerWeights(offer, 0))
+    assert loaded.is_from_peer, "the log says why the files were read"
+
+
+@contextmanager
+def peer_of(folder: Path, device: str, at: Path) -> Iterator[dict[str, str]]:
+    """Another process that has the model; what tells of it in the environment."""
+    command = [sys.executable, __file__, PEER, str(folder), device]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as source:
+        assert source.stdin is not None
+        assert source.stdout is not None
+        offer = at / "offer.json"
+        offer.write_text(source.stdout.readline())
+        try:
+            yield {OFFER: str(offer)}
+        finally:
+            source.stdin.close()
+
+
 def load_with_safetensors(folder: Path, device: str) -> None:
     """safetensors, without any packing."""
     kept = [load_file(path, device) for path in weight_paths(folder)]
@@ -200,14 +245,17 @@ LOADERS: dict[str, Callable[[Path, str], None]] = {
     "weft, first start": load_first,
     "weft": load_with_weft,
     "weft, from disk": load_with_weft,
+    "weft, from a peer": load_from_peer,
     "safetensors": load_with_safetensors,
     "fastsafetensors": load_with_fastsafetensors,
 }
 WAYS = RATES | LOADERS
 CHANGING = ("write, 1 thread", "weft, first start")
 """Ways that change the checkpoint's folder, which is therefore never one that the user names."""
-ONE = "one"
-"""Word before a way that is to be timed in this process."""
+ONE, PEER = "one", "peer"
+"""Words before a way that is to be timed in this process, and before a model to be offered."""
+OFFER = "WEFT_BENCH_OFFER"
+"""Variable that names the file of an offer."""
 FROM_DISK = ", from disk"
 """Ends the names of ways before which the page cache forgets the files."""
 
@@ -222,8 +270,11 @@ def seconds_of(way: str, folder: Path, device: str) -> float:
             mirror.commit(_REPOSITORY)  # Computes the files' hashes.
         if way.endswith(FROM_DISK):
             forget(folder)
-        environment = {**os.environ, **hub}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        is_copied = WAYS[way] is load_from_peer
+        peer = peer_of(folder, device, Path(cache)) if is_copied else nullcontext({})
+        with peer as told:
+            environment = {**os.environ, **hub, **told}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{way}: {done.stderr[-2000:]}")
     return float(done.stdout.split()[-1])
@@ -287,5 +338,8 @@ def loading(run: Run) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == [ONE]:
         print(time_one(sys.argv[2], Path(sys.argv[3]), sys.argv[4]))
+        sys.exit(0)
+    if sys.argv[1:2] == [PEER]:
+        offer_weights(Path(sys.argv[2]), sys.argv[3])
         sys.exit(0)
     sys.exit(harness.main())

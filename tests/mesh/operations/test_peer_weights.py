@@ -11,7 +11,7 @@ import pytest
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.secure_mesh import SecureMesh
 from weft.testing.meshes.tiny_mesh import Greedy
-from weft.v1 import weights_pb2, worker_pb2_grpc
+from weft.v1 import weights_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
@@ -35,6 +35,14 @@ def test_a_worker_that_starts_again_copies_its_weights(tmp_path: Path, rest_bina
             return mesh.complete(prompt, NUM_NEW) == expected
 
         wait_until(answers, 60)
+
+        def phases() -> set[str]:
+            info = worker_pb2.GetInfoRequest()
+            stub = worker_pb2_grpc.WorkerServiceStub
+            return set(mesh.call("cli", "decode-0", stub, "GetInfo", info).start_seconds)
+
+        copied = {"starting the engine", "copying the model from a worker", "opening the ports"}
+        assert copied <= phases()
         # Another worker's weights are an update, here to the same.
         refit = ("refit", "decode-0", "--from", "prefill-0", "--state-dir", str(mesh.state))
         done = mesh.weft(*refit, "--version", "again")

@@ -26,7 +26,7 @@ from weft.gateway.app import GatewayApp
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_tokenizers import write_model_dir
 from weft.testing.services.processes import listening_ports
-from weft.v1 import mesh_pb2, mesh_pb2_grpc
+from weft.v1 import mesh_pb2, mesh_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 INFO = EngineInfo(
     epoch=7,
@@ -282,6 +282,14 @@ async def test_a_worker_tells_how_far_its_start_is(worker: Host, tmp_path: Path)
         engine.is_loaded.set()
         found = await member(lambda one: not one.HasField("start"))
         assert "serves model" in found.problem  # The gateway has another one.
+    seconds: dict[str, float] = {}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as own, asyncio.timeout(60):
+        while not seconds:
+            info = worker_pb2_grpc.WorkerServiceStub(own).GetInfo(worker_pb2.GetInfoRequest())
+            seconds = dict((await info).start_seconds)
+    assert seconds.keys() == {
+        *("starting the engine", "measuring memory", "capturing graphs", "opening the ports"),
+    }
     await gateway.stop()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -292,6 +292,6 @@ INFO = Codec(
         *("incoming", "outgoing"),
         # Only the server has these.
         *("worker_id", "role", "model", "server_pid", "kvstores", "advertised_address"),
-        *("admin_port", "host", "ranks"),
+        *("admin_port", "host", "ranks", "start_seconds"),
     ),
 )

@@ -121,6 +121,26 @@ class GetInfoResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class StartSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -150,6 +170,7 @@ class GetInfoResponse(_message.Message):
     ADMIN_PORT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    START_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___WorkerRole.ValueType
@@ -211,6 +232,10 @@ class GetInfoResponse(_message.Message):
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlacement]: ...
+    @_builtins.property
+    def start_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds that each phase of its start took, by their names; empty until it is ready."""
+
     def __init__(
         self,
         *,
@@ -243,10 +268,11 @@ class GetInfoResponse(_message.Message):
         admin_port: _builtins.int = ...,
         host: _builtins.str = ...,
         ranks: _abc.Iterable[Global___RankPlacement] | None = ...,
+        start_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "lacks_encoder", b"lacks_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "lacks_encoder", b"lacks_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "start_seconds", b"start_seconds", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

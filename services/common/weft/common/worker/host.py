@@ -138,6 +138,7 @@ class WorkerHost:
         async with self._starting:
             self._engine.configure(await self._with_weights(self._config))
             info = await self._engine.wait_ready()
+        self._starting.take(0, 0, "opening the ports")
         info = replace(info, notices=[*info.notices, *notes_of(self._placements)])
         self._kv_feed = KvFeed(self._worker_id, info.epoch)
         for notice in info.notices:
@@ -316,6 +317,8 @@ class WorkerHost:
 
     async def _tell_ready(self, front: WorkerServer) -> None:
         server, info = front.server, front.info
+        seconds = {what: round(spent, 2) for what, spent in self._starting.phases().items()}
+        front.servicer.start_seconds = seconds
         await server.set_serving(True)
         server.write_ready_file(
             engine_pid=info.engine_pid,
@@ -329,6 +332,7 @@ class WorkerHost:
                 "address": server.address,
                 "worker_id": self._worker_id,
                 "epoch": f"{info.epoch:016x}",
+                "start_seconds": seconds,
             },
         )
 

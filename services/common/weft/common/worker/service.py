@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -215,6 +215,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._ranks = told(placements)
         self._model_digest = b""
         """Of weights that have replaced those of the start; empty: none have."""
+        self.start_seconds: Mapping[str, float] = {}
+        """Of each phase of the start, once it has ended."""
         self._is_draining = False
         self._is_ending = False
 
@@ -252,6 +254,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             admin_port=self._admin_port(),
             host=socket.gethostname(),
             ranks=self._ranks,
+            start_seconds=self.start_seconds,
         )
         if self._adapters is not None and info.max_loras:
             response.adapters.max_rank = info.max_lora_rank

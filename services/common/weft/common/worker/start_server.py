@@ -29,13 +29,26 @@ class StartServer:
         self._settings = settings
         self._identity = identity
         self._worker_id = worker_id
-        self._began_s = time.monotonic()
+        self._began_s = self._phase_began_s = time.monotonic()
+        self._seconds: dict[str, float] = {}
         self._phase, self._done, self._total = "starting the engine", 0, 0
         self._server: grpc.aio.Server | None = None
 
     def take(self, done: int, total: int, what: str) -> None:
         """Notes the progress of a phase; total 0: not known."""
+        if what != self._phase:
+            self._end_phase()
         self._phase, self._done, self._total = what, done, total
+
+    def phases(self) -> dict[str, float]:
+        """Ends the start; returns the seconds of each of its phases, in their order."""
+        self._end_phase()
+        return self._seconds
+
+    def _end_phase(self) -> None:
+        now = time.monotonic()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._phase_began_s
+        self._phase_began_s = now
 
     async def __aenter__(self) -> StartServer:
         """Begins to listen.
