@@ -6,6 +6,7 @@ template asks for the component; where values.yaml has a setting, a template tak
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -156,11 +157,16 @@ def _objects(kustomize: Path, folder: Path) -> dict[str, Any]:
     )
     if done.returncode != 0:
         raise RuntimeError(f"kustomize cannot build {folder}:\n{done.stderr}")
-    objects = {}
-    for item in yaml.load_all(done.stdout, yaml.CSafeLoader):
-        item["metadata"].pop("namespace", None)
-        objects[f"{item['kind']}/{item['metadata']['name']}"] = item
-    return objects
+    items = [_object(text) for text in done.stdout.split("\n---\n")]
+    return {f"{item['kind']}/{item['metadata']['name']}": item for item in items}
+
+
+@functools.cache
+def _object(text: str) -> dict[str, Any]:
+    """Most objects are the same in most variants, and are read once."""
+    item: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)
+    item["metadata"].pop("namespace", None)
+    return item
 
 
 # What several variants have in common, and what they have not.
@@ -588,8 +594,8 @@ def gpu_values(kustomize: Path) -> dict[str, Any]:
         RuntimeError: The overlay changes what no value can.
     """
     with_store = (True, *(choice.options[0] for choice in CHOICES[1:]))
-    ours = _render(kustomize, with_store)
-    theirs = _objects(kustomize, K8S / "overlays" / "gpu")
+    ours = copy.deepcopy(_render(kustomize, with_store))
+    theirs = copy.deepcopy(_objects(kustomize, K8S / "overlays" / "gpu"))
     values = values_of(with_store)
     images = set()
     for name, item in ours.items():

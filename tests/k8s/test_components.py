@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,16 @@ pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(900)]
 SCALED = ("keda", "metric", "planner")
 
 
-def mesh(folder: Path, *components: str) -> tuple[Object, ...]:
-    chart.overlay(folder, components, "weft")
-    return render_folder(folder)
+@functools.cache
+def mesh(*components: str) -> tuple[Object, ...]:
+    """The base with components; tests only read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        chart.overlay(Path(folder), components, "weft")
+        return render_folder(Path(folder))
 
 
-def planned(folder: Path, *more: str) -> tuple[Object, ...]:
-    return mesh(folder, "disaggregated", "planner", *more)
+def planned(*more: str) -> tuple[Object, ...]:
+    return mesh("disaggregated", "planner", *more)
 
 
 def planner_settings(objects: tuple[Object, ...]) -> PlannerSettings:
@@ -56,8 +61,8 @@ def targets_of(objects: tuple[Object, ...]) -> dict[str, tuple[str, str]]:
     }
 
 
-def test_a_planner_asks_all_gateways_at_their_operators_port(tmp_path: Path) -> None:
-    objects = planned(tmp_path)
+def test_a_planner_asks_all_gateways_at_their_operators_port() -> None:
+    objects = planned()
     settings = planner_settings(objects)
     planner = Workload(named(objects, "Deployment", "weft-planner"))
     gateway = Workload(named(objects, "Deployment", "weft-gateway"))
@@ -82,8 +87,8 @@ def test_a_planner_asks_all_gateways_at_their_operators_port(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("by", SCALED)
-def test_one_owner_has_the_numbers_of_workers(tmp_path: Path, by: str) -> None:
-    objects = planned(tmp_path, f"scale-by-{by}")
+def test_one_owner_has_the_numbers_of_workers(by: str) -> None:
+    objects = planned(f"scale-by-{by}")
     owners = targets_of(objects)
     workers = {"weft-decode", "weft-prefill"}
     settings = planner_settings(objects)
@@ -101,7 +106,7 @@ def test_one_owner_has_the_numbers_of_workers(tmp_path: Path, by: str) -> None:
             assert "replicas" not in item["spec"], "two owners of one number"
     # What the planner may want is what the autoscalers let through.
     least, most = 0, 0
-    for item in of_kind(planned(tmp_path), "HorizontalPodAutoscaler"):
+    for item in of_kind(planned(), "HorizontalPodAutoscaler"):
         if item["metadata"]["name"] in workers:
             least += item["spec"]["minReplicas"]
             most += item["spec"]["maxReplicas"]
@@ -109,8 +114,8 @@ def test_one_owner_has_the_numbers_of_workers(tmp_path: Path, by: str) -> None:
     assert settings.budget == most
 
 
-def test_keda_asks_the_planner_for_each_role(tmp_path: Path) -> None:
-    objects = planned(tmp_path, "scale-by-keda")
+def test_keda_asks_the_planner_for_each_role() -> None:
+    objects = planned("scale-by-keda")
     settings = planner_settings(objects)
     scaled = {item["metadata"]["name"]: item["spec"] for item in of_kind(objects, "ScaledObject")}
     assert scaled.keys() == {"weft-decode", "weft-prefill"}
@@ -147,8 +152,8 @@ def test_keda_asks_the_planner_for_each_role(tmp_path: Path) -> None:
     assert [one["port"] for one in rule["ports"]] == [settings.port]
 
 
-def test_autoscalers_read_the_planners_metric(tmp_path: Path) -> None:
-    objects = planned(tmp_path, "scale-by-metric")
+def test_autoscalers_read_the_planners_metric() -> None:
+    objects = planned("scale-by-metric")
     model = named(objects, "ConfigMap", "weft-mesh")["data"]["model-name"]
     for role in ("decode", "prefill"):
         (metric,) = named(objects, "HorizontalPodAutoscaler", f"weft-{role}")["spec"]["metrics"]
@@ -161,8 +166,8 @@ def test_autoscalers_read_the_planners_metric(tmp_path: Path) -> None:
         assert external["target"] == {"type": "AverageValue", "averageValue": "1"}
 
 
-def test_a_planner_that_acts_may_scale_its_workers_and_nothing_else(tmp_path: Path) -> None:
-    objects = planned(tmp_path, "scale-by-planner")
+def test_a_planner_that_acts_may_scale_its_workers_and_nothing_else() -> None:
+    objects = planned("scale-by-planner")
     rules = named(objects, "Role", "weft-planner")["rules"]
     assert rules == [
         {
@@ -182,7 +187,7 @@ def test_a_planner_that_acts_may_scale_its_workers_and_nothing_else(tmp_path: Pa
     (subject,) = named(objects, "RoleBinding", "weft-planner")["subjects"]
     assert (subject["name"], subject["namespace"]) == ("weft-planner", "weft")
     for by in ("keda", "metric"):
-        pod = Workload(named(planned(tmp_path, f"scale-by-{by}"), "Deployment", "weft-planner")).pod
+        pod = Workload(named(planned(f"scale-by-{by}"), "Deployment", "weft-planner")).pod
         assert pod["automountServiceAccountToken"] is False
 
 
@@ -235,8 +240,8 @@ def as_started(template: Object, rank: int, size: int) -> Object:
     }
 
 
-def test_hosts_know_their_number_and_where_the_first_one_is(tmp_path: Path) -> None:
-    objects = mesh(tmp_path, "hosts")
+def test_hosts_know_their_number_and_where_the_first_one_is() -> None:
+    objects = mesh("hosts")
     item, hosts = group(objects)
     size = item["spec"]["leaderWorkerTemplate"]["size"]
     settings = []
@@ -262,8 +267,8 @@ def test_hosts_know_their_number_and_where_the_first_one_is(tmp_path: Path) -> N
     assert item["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
 
 
-def test_gateways_see_the_first_hosts(tmp_path: Path) -> None:
-    objects = mesh(tmp_path, "hosts")
+def test_gateways_see_the_first_hosts() -> None:
+    objects = mesh("hosts")
     item, (first, other) = group(objects)
     index = "leaderworkerset.sigs.k8s.io/worker-index"
     service = named(objects, "Service", "weft-decode-leaders")["spec"]
@@ -281,8 +286,8 @@ def test_gateways_see_the_first_hosts(tmp_path: Path) -> None:
     assert not {"livenessProbe", "readinessProbe", "startupProbe", "ports"} & other.container.keys()
 
 
-def test_other_hosts_stay_until_the_first_one_has_drained(tmp_path: Path) -> None:
-    objects = mesh(tmp_path, "hosts")
+def test_other_hosts_stay_until_the_first_one_has_drained() -> None:
+    objects = mesh("hosts")
     _, (first, other) = group(objects)
     flags = [one for one in first.container["args"] if one.startswith("--drain-grace-s=")]
     waits = [host.container["lifecycle"]["preStop"]["sleep"]["seconds"] for host in (first, other)]
@@ -294,8 +299,8 @@ def test_other_hosts_stay_until_the_first_one_has_drained(tmp_path: Path) -> Non
     assert all(selects(budget["selector"], host.labels) for host in (first, other))
 
 
-def test_hosts_reach_one_another_and_nobody_else(tmp_path: Path) -> None:
-    objects = mesh(tmp_path, "hosts")
+def test_hosts_reach_one_another_and_nobody_else() -> None:
+    objects = mesh("hosts")
     _, (first, other) = group(objects)
     policies = [
         item["spec"]
@@ -331,8 +336,8 @@ def test_hosts_reach_one_another_and_nobody_else(tmp_path: Path) -> None:
 # A pool for gateways with the inference extension.
 
 
-def test_the_pools_endpoints_are_the_edges(tmp_path: Path) -> None:
-    objects = mesh(tmp_path, "inference-pool")
+def test_the_pools_endpoints_are_the_edges() -> None:
+    objects = mesh("inference-pool")
     rest = Workload(named(objects, "Deployment", "weft-rest"))
     pool = named(objects, "InferencePool", "weft")["spec"]
     assert selects(pool["selector"], rest.labels)
@@ -365,9 +370,9 @@ def test_the_pools_endpoints_are_the_edges(tmp_path: Path) -> None:
     }
 
 
-def test_an_edge_that_picks_knows_its_flags(tmp_path: Path, rest_binary: Path) -> None:
+def test_an_edge_that_picks_knows_its_flags(rest_binary: Path) -> None:
     """Wrong flags end it with status 2; here it gets as far as the certificate, which is away."""
-    objects = mesh(tmp_path, "inference-pool")
+    objects = mesh("inference-pool")
     flags = Workload(named(objects, "Deployment", "weft-rest")).flags(objects)
     done = subprocess.run(
         [str(rest_binary), *flags], capture_output=True, text=True, timeout=60, check=False
