@@ -105,7 +105,7 @@ class TimeTokens:
     """Whisper's rules for tokens that say times (arXiv 2212.04356, section 2.3): a sample begins
     with one, texts are between pairs of them, times never decrease, and one is drawn where all of
     them together are likelier than any other token. The token before the first one, which asks for
-    none, is never drawn.
+    none, is never drawn. Log-probabilities are of what these rules and `logit_bias` leave.
     """
 
     first: int = field(metadata=wire(low=1, param="time_tokens"))

@@ -18,7 +18,6 @@ from google.api.httpbody_pb2 import HttpBody
 from transformers import WhisperFeatureExtractor
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import InvalidRequest, WeftError
-from weft.contract.spans import Media
 from weft.testing.models.tiny_speech import (
     CONTEXT_TOKENS,
     NUM_ROWS,
@@ -54,7 +53,7 @@ class Speech:
         self.submits: list[tuple[decode_pb2.Submit, list[int]]] = []
 
     def __call__(self, submit: decode_pb2.Submit, prompt: list[int]) -> Script:
-        if prompt[NUM_ROWS:] == [START]:
+        if not submit.sampling.HasField("time_tokens"):
             return Script(tokens=[[NO_SPEECH]])
         self.submits.append((submit, prompt))
         return Script(tokens=[[*self.clips.pop(0), END]], logprob=self.logprob)
@@ -95,10 +94,16 @@ async def refusal(mesh: Harness, method: str = "Transcriptions", **fields: Any) 
     return from_rpc_error(caught.value)
 
 
-def media_of(samples: np.ndarray) -> Media:
+def clips_of(samples: np.ndarray, *starts: int) -> list[np.ndarray]:
+    """The clips of transformers' spectrogram of the whole file that begin at some samples."""
     extract = WhisperFeatureExtractor(feature_size=80, chunk_length=2)
-    mel = extract(samples, sampling_rate=RATE, return_tensors="np").input_features[0]
-    return Media.of("audio", "whisper-log-mel-1", (*mel.shape, 4), mel.astype("<f4").tobytes())
+    options: dict[str, Any] = {"truncation": False, "padding": "longest"}
+    mel = extract(samples, sampling_rate=RATE, return_tensors="np", **options).input_features[0]
+    found = []
+    for start in starts:
+        part = mel[:, start // 160 :][:, : NUM_SAMPLES // 160]
+        found.append(np.pad(part, ((0, 0), (0, NUM_SAMPLES // 160 - part.shape[1]))))
+    return found
 
 
 async def test_a_clip_begins_where_the_last_whole_segment_has_ended(tmp_path: Path) -> None:
@@ -113,9 +118,9 @@ async def test_a_clip_begins_where_the_last_whole_segment_has_ended(tmp_path: Pa
     assert found["duration"] == pytest.approx(3.0)
     assert [(one["start"], one["end"]) for one in found["segments"]] == [(0.0, 1.0), (1.0, 3.0)]
     assert found["segments"][0]["avg_logprob"] == pytest.approx(-0.25, abs=0.01)
-    for one, start in zip(media, (0, RATE), strict=True):
-        wanted = np.frombuffer(media_of(SAMPLES[start : start + NUM_SAMPLES]).data, "<f4")
-        np.testing.assert_allclose(np.frombuffer(one.data, "<f4"), wanted, atol=1e-4)
+    for one, wanted in zip(media, clips_of(SAMPLES, 0, RATE), strict=True):
+        found = np.frombuffer(one.data, "<f4").reshape(wanted.shape)
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
     (first, begin), (_, after) = speech.submits
     task = [START, IDS["<|en|>"], IDS["<|transcribe|>"]]
     before = [IDS["<|startofprev|>"], *words(" Names: Weft")]

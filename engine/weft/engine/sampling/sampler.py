@@ -375,13 +375,17 @@ class Sampler:
             for r, edits in edited:
                 edits.apply(rows[r])
             tokens = self._sample(logits, slots, positions)
+            for _, edits in edited:
+                if edits.times is None:
+                    edits.take_back()
+            logprobs = self._logprobs(logits, slots, tokens)
         finally:
             for _, edits in edited:
                 edits.take_back()
         for r, edits in edited:
             if tokens[r] >= 0:
                 edits.add_output(int(tokens[r]))
-        return SampledRows(tokens, self._logprobs(logits, slots, tokens))
+        return SampledRows(tokens, logprobs)
 
     def _logprobs(
         self, logits: torch.Tensor, slots: Int64Array, tokens: Int64Array

@@ -1,7 +1,10 @@
-"""Turns audio files into samples, and parts of these into media, in the media processes."""
+"""Turns audio files into spectrograms in the media processes, and parts of these into media."""
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 from weft.checkpoint.audio_config import FLOAT_BYTES, AudioConfig
 from weft.contract.spans import Media
 from weft.gateway.media.pool import MediaPool
@@ -10,18 +13,31 @@ from weft.gateway.settings import GatewaySettings
 from weft.gateway.validate import invalid
 
 
-class Samples:
-    """A file's samples, 16,000 a second."""
+class Spectrogram:
+    """A file's log-mel spectrogram, whose range the file's loudest frame bounds.
 
-    def __init__(self, data: bytes | bytearray) -> None:
-        self._data = memoryview(data)
+    Args:
+        data: [num_mels, frames], little-endian float32.
+        num_samples: Samples of the file, 16,000 a second.
+    """
 
-    def __len__(self) -> int:
-        return len(self._data) // FLOAT_BYTES
+    def __init__(
+        self, data: bytes | bytearray, processor: str, num_mels: int, num_samples: int
+    ) -> None:
+        self._mel = np.frombuffer(data, "<f4").reshape(num_mels, -1)
+        self._processor = processor
+        self.num_samples = num_samples
 
-    def part(self, start: int, end: int) -> bytes:
-        """Some of them, as little-endian float32."""
-        return bytes(self._data[start * FLOAT_BYTES : end * FLOAT_BYTES])
+    @property
+    def num_frames(self) -> int:
+        return self._mel.shape[1]
+
+    def clip(self, first: int, num_frames: int) -> Media:
+        """The frames from `first` on. Zeros follow the file's last one, as in OpenAI's program."""
+        clip = np.zeros((len(self._mel), num_frames), "<f4")
+        part = self._mel[:, first : first + num_frames]
+        clip[:, : part.shape[1]] = part
+        return Media.of("audio", self._processor, (*clip.shape, FLOAT_BYTES), clip.tobytes())
 
 
 class ClipReader:
@@ -46,10 +62,17 @@ class ClipReader:
         """Clips made of them so far."""
 
     async def decode(
-        self, data: bytes, where: str, *, holder: str, deadline: float, tenant: str = ""
-    ) -> Samples:
-        """The samples of a file. `holder` is the request that holds them until
-        `held.give_back`; `deadline`, in the event loop's time, bounds the wait for a process.
+        self,
+        data: bytes,
+        where: str,
+        config: AudioConfig,
+        *,
+        holder: str,
+        deadline: float,
+        tenant: str = "",
+    ) -> Spectrogram:
+        """The spectrogram of a file. `holder` is the request that holds it until `held.give_back`;
+        `deadline`, in the event loop's time, bounds the wait for a process.
 
         Raises:
             InvalidRequest: The file is no audio, is damaged, or is too long or too large; `where`
@@ -62,31 +85,17 @@ class ClipReader:
             told = f"has {len(data)} bytes; at most {self.max_bytes} are accepted"
             raise invalid(where, told)
         self.held.take(holder, len(data))
-        head = {"audio": "file", "max_seconds": self._max_seconds}
-        reply, samples = await self._pool.run(
-            head, memoryview(data), deadline=deadline, tenant=tenant
-        )
+        head = {"audio": "file", "max_seconds": self._max_seconds, "mels": config.num_mels}
+        reply, mel = await self._pool.run(head, memoryview(data), deadline=deadline, tenant=tenant)
         if "bad" in reply:
             raise invalid(where, reply["bad"])
-        self.held.take(holder, len(samples))
-        found = Samples(samples)
+        self.held.take(holder, len(mel))
         self.num_files += 1
-        self.num_samples += len(found)
-        return found
+        self.num_samples += reply["samples"]
+        return Spectrogram(mel, reply["processor"], config.num_mels, reply["samples"])
 
-    async def clip(
-        self, config: AudioConfig, samples: bytes, *, deadline: float, tenant: str = ""
-    ) -> Media:
-        """The spectrogram of at most one clip's samples. Raises as `decode` does."""
-        head = {"audio": "clip", "mels": config.num_mels, "samples": config.num_samples}
-        reply, data = await self._pool.run(
-            head, memoryview(samples), deadline=deadline, tenant=tenant
-        )
+    async def clip(self, file: Spectrogram, first: int, config: AudioConfig) -> Media:
+        """The clip that begins with a frame."""
         self.num_clips += 1
-        return Media(
-            kind="audio",
-            processor=reply["processor"],
-            shape=tuple(reply["shape"]),
-            data=bytes(data),
-            digest=bytes.fromhex(reply["digest"]),
-        )
+        # Its digest takes a millisecond.
+        return await asyncio.to_thread(file.clip, first, config.num_frames)

@@ -25,9 +25,10 @@ from weft.gateway.api.openai.parse import BodyParser, BodyTooLarge
 from weft.gateway.api.relay import EdgeFace
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.media.clips import ClipReader, Samples
+from weft.gateway.media.clips import ClipReader, Spectrogram
 from weft.gateway.request import earliest
 from weft.gateway.text.model_card import ModelCard
+from weft.gateway.text.speech import SpeechTokens
 from weft.gateway.validate import invalid
 
 
@@ -63,7 +64,7 @@ class AudioCalls:
         body, file = await self._bodies.run(len(data), partial(_parse, data, translates=translates))
         resolved = await self._models.find(body.model or "")
         card = await self._models.card(resolved)
-        _check(card, body.language, translates=translates)
+        speech = _check(card, body.language, translates=translates)
         timeout_s = earliest(call.timeout_s, self._timeout_s) or self._timeout_s
         order = SpeechOrder(
             body=body,
@@ -74,43 +75,48 @@ class AudioCalls:
         )
         holder = call.request_id
         try:
-            samples = await self._clips.decode(
-                file, "file", holder=holder, deadline=order.deadline, tenant=call.tenant_name
+            heard = await self._clips.decode(
+                file,
+                "file",
+                speech.audio,
+                holder=holder,
+                deadline=order.deadline,
+                tenant=call.tenant_name,
             )
             del file
             work = Transcription(self._pipeline, self._clips, card, order)
             if body.stream:
-                await self._stream(work, samples, order, context)
+                await self._stream(work, heard, order, context)
             else:
-                await self._collect(work, samples, order, context)
+                await self._collect(work, heard, order, context)
         finally:
             self._clips.held.give_back(holder)
 
     async def _collect(
-        self, work: Transcription, samples: Samples, order: SpeechOrder, context: Context
+        self, work: Transcription, heard: Spectrogram, order: SpeechOrder, context: Context
     ) -> None:
         form = order.body.response_format
-        segments = [one async for found in work.segments(samples) for one in found]
+        segments = [one async for found in work.segments(heard) for one in found]
         task = "translate" if order.translates else "transcribe"
-        duration_s = len(samples) / SAMPLE_RATE
+        duration_s = heard.num_samples / SAMPLE_RATE
         data = render(form, segments, duration_s, work.language, task)
         await begin_answer(context, order.call.request_id, CONTENT_TYPES[form])
         await context.write(HttpBody(content_type=CONTENT_TYPES[form], data=data))
 
     async def _stream(
-        self, work: Transcription, samples: Samples, order: SpeechOrder, context: Context
+        self, work: Transcription, heard: Spectrogram, order: SpeechOrder, context: Context
     ) -> None:
         segments = list[Segment]()
         with self._relays.stream_of(context, EVENTS) as out:
             await begin_answer(context, order.call.request_id, EVENTS, tuple(out.headers))
-            async for found in work.segments(samples):
+            async for found in work.segments(heard):
                 text = "".join([one.text for one in found])
                 if text:
                     event = delta_event(text if segments else text.lstrip())
                     if (sent := out.send(event)) is not None:
                         await sent
                 segments += found
-        last = done_event(whole_text(segments), len(samples) / SAMPLE_RATE)
+        last = done_event(whole_text(segments), heard.num_samples / SAMPLE_RATE)
         await context.write(HttpBody(content_type=EVENTS, data=last))
 
 
@@ -118,7 +124,7 @@ def _parse(data: bytes, *, translates: bool) -> tuple[SpeechBody, bytes]:
     return read_form(parse_form(data), translates=translates)
 
 
-def _check(card: ModelCard, language: str | None, *, translates: bool) -> None:
+def _check(card: ModelCard, language: str | None, *, translates: bool) -> SpeechTokens:
     speech = card.speech
     if speech is None:
         raise invalid("model", f"the model `{card.name}` transcribes no speech")
@@ -127,3 +133,4 @@ def _check(card: ModelCard, language: str | None, *, translates: bool) -> None:
     known = speech.languages or {"en": speech.start}
     if language is not None and language not in known:
         raise invalid("language", f"{language[:40]!r} is none of {', '.join(sorted(known))}")
+    return speech

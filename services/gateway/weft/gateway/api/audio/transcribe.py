@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.checkpoint.audio_config import FRAME_SAMPLES
 from weft.contract.errors import DeadlineExceeded
 from weft.contract.request import MAX_BIAS, TimeTokens
 from weft.contract.spans import Media
@@ -21,7 +20,7 @@ from weft.gateway.api.audio.bodies import SpeechBody
 from weft.gateway.api.audio.segments import FRAME_S, Decoded, Segment, divide
 from weft.gateway.generation.answer import Delta
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.media.clips import ClipReader, Samples
+from weft.gateway.media.clips import ClipReader, Spectrogram
 from weft.gateway.request import CallFacts, ClipPrompt, RawRequest
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.speech import SpeechTokens
@@ -62,20 +61,13 @@ class Transcription:
         self.language = order.body.language or ("" if self._speech.languages else "en")
         """Code of the spoken language; empty until it is found."""
 
-    async def segments(self, samples: Samples) -> AsyncIterator[list[Segment]]:
+    async def segments(self, heard: Spectrogram) -> AsyncIterator[list[Segment]]:
         """Yields the segments of each clip. Raises what a request raises."""
-        speech, num_frames = self._speech, -(-len(samples) // FRAME_SAMPLES)
+        speech, num_frames = self._speech, heard.num_frames
         said, seek = self._begin(), 0
         while seek < num_frames:
             length = min(speech.audio.num_frames, num_frames - seek)
-            start = seek * FRAME_SAMPLES
-            part = samples.part(start, start + length * FRAME_SAMPLES)
-            clip = await self._clips.clip(
-                speech.audio,
-                part,
-                deadline=self._order.deadline,
-                tenant=self._order.call.tenant_name,
-            )
+            clip = await self._clips.clip(heard, seek, speech.audio)
             if not self.language:
                 self.language = await self._find_language(clip)
             decoded = await self._decode(clip, said)
@@ -115,7 +107,7 @@ class Transcription:
             decoded = await self._draw(clip, said, temperature)
             is_improbable = decoded.avg_logprob < _LEAST_LOGPROB
             if is_improbable or (body.is_verbose and decoded.no_speech is None):
-                decoded = replace(decoded, no_speech=await self._no_speech(clip))
+                decoded = replace(decoded, no_speech=await self._no_speech(clip, said))
             repeats = decoded.compression_ratio > _MOST_COMPRESSION
             if _is_silence(decoded) or not (is_improbable or repeats):
                 break
@@ -128,8 +120,7 @@ class Transcription:
         begin = [speech.start]
         if speech.languages:
             begin += [speech.languages[self.language], task]
-        room = speech.max_tokens // 2 - 1
-        before = [speech.previous, *said[-room:]] if said else []
+        before = self._before(said)
         most = min(speech.max_tokens // 2, speech.max_tokens - len(before) - len(begin))
         given = {
             "temperature": temperature,
@@ -143,6 +134,10 @@ class Transcription:
         made = [self._decoded(deltas, temperature) for deltas in samples]
         return max(made, key=lambda one: one.avg_logprob)
 
+    def _before(self, said: Sequence[int]) -> list[int]:
+        room = self._speech.max_tokens // 2 - 1
+        return [self._speech.previous, *said[-room:]] if said else []
+
     def _decoded(self, deltas: Sequence[Delta], temperature: float) -> Decoded:
         ids = [one for delta in deltas for one in delta.ids]
         logprobs = [entry.logprob for delta in deltas for entry in delta.logprobs]
@@ -152,18 +147,19 @@ class Transcription:
         text = self._text(ids).strip()
         return Decoded(ids=tuple(ids), text=text, temperature=temperature, avg_logprob=mean)
 
-    async def _no_speech(self, clip: Media) -> float:
-        return (await self._first_token(clip)).get(self._speech.no_speech, 0.0)
+    async def _no_speech(self, clip: Media, said: Sequence[int]) -> float:
+        shares = await self._first_token(clip, self._before(said))
+        return shares.get(self._speech.no_speech, 0.0)
 
     async def _find_language(self, clip: Media) -> str:
-        shares, languages = await self._first_token(clip), self._speech.languages
+        shares, languages = await self._first_token(clip, ()), self._speech.languages
         best = max(languages, key=lambda code: shares.get(languages[code], 0.0))
         return best if shares.get(languages[best]) else "en"
 
-    async def _first_token(self, clip: Media) -> Mapping[int, float]:
-        """Probabilities of the likeliest tokens after the start."""
+    async def _first_token(self, clip: Media, before: Sequence[int]) -> Mapping[int, float]:
+        """Probabilities of the likeliest tokens after `before` and the start."""
         given = {"temperature": 0.0, "max_tokens": 1, "top_logprobs": _NUM_LISTED}
-        ((delta, *_),) = await self._run(clip, [self._speech.start], given)
+        ((delta, *_),) = await self._run(clip, [*before, self._speech.start], given)
         return {
             one.token_id: math.exp(one.logprob) for entry in delta.logprobs for one in entry.top
         }
