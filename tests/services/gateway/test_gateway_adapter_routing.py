@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from weft.checkpoint.adapters.digest import adapter_digest
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_adapters import (
@@ -98,6 +100,29 @@ async def test_workers_with_it_on_the_device_are_preferred(mesh: Harness) -> Non
     )
     await complete(mesh, "pirate")
     assert len(mesh.workers[0].submits) == 1
+
+
+async def test_pickers_of_other_makers_see_where_it_is(mesh: Harness) -> None:
+    def told() -> dict[str, str]:
+        text = generate_latest(mesh.app.metrics.registry).decode()
+        (labels,) = [
+            sample.labels
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "vllm:lora_requests_info"
+        ]
+        return labels
+
+    nothing = {"running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert told().items() >= nothing.items()
+    for worker in mesh.workers:
+        adapters(worker).place = "host"
+    await load(mesh, "pirate")
+    assert told().items() >= nothing.items()
+    for worker in mesh.workers:
+        adapters(worker).place = "device"
+    await load(mesh, "second", "other")
+    assert told()["running_lora_adapters"] == "second"
 
 
 async def test_prefill_candidates_hold_it(tmp_path: Path, root: Path) -> None:

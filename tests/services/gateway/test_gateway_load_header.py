@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from google.api.httpbody_pb2 import HttpBody
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from weft.gateway.telemetry.load_header import load_header
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
@@ -125,3 +127,25 @@ def test_requests_without_a_worker_wait_as_well(queued: int) -> None:
     )
     # Before any worker has reported.
     assert load_header("TEXT", [], queued)[1].startswith("TEXT named_metrics.kv_cache_usage_perc=0")
+
+
+async def test_pickers_of_other_makers_read_the_same_load(tmp_path: Path) -> None:
+    async with gateway(tmp_path, script, num_decode=2, num_prefill=1, metrics_port=0) as mesh:
+        load(mesh)
+        mesh.workers[0].running_requests, mesh.workers[1].running_requests = 3, 1
+        await wait_reported(mesh)
+        await mesh.wait(
+            lambda: sum(one.running_requests for one in mesh.app.pipeline.reports()) == 4
+        )
+        text = generate_latest(mesh.app.metrics.registry).decode()
+    told = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("vllm:")
+    }
+    assert told == {
+        "vllm:kv_cache_usage_perc": USAGE,
+        "vllm:num_requests_waiting": WAITING,
+        "vllm:num_requests_running": 4,
+    }

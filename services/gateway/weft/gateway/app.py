@@ -59,6 +59,7 @@ from weft.gateway.routing.router import Router
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.telemetry.fleet_metrics import FleetCollector
 from weft.gateway.telemetry.metrics import GatewayMetrics
+from weft.gateway.telemetry.pool_metrics import PoolCollector
 from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.trace_fan_out import TraceFanOut
 from weft.gateway.text.model_card import ModelCard, load_model_card
@@ -248,6 +249,8 @@ class GatewayApp:
         self._add_faces(keys)
         self._add_gauges()
         self.metrics.registry.register(FleetCollector(self.fleet, self.catalogue))
+        pool = PoolCollector(self.pipeline, self.fleet, self.catalogue)
+        self.metrics.registry.register(pool)
         self.metrics.registry.register(MediaCollector(self.images, self.clips))
         self._fleet_task: asyncio.Task[None] | None = None
         self._view_task: asyncio.Task[None] | None = None

@@ -56,7 +56,7 @@ from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stop_patterns import stop_patterns
 from weft.gateway.text.stops import StopAutomaton
 from weft.gateway.validate import num_prompt_logprobs, unsupported
-from weft.v1 import gateway_pb2
+from weft.v1 import gateway_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +135,17 @@ class RequestPipeline:
             requests_within_target=metrics.num_within_target,
             limit_scale=self.limits.scale,
         )
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait here: for a place, or so that others keep their targets."""
+        held = sum(served.latency_admission.gate.num_held for served in self._models)
+        return self._admission.num_queued + held
+
+    def reports(self) -> Iterator[worker_pb2.WatchLoadResponse]:
+        """The newest reports of all decode workers."""
+        workers = chain.from_iterable(served.fleet.workers("decode") for served in self._models)
+        return (report for worker in workers if (report := worker.report) is not None)
 
     @property
     def running_ids(self) -> list[str]:
@@ -320,10 +331,7 @@ class RequestPipeline:
         """Of all models together: a load balancer sees one server."""
         if (form := answer.raw.call.load_format) is None:
             return
-        held = sum(served.latency_admission.gate.num_held for served in self._models)
-        workers = chain.from_iterable(served.fleet.workers("decode") for served in self._models)
-        reports = (report for worker in workers if (report := worker.report) is not None)
-        yield load_header(form, reports, self._admission.num_queued + held)
+        yield load_header(form, self.reports(), self.num_queued)
 
     async def _find_worker(
         self, served: ServedModel, adapter: ResolvedAdapter | None, deadline: float
