@@ -20,6 +20,7 @@ from weft.contract.errors import ConfigError
 from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager
+from weft.gateway.adapters.pool_metrics import AdapterPoolCollector
 from weft.gateway.admin import GatewayAdmin, add_operators_calls
 from weft.gateway.admission.admission import Admission
 from weft.gateway.admission.authenticate import ApiKeys, TenantInterceptor
@@ -249,8 +250,8 @@ class GatewayApp:
         self._add_faces(keys)
         self._add_gauges()
         self.metrics.registry.register(FleetCollector(self.fleet, self.catalogue))
-        pool = PoolCollector(self.pipeline, self.fleet, self.catalogue)
-        self.metrics.registry.register(pool)
+        self.metrics.registry.register(PoolCollector(self.pipeline))
+        self.metrics.registry.register(AdapterPoolCollector(self.fleet, self.adapters))
         self.metrics.registry.register(MediaCollector(self.images, self.clips))
         self._fleet_task: asyncio.Task[None] | None = None
         self._view_task: asyncio.Task[None] | None = None
