@@ -23,6 +23,14 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
+def service_of(name: str) -> str:
+    """The service that answers as a member of a mesh, such as decode-0: TLS checks it. Workers of
+    both roles (worker-0) have the names of both services.
+    """
+    stem = name.rpartition("-")[0] or name
+    return "decode" if stem == "worker" else stem
+
+
 def open_channel(
     address: str, service: str = "gateway", identity: Identity | None = None
 ) -> grpc.aio.Channel:

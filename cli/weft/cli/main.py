@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "undrain": Command("weft.cli.undrain", "put a drained worker back into service"),
     "role": Command("weft.cli.role", "let a worker prefill, decode or do both, while it runs"),
     "refit": Command("weft.cli.refit", "bring workers the weights of another one"),
+    "scale": Command("weft.cli.scale", "start and end workers of a mesh that is up"),
     "plan": Command("weft.cli.plan", "how many workers a day of traffic would need"),
     "trace": Command("weft.cli.trace", "show what happened to one request, as a tree"),
     "profile": Command("weft.cli.profile", "record the workers' next steps, as one trace"),

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grpc
-from weft.cli.channel import DEFAULT_ADDRESS, add_tls_flag, cli_identity, open_channel
+from weft.cli.channel import (
+    DEFAULT_ADDRESS,
+    add_tls_flag,
+    cli_identity,
+    open_channel,
+    service_of,
+)
 from weft.cli.up.settings import default_state_folder
 from weft.cli.up.state import StateFolder
 from weft.common.admin import read_token
@@ -34,7 +40,7 @@ class Operators(NamedTuple):
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         name = next(name for name, known in self.addresses.items() if known == address)
-        return open_channel(address, name.rpartition("-")[0] or name, self.identity)
+        return open_channel(address, service_of(name), self.identity)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -117,6 +117,23 @@ def test_workers_of_one_role_count_and_stay() -> None:
     assert role_orders(members, Counts(2, 1)) == [RoleOrder("w0", "prefill")]
 
 
+def test_a_worker_without_news_is_missing_and_no_more() -> None:
+    """llm-d-router#2547: the stale metrics of one blocked everything."""
+    picture, demand = MeshPicture(), ModelDemand()
+    silent = member("w1", DECODE)
+    silent.healthy, silent.problem = False, "no load report for 9.0 s"
+    silent.ClearField("speed")
+    silent.ClearField("pages")
+    picture.take("a", 1.0, message(demand, member("w0", PREFILL), silent, member("w2", DECODE)))
+    seen = picture.observe(MODEL)
+    assert seen is not None
+    assert (seen.prefill, seen.decode, seen.ready) == (1, 2, 2)
+    assert seen.speed.is_known
+    # It gets no role while it is silent, and the others get theirs.
+    orders = role_orders(picture.workers(MODEL).values(), Counts(1, 2))
+    assert {order.member_id for order in orders} == {"w0", "w2"}
+
+
 def test_a_gateway_that_is_gone_is_not_waited_for() -> None:
     picture, demand = MeshPicture(), ModelDemand()
     for name in ("a", "b"):

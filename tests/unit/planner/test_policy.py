@@ -1,4 +1,15 @@
-"""Each complaint about autoscalers as a case, in virtual time."""
+"""Each complaint about autoscalers as a case, in virtual time.
+
+dynamo#10528, #8861            test_refused_requests_are_demand
+dynamo#11624                   test_the_rate_decides_and_no_single_request
+dynamo#9294                    test_fewer_only_if_fewer_would_do
+dynamo#4420, #13238            test_an_order_of_somebody_else_..., test_somebody_elses_change_...
+llm-d#2310                     test_a_change_without_effect_is_told
+llm-d-router#2547              test_observe.py, test_a_worker_without_news_is_missing_and_no_more
+llm-d-autoscaling#1249         test_the_fullest_worker_counts
+agentgateway#3473              tests/services/planner, test_keda_asks_a_planner: no plan, no number
+vllm#56133                     tests/mesh/operations/test_roles.py: a role is proved by its work
+"""
 
 from __future__ import annotations
 

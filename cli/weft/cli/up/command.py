@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -21,10 +22,12 @@ from weft.cli.rest_binary import find_rest_binary
 from weft.cli.up.checks import check_workers
 from weft.cli.up.console import ConsoleReporter
 from weft.cli.up.devices import with_devices, with_gateways
+from weft.cli.up.elastic import ElasticWorkers, drainer
 from weft.cli.up.exits import report_exit
 from weft.cli.up.flags import check_flags
 from weft.cli.up.liveness import health_checker
 from weft.cli.up.mesh import run_mesh
+from weft.cli.up.orders import serving
 from weft.cli.up.plan import FirstTask, MeshPlan, ModelFolder, plan_mesh
 from weft.cli.up.ports import check_free
 from weft.cli.up.process import ExitedEarly
@@ -32,6 +35,7 @@ from weft.cli.up.readiness import wait_for_mesh, wait_for_workers
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.cli.up.summary import keep_summary
+from weft.cli.up.supervisor import Supervisor
 from weft.common.admin import read_token
 from weft.common.settings import load_settings, require_paths
 from weft.contract.cores import num_cores
@@ -118,8 +122,17 @@ async def _serve(
 
     is_up = asyncio.Event()
 
-    def on_ready() -> None:
+    elastic: ElasticWorkers | None = None
+    if plan.workers_file is not None:
+        drain = drainer(settings.drain_grace_s, identity)
+        elastic = ElasticWorkers(
+            plan.workers, plan.workers_file, plan.worker_addresses, drain, settings.drain_grace_s
+        )
+
+    def on_ready(supervisor: Supervisor) -> None:
         reporter.banner(plan, state.logs)
+        if elastic is not None:
+            elastic.begin(supervisor)
         is_up.set()
 
     async def summarise() -> None:
@@ -130,18 +143,23 @@ async def _serve(
 
     summary = asyncio.create_task(summarise())
     try:
-        await run_mesh(
-            plan.services,
-            reporter,
-            tell_workers,
-            wait_ready,
-            on_ready,
-            settings.ready_grace_s + settings.drain_grace_s,
-            is_alive=health_checker(identity),
-            stall_timeout_s=settings.stall_timeout_s,
-            max_restart_delay_s=settings.max_restart_delay_s,
-            ready_timeout_s=settings.ready_timeout_s,
-        )
+        async with contextlib.AsyncExitStack() as stack:
+            if elastic is not None:
+                token = read_token(state.admin_token)
+                address = await stack.enter_async_context(serving(elastic, token, identity))
+                stack.enter_context(state.supervised_at(address))
+            await run_mesh(
+                plan.services,
+                reporter,
+                tell_workers,
+                wait_ready,
+                on_ready,
+                settings.ready_grace_s + settings.drain_grace_s,
+                is_alive=health_checker(identity),
+                stall_timeout_s=settings.stall_timeout_s,
+                max_restart_delay_s=settings.max_restart_delay_s,
+                ready_timeout_s=settings.ready_timeout_s,
+            )
     finally:
         summary.cancel()
         await asyncio.gather(summary, return_exceptions=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 import grpc
-from weft.cli.channel import open_channel
+from weft.cli.channel import open_channel, service_of
 from weft.common.rpc.tls import Identity
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
@@ -35,7 +35,7 @@ async def report_exit(
 async def _tell(
     name: str, address: str, request: worker_pb2.ReportExitRequest, identity: Identity | None
 ) -> int | None:
-    async with open_channel(address, name.rpartition("-")[0], identity) as channel:
+    async with open_channel(address, service_of(name), identity) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         for attempt in range(_ATTEMPTS):
             try:

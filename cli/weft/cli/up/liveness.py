@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from weft.cli.channel import open_channel
+from weft.cli.channel import open_channel, service_of
 from weft.common.rpc.server import LIVENESS
 from weft.common.rpc.tls import Identity
 
@@ -46,7 +46,7 @@ def health_checker(identity: Identity | None) -> IsAlive:
     async def is_alive(name: str, address: str) -> bool:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)
         # Each check opens a new connection, since a stuck old one says nothing about the service.
-        async with open_channel(address, name.partition("-")[0], identity) as channel:
+        async with open_channel(address, service_of(name), identity) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
                 answer = await stub.Check(request, timeout=_CALL_TIMEOUT_S)

@@ -22,7 +22,7 @@ async def run_mesh(
     reporter: Reporter,
     report_exit: ExitReporter,
     wait_ready: Callable[[], Awaitable[None]],
-    on_ready: Callable[[], None],
+    on_ready: Callable[[Supervisor], None],
     stop_grace_s: float,
     *,
     is_alive: IsAlive | None = None,
@@ -36,7 +36,7 @@ async def run_mesh(
     Args:
         report_exit: Called for workers that are certainly gone.
         wait_ready: Returns once the mesh as a whole answers.
-        on_ready: Called once the mesh is ready.
+        on_ready: Called once the mesh is ready, and watched.
         stop_grace_s: Time that the services of a phase get at the end.
         is_alive: Returns whether a service is alive; None: running processes are never killed.
         stall_timeout_s: A service that was not alive for longer is killed; None: never.
@@ -65,7 +65,7 @@ async def run_mesh(
         watch = asyncio.create_task(supervisor.watch())
         try:
             await wait_ready()
-            on_ready()
+            on_ready(supervisor)
             await watch
         finally:
             watch.cancel()

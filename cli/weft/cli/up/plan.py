@@ -7,8 +7,9 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -30,6 +31,8 @@ from weft.gateway.text.speech import MODEL_TYPE as SPEECH
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
 """Stop phases: services that take requests end before those that answer them."""
+_DISCOVERY_S = 0.5
+"""Time between two looks of a gateway at the workers that `weft up` lists."""
 _STEMS = {"both": "worker"}
 """What the names of workers begin with, where it is not their role."""
 _KEEPERS = frozenset(("draft-width", "tp", "pp", "window-pages", "config"))
@@ -56,6 +59,34 @@ FirstTask = Task | Literal["transcribe"]
 """What a first request to a model asks for."""
 
 
+class Slot(NamedTuple):
+    """Room for one worker."""
+
+    address: str
+    place: Sequence[str]
+    """Flags that name its device and its share of that."""
+
+
+class PlannedWorker(NamedTuple):
+    role: str
+    """prefill, decode or both."""
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWorkers:
+    """The workers of one model, and how further ones would start."""
+
+    model: str
+    started: Mapping[str, PlannedWorker]
+    """By name."""
+    spare: Sequence[Slot]
+    make_spec: Callable[[str, str, Slot], ServiceSpec]
+    """Takes role, name and slot of a worker."""
+    dial: Callable[[str, str], str]
+    """Takes the name and address of a worker; returns the address at which gateways reach it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
     """The services of one mesh."""
@@ -74,6 +105,9 @@ class MeshPlan:
     needs_key: bool
     worker_addresses: dict[str, str]
     """Addresses of prefill and decode workers by id. Any two of them may exchange pages."""
+    workers: tuple[ModelWorkers, ...] = ()
+    workers_file: Path | None = None
+    """File in which gateways find the workers; None: the workers stay the same."""
 
     @property
     def grpc_address(self) -> str:
@@ -114,18 +148,44 @@ def plan_mesh(
         rest_binary: The Go edge; None: no REST.
     """
     counts = {"kvstore": settings.kvstore, **_worker_counts(settings)}
-    ports = free_ports(WORKER_HOST, len(models) * sum(counts.values()))
+    spare = settings.num_spare
+    ports = free_ports(WORKER_HOST, len(models) * (sum(counts.values()) + spare))
     services: list[ServiceSpec] = []
+    planned: list[ModelWorkers] = []
     workers: dict[str, str] = {}
     ways: dict[str, list[str]] = {"prefill": [], "decode": []}
     places = _places(settings, len(models))
     for number, model in enumerate(models):
         names = {
-            role: [f"{_STEMS.get(role, role)}-{number * count + index}" for index in range(count)]
+            role: [worker_name(role, number * count + index) for index in range(count)]
             for role, count in counts.items()
         }
         at = {name: f"{WORKER_HOST}:{ports.pop()}" for role in counts for name in names[role]}
-        services += _model_services(settings, state, model, names, at, places, dial)
+        stores = {name: at[name] for name in names["kvstore"]}
+        make_spec = partial(_worker_spec, settings, state, model, stores, dial)
+        started = {
+            name: PlannedWorker(role, Slot(at[name], places[name]))
+            for role in _worker_counts(settings)
+            for name in names[role]
+        }
+        spares = [
+            Slot(f"{WORKER_HOST}:{ports.pop()}", places[_spare(number * spare + index)])
+            for index in range(spare)
+        ]
+        planned.append(
+            ModelWorkers(
+                model=model.name,
+                started=started,
+                spare=spares,
+                make_spec=make_spec,
+                dial=partial(dial, "gateway"),
+            )
+        )
+        services += [
+            _spec(state, name, _kvstore(settings, state, name, address), BACK)
+            for name, address in stores.items()
+        ]
+        services += [make_spec(role, name, slot) for name, (role, slot) in started.items()]
         for role in _worker_counts(settings):
             reached = [dial("gateway", name, at[name]) for name in names[role]]
             for found in ways.values() if role == "both" else (ways[role],):
@@ -139,9 +199,10 @@ def plan_mesh(
         for index, suffix in enumerate(suffixes)
     }
     rest_edges: dict[str, str] = {}
+    workers_file = state.workers_file if settings.max_workers else None
     for index, suffix in enumerate(suffixes):
         port = settings.grpc_port + index
-        command = _gateway(settings, state, port, models, ways["prefill"], ways["decode"])
+        command = _gateway(settings, state, port, models, ways, workers_file)
         services.append(_spec(state, f"gateway{suffix}", command, FRONT))
         if rest_binary is not None:
             rest_address = _join(settings.host, settings.rest_port + index)
@@ -163,33 +224,38 @@ def plan_mesh(
         tls_dir=settings.tls_dir,
         needs_key=settings.api_keys_file is not None,
         worker_addresses=workers,
+        workers=tuple(planned),
+        workers_file=workers_file,
     )
 
 
-def _model_services(
+def _worker_spec(
     settings: UpSettings,
     state: StateFolder,
     model: ModelFolder,
-    names: Mapping[str, Sequence[str]],
-    at: Mapping[str, str],
-    places: Mapping[str, Sequence[str]],
+    stores: Mapping[str, str],
     dial: Dial,
-) -> list[ServiceSpec]:
-    stores = names["kvstore"]
-    services = [
-        _spec(state, name, _kvstore(settings, state, name, at[name]), BACK) for name in stores
-    ]
-    for role in _worker_counts(settings):
-        for name in names[role]:
-            command = _worker(settings, state, model, role, name, at[name], places[name])
-            if stores:
-                ways = [dial("worker", store, at[store]) for store in stores]
-                command += _flags({"kvstore": ",".join(ways)})
-            if role != "decode" and (way := dial("decode", name, at[name])) != at[name]:
-                command += _flags({"advertise": way})
-            command += ["--model-dir", str(model.folder), "--model-name", model.name]
-            services.append(_spec(state, name, command, BACK))
-    return services
+    role: str,
+    name: str,
+    slot: Slot,
+) -> ServiceSpec:
+    command = _worker(settings, state, model, role, name, slot.address, slot.place)
+    if stores:
+        ways = [dial("worker", store, address) for store, address in stores.items()]
+        command += _flags({"kvstore": ",".join(ways)})
+    if role != "decode" and (way := dial("decode", name, slot.address)) != slot.address:
+        command += _flags({"advertise": way})
+    command += ["--model-dir", str(model.folder), "--model-name", model.name]
+    return _spec(state, name, command, BACK)
+
+
+def worker_name(role: str, index: int) -> str:
+    return f"{_STEMS.get(role, role)}-{index}"
+
+
+def _spare(index: int) -> str:
+    """Name of a place in which no worker starts."""
+    return f"spare-{index}"
 
 
 def _spec(state: StateFolder, name: str, command: Sequence[str], phase: int) -> ServiceSpec:
@@ -204,10 +270,11 @@ def _spec(state: StateFolder, name: str, command: Sequence[str], phase: int) -> 
 
 def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
     names = [
-        f"{_STEMS.get(role, role)}-{index}"
+        worker_name(role, index)
         for role, count in _worker_counts(settings).items()
         for index in range(num_models * count)
     ]
+    names += [_spare(index) for index in range(num_models * settings.num_spare)]
     devices = dict(zip(names, itertools.cycle(settings.device), strict=False))
     # `cuda` is the first GPU, as in torch.
     gpus = {
@@ -286,8 +353,8 @@ def _worker_counts(settings: UpSettings) -> dict[str, int]:
 
 def _num_fillers(settings: UpSettings) -> int:
     """Workers that may fill the pages of some other one."""
-    alone = settings.both == 1 and not settings.decode
-    return settings.prefill + (0 if alone else settings.both)
+    alone = settings.both == 1 and not settings.decode and not settings.max_workers
+    return settings.prefill + (0 if alone else settings.both) + bool(settings.max_workers)
 
 
 def _frees_windows(settings: UpSettings) -> bool:
@@ -360,8 +427,8 @@ def _gateway(
     state: StateFolder,
     port: int,
     models: Sequence[ModelFolder],
-    prefill: Sequence[str],
-    decode: Sequence[str],
+    ways: Mapping[str, Sequence[str]],
+    workers_file: Path | None,
 ) -> list[str]:
     further = [f"{model.name}={model.folder}" for model in models[1:]]
     return [
@@ -374,8 +441,7 @@ def _gateway(
                 "replicas": settings.num_gateways if settings.num_gateways > 1 else None,
                 "host": settings.host,
                 "port": port,
-                "decode": ",".join(decode),
-                "prefill": ",".join(prefill) or None,
+                **_found_workers(ways, workers_file),
                 "api-keys-file": settings.api_keys_file,
                 **_adapters(settings),
                 "expected-adapters": list_text(text.partition("=")[0] for text in settings.adapter)
@@ -391,6 +457,18 @@ def _gateway(
         ),
         *shlex.split(settings.gateway_args),
     ]
+
+
+def _found_workers(
+    ways: Mapping[str, Sequence[str]], workers_file: Path | None
+) -> dict[str, object]:
+    if workers_file is None:
+        return {name: ",".join(addresses) or None for name, addresses in ways.items()}
+    return {
+        "discovery": "file",
+        "discovery-file": workers_file,
+        "discovery-interval-s": _DISCOVERY_S,
+    }
 
 
 def _common(settings: UpSettings, state: StateFolder) -> dict[str, object]:

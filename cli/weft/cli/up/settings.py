@@ -56,6 +56,14 @@ class UpSettings(Settings):
         description="number of workers of each model that prefill for others and decode, and whose "
         "role may change while they run (`weft role`); with them prefill and decode may be 0",
     )
+    max_workers: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="most workers of each model, of all roles: up to so many are started and ended "
+        "while the mesh runs, by `weft scale` and by a planner (`--act processes`); 0 = those of "
+        "the start stay",
+    )
     kvstore: int = Field(
         0,
         ge=0,
@@ -189,6 +197,21 @@ class UpSettings(Settings):
         if not self.decode + self.both:
             raise ValueError("--decode 0 and --both 0: no worker would own requests; give one")
         return self
+
+    @model_validator(mode="after")
+    def _check_max_workers(self) -> Self:
+        started = self.prefill + self.decode + self.both
+        if self.max_workers and self.max_workers < started:
+            raise ValueError(
+                f"--max-workers {self.max_workers}: {started} workers are started; give at least "
+                "as many, or 0"
+            )
+        return self
+
+    @property
+    def num_spare(self) -> int:
+        """Workers of each model that may start while the mesh runs."""
+        return max(0, self.max_workers - self.prefill - self.decode - self.both)
 
     @model_validator(mode="after")
     def _check_ports(self) -> Self:

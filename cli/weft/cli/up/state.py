@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -46,6 +47,27 @@ class StateFolder:
     def admin_token(self) -> Path:
         """The token of the services' operators' ports; new for every mesh."""
         return self.root / "admin-token"
+
+    @property
+    def workers_file(self) -> Path:
+        """Addresses of the workers, where they come and go."""
+        return self.root / "workers.json"
+
+    @property
+    def supervisor_file(self) -> Path:
+        """Address of the port that takes orders for workers; there while it is open."""
+        return self.root / "supervisor.json"
+
+    @contextlib.contextmanager
+    def supervised_at(self, address: str) -> Iterator[None]:
+        """Keeps `supervisor_file` inside the block."""
+        temporary = self.supervisor_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"address": address}), encoding="utf-8")
+        temporary.replace(self.supervisor_file)
+        try:
+            yield
+        finally:
+            self.supervisor_file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

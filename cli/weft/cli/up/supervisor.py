@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -99,7 +100,7 @@ class Supervisor:
         stall_timeout_s: float | None = None,
         ready_timeout_s: float | None = None,
     ) -> None:
-        self._specs = tuple(specs)
+        self._specs = list(specs)
         self._reporter = reporter
         self._report_exit = report_exit
         self._make_backoff = make_backoff
@@ -107,6 +108,11 @@ class Supervisor:
         self._stall_timeout_s = stall_timeout_s
         self._ready_timeout_s = ready_timeout_s
         self._running: dict[str, ServiceProcess] = {}
+        self._keepers: asyncio.TaskGroup | None = None
+        """Group of the tasks of `watch`; None: it does not run."""
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self.deaths: Counter[str] = Counter()
+        """Times that each service ended without an order."""
 
     def process(self, name: str) -> ServiceProcess | None:
         """The running incarnation of a service; None between two of them."""
@@ -146,29 +152,69 @@ class Supervisor:
 
     async def watch(self) -> None:
         """Restarts services that die; runs until it is cancelled."""
-        tasks = [asyncio.create_task(self._keep_alive(spec)) for spec in self._specs]
         try:
-            await asyncio.gather(*tasks)
+            async with asyncio.TaskGroup() as self._keepers:
+                for spec in self._specs:
+                    self._keep(spec)
+                await asyncio.Event().wait()
         finally:
-            await _cancel(tasks)
+            self._keepers = None
 
-    async def _keep_alive(self, spec: ServiceSpec) -> None:
+    @property
+    def is_watching(self) -> bool:
+        """Whether services may come and go."""
+        return self._keepers is not None
+
+    def _keep(self, spec: ServiceSpec, *, is_new: bool = False) -> None:
+        assert self._keepers is not None, "services come and go while they are watched"
+        self._keeping[spec.name] = self._keepers.create_task(self._keep_alive(spec, is_new=is_new))
+
+    def add(self, spec: ServiceSpec) -> None:
+        """Starts one more service, while `watch` runs. It is restarted as the others are."""
+        self._specs.append(spec)
+        self._keep(spec, is_new=True)
+
+    async def remove(self, name: str, grace_s: float) -> None:
+        """Stops a service for good, and returns when its process is gone. It is killed if that
+        takes longer than `grace_s`.
+        """
+        self._specs = [spec for spec in self._specs if spec.name != name]
+        if (keeper := self._keeping.pop(name, None)) is not None:
+            await _cancel([keeper])
+        process = self._running.get(name)
+        if process is None:
+            return
+        process.send(signal.SIGTERM)
+        await self._wait_or_kill([process], grace_s + _KILL_MARGIN_S, asyncio.Event())
+        self._running.pop(name, None)
+        await self._tell(process)
+
+    async def _keep_alive(self, spec: ServiceSpec, *, is_new: bool) -> None:
         backoff = self._make_backoff()
+        if is_new:
+            await self._try_start(spec)
         while True:
             uptime_s = 0.0
             if (process := self._running.get(spec.name)) is not None:
                 status = await self._until_gone(process)
                 uptime_s = process.uptime_s
                 del self._running[spec.name]
-                self._reporter.died(spec.name, describe_status(status))
+                self._died(spec.name, describe_status(status))
                 await self._tell(process)
             delay_s = backoff.after(uptime_s)
             self._reporter.restarting(spec.name, delay_s)
             await asyncio.sleep(delay_s)
-            try:
-                await self._start(spec)
-            except ExitedEarly as error:
-                self._reporter.died(spec.name, error.how)
+            await self._try_start(spec)
+
+    async def _try_start(self, spec: ServiceSpec) -> None:
+        try:
+            await self._start(spec)
+        except ExitedEarly as error:
+            self._died(spec.name, error.how)
+
+    def _died(self, name: str, how: str) -> None:
+        self.deaths[name] += 1
+        self._reporter.died(name, how)
 
     async def _until_gone(self, process: ServiceProcess) -> int:
         stalling = asyncio.create_task(self._kill_stalled(process))

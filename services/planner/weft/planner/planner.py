@@ -39,7 +39,9 @@ class MeshPlanner:
         self._settings = settings
         self.planner_id = planner_id
         self._calls = GatewayCalls(settings, identity)
-        self._actuators: Sequence[Actuator] = make_actuators(settings, self._calls)
+        self._actuators: Sequence[Actuator] = make_actuators(
+            settings, self._calls, identity, planner_id
+        )
         self._picture = MeshPicture()
         self._planners: dict[str, ModelPlanner] = {}
         self.plans: dict[str, Plan] = {}

@@ -39,8 +39,13 @@ class PlannerSettings(ServiceSettings):
         [],
         max_length=2,
         description="what it changes so that there are as many workers as it wants; empty = it "
-        "only tells. roles: roles of workers that were started with `--role both`. kubernetes: "
-        "replicas of what --kubernetes-scale names. One planner at a time acts",
+        "only tells. roles: roles of workers that were started with `--role both`. processes: "
+        "workers of `weft up --max-workers`. kubernetes: replicas that --kubernetes-scale names. "
+        "One planner at a time acts",
+    )
+    supervisor_file: Path | None = Field(
+        None,
+        description="with act = processes: `supervisor.json` in the state folder of `weft up`",
     )
     kubernetes_scale: list[str] = Field(
         [],
@@ -100,6 +105,12 @@ class PlannerSettings(ServiceSettings):
             raise ValueError("--kubernetes-scale: a role of a model is named twice")
         if ("kubernetes" in self.act) != bool(places):
             raise ValueError("--act kubernetes and --kubernetes-scale belong together")
+        return self
+
+    @model_validator(mode="after")
+    def _check_supervisor(self) -> Self:
+        if "processes" in self.act and self.supervisor_file is None:
+            raise ValueError("--act processes needs --supervisor-file, of `weft up`")
         return self
 
     @model_validator(mode="after")

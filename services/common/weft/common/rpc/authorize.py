@@ -186,6 +186,9 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.AdminService/InjectFault": OPERATORS,
     "/weft.v1.AdminService/ListFaults": OPERATORS,
     "/weft.v1.AdminService/ClearFaults": OPERATORS,
+    # `weft up` serves these on a port of its own, with the same token.
+    "/weft.v1.SupervisorService/ShowWorkers": OPERATORS,
+    "/weft.v1.SupervisorService/SetWorkers": OPERATORS,
     # Gateways ask the services that they call.
     "/weft.v1.TraceService/ListSpans": _WATCHERS,
     "/externalscaler.ExternalScaler/IsActive": _SCALERS,

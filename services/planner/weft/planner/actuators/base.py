@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from weft.planner.forecast import Counts
 from weft.v1 import mesh_pb2
 
-ActuatorName = Literal["roles", "kubernetes"]
+ActuatorName = Literal["roles", "processes", "kubernetes"]
 
 
 Members = Mapping[str, mesh_pb2.MeshMember]

@@ -13,6 +13,7 @@ from weft.cli.up.mesh import run_mesh
 from weft.cli.up.plan import BACK, FRONT
 from weft.cli.up.ports import free_ports
 from weft.cli.up.process import ExitedEarly, ServiceSpec
+from weft.cli.up.supervisor import Supervisor
 from weft.testing.services.fake_service import append
 
 FAKE = Path(__file__).with_name("fake_service.py")
@@ -80,7 +81,7 @@ def main() -> int:
     async def wait_ready() -> None:
         return None
 
-    def on_ready() -> None:
+    def on_ready(supervisor: Supervisor) -> None:
         append(record, {"event": "mesh ready"})
 
     try:
