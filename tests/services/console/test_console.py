@@ -305,6 +305,9 @@ async def test_sixty_four_workers_in_any_window(
     starting = mesh.members.add(member_id="decode-new", role=mesh_pb2.MEMBER_ROLE_DECODE)
     starting.start.phase, starting.start.fraction = "loading weights", 0.42
     starting.start.elapsed.CopyFrom(duration(13))
+    plan = mesh.plans.add(planner_id="planner-0", model=MODEL, acts=True, wanted_decode=48)
+    plan.seen_decode, plan.why = 47, "8.00 requests/s keep 2.4 prefill workers busy"
+    plan.alarms.append("47 decode workers are ordered")
     async with mesh_stream(rest_binary, tmp_path, mesh) as fake:
         for width in (1440, 1024, 390):
             async with console(fake.url, tmp_path, width=width, color_scheme=scheme) as shown:
@@ -312,6 +315,10 @@ async def test_sixty_four_workers_in_any_window(
                 await shown.live()
                 await expect(shown.page.locator(".member")).to_have_count(68)
                 await expect(shown.page.locator(".starting li")).to_contain_text("42 %")
+                told = shown.page.get_by_label("Plans")
+                await expect(told).to_contain_text("planner-0 acts")
+                await expect(told).to_contain_text("0 prefill, 48 decode")
+                await expect(told.locator(".chip.bad")).to_contain_text("are ordered")
                 await expect(shown.page.locator(".member.bad")).to_have_count(1)
                 for view in ("Fleet", "Load", "Requests", "Models", "Chat"):
                     await shown.view(view)

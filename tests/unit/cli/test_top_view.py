@@ -173,8 +173,12 @@ def test_plans_are_told_in_a_line(acts: bool) -> None:
         seen_decode=3,
         alarms=["nothing is heard"],
         last_act="worker-0: prefill (was both)",
+        why="prompts keep 1.8 workers busy",
     )
     told = describe_plan(plan)
     assert told.startswith("plan m: 2 prefill" if acts else "plan (advice) m: 2 prefill")
     assert "there are 1 and 3" in told
-    assert told.endswith("last: worker-0: prefill (was both); alarm: nothing is heard")
+    # What is wrong comes first, where a narrow terminal still shows it.
+    assert told.endswith(
+        "alarm: nothing is heard; last: worker-0: prefill (was both); prompts keep 1.8 workers busy"
+    )

@@ -223,8 +223,10 @@ def describe_plan(plan: mesh_pb2.MeshPlan) -> str:
     what = "" if plan.acts else " (advice)"
     done = f"; last: {plan.last_act}" if plan.last_act else ""
     alarms = "".join(f"; alarm: {alarm}" for alarm in plan.alarms)
+    why = f"; {plan.why}" if plan.why else ""
     return printable(
-        f"plan{what} {plan.model}: {wanted[0]} prefill, {wanted[1]} decode, {there}{done}{alarms}"
+        f"plan{what} {plan.model}: {wanted[0]} prefill, {wanted[1]} decode, "
+        f"{there}{alarms}{done}{why}"
     )
 
 

@@ -4,6 +4,7 @@ import { h, reconcile, setAttribute, setText, svg } from "./dom.js";
 import { bytes, count, percent, rate, role, seconds, short, time } from "./format.js";
 import { mesh } from "./mesh.js";
 import { openMember } from "./member.js";
+import { makePlans } from "./plans.js";
 import { makeTiles } from "./tiles.js";
 
 const LANES = [
@@ -262,13 +263,14 @@ function legend() {
 export function showFleet(section) {
   const tiles = makeTiles();
   const starting = makeStarting();
+  const plans = makePlans();
   const drawing = makeLanes();
   const { picture, lanes } = drawing;
   const table = makeFlowTable();
   const summary = h("p", { class: "muted summary" });
   section.append(
     h("div", { class: "heading" }, h("h1", { id: "fleet-title" }, "Fleet"), summary, legend()),
-    tiles, starting, picture, table);
+    tiles, starting, plans, picture, table);
   table.addEventListener("toggle", () => mesh.now && table.show(mesh.now.flows));
 
   const redraw = () => {
@@ -284,6 +286,7 @@ export function showFleet(section) {
     const { members, flows } = mesh.now;
     tiles.show();
     starting.show(members);
+    plans.show(mesh.now.plans);
     const bad = members.filter((member) => !member.healthy).length;
     setText(summary, `${members.length} members${bad ? `, ${bad} without requests` : ", all well"}`);
     let most = 0;

@@ -94,7 +94,7 @@ function take(message, isFirst) {
   }
   mesh.points = [...mesh.points, ...(message.points ?? [])].slice(-MAX_POINTS);
   mesh.ended = [...mesh.ended, ...(message.ended_requests ?? [])].slice(-MAX_ENDED);
-  for (const list of ["members", "flows", "models", "adapters", "running_requests"]) message[list] ??= [];
+  for (const list of ["members", "flows", "models", "adapters", "running_requests", "plans"]) message[list] ??= [];
   mesh.now = message;
   mesh.state = "live";
   mesh.problem = null;

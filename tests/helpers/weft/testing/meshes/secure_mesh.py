@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import ssl
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import openai
+from weft.cli.certs import FURTHER
+from weft.common.rpc.authorize import SERVICES
 from weft.common.rpc.channel import open_blocking_channel
 from weft.gateway.admission.keys import new_key, write_keys
 from weft.testing.meshes.local_mesh import WEFT
@@ -20,16 +23,21 @@ from weft.v1 import worker_pb2, worker_pb2_grpc
 
 
 class SecureMesh(TinyMesh):
-    """`weft up --tls-dir --api-keys-file`, with everything shipped and stored."""
+    """`weft up --tls-dir --api-keys-file`, by default with everything shipped and stored."""
 
-    def __init__(self, folder: Path, *more_flags: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *more_flags: str,
+        workers: Sequence[str] = ("--kvstore", "1", "--local-prefill-max-tokens", "0"),
+    ) -> None:
         self.tls = folder / "tls"
-        make_certificates(self.tls)
+        make_certificates(self.tls, *SERVICES, *FURTHER)
         self.key, entry = new_key("acme")
         keys = folder / "keys.json"
         write_keys(keys, [entry])
-        flags = ["--tls-dir", str(self.tls), "--api-keys-file", str(keys), "--kvstore", "1"]
-        super().__init__(folder, *flags, "--local-prefill-max-tokens", "0", *more_flags)
+        flags = ["--tls-dir", str(self.tls), "--api-keys-file", str(keys)]
+        super().__init__(folder, *flags, *workers, *more_flags)
         self.url = f"https://{self.rest_address}"
         self.context = ssl.create_default_context(cafile=str(self.tls / "ca.pem"))
 

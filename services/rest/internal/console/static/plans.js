@@ -1,0 +1,30 @@
+// What planners want, why, and what they did last.
+
+import { h, reconcile, setText } from "./dom.js";
+
+const COLUMNS = ["model", "planner", "wants", "there are", "why", "last act", "alarms"];
+const numbers = (prefill, decode) => `${prefill ?? 0} prefill, ${decode ?? 0} decode`;
+
+/** A panel that shows itself while there are plans. */
+export function makePlans() {
+  const body = h("tbody");
+  const heads = COLUMNS.map((name) => h("th", { scope: "col" }, name));
+  const panel = h("section", { class: "panel scroll", "aria-label": "Plans", hidden: true },
+    h("h2", {}, "Plans"), h("table", {}, h("thead", {}, h("tr", {}, heads)), body));
+  panel.show = (plans) => {
+    panel.hidden = !plans.length;
+    reconcile(body, plans, (plan) => `${plan.planner_id} ${plan.model}`,
+      () => h("tr", {}, COLUMNS.map((name) => h("td", {}, name === "alarms" ? h("span", { class: "chip bad" }) : null))),
+      (row, plan) => {
+        const acts = plan.acts ? "acts" : "advises";
+        const texts = [plan.model, `${plan.planner_id} ${acts}`,
+          numbers(plan.wanted_prefill, plan.wanted_decode), numbers(plan.seen_prefill, plan.seen_decode),
+          plan.why ?? "", plan.last_act ?? ""];
+        texts.forEach((text, at) => setText(row.children[at], text));
+        const alarms = row.lastElementChild.firstElementChild;
+        alarms.hidden = !plan.alarms?.length;
+        setText(alarms, (plan.alarms ?? []).join("; "));
+      });
+  };
+  return panel;
+}
