@@ -118,7 +118,7 @@ async def test_another_planner_acts_when_one_is_killed(mesh: TinyMesh, tmp_path:
         *(*WEFT, "serve", "planner", "--gateway", mesh.service("gateway")["admin_address"]),
         *("--admin-token-file", str(mesh.state / "admin-token"), "--act", "processes,roles"),
         *("--supervisor-file", str(mesh.state / "supervisor.json"), "--interval-s", "1"),
-        *("--first-token-s", "5", "--inter-token-s", "2"),
+        *("--first-token-s", "5", "--inter-token-s", "2", "--calm-s", "600"),
     ]
     planners: dict[str, asyncio.subprocess.Process] = {}
     async with Caller(mesh) as caller:

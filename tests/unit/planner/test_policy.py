@@ -139,6 +139,18 @@ def test_an_order_of_somebody_else_is_told_although_no_worker_has_moved() -> Non
     assert told.alarms() == set()
 
 
+def test_a_planner_that_acts_next_goes_on_from_what_is_ordered() -> None:
+    told = Told(prefill=1, decode=1)
+    told.seen = replace(told.seen, ordered=Counts(1, 1))
+    told.run(300, 0.5, obeys=False)
+    told.seen = replace(told.seen, ordered=Counts(3, 1))
+    told.run(INTERVAL_S, 0.5, obeys=False)
+    assert (told.plan.prefill, told.plan.decode) == (3, 1)
+    # It has its own mind in time.
+    told.run(600, 0.5, obeys=False)
+    assert told.plan.prefill == 1
+
+
 def test_a_worker_that_dies_is_wanted_again() -> None:
     """It is no edit, and nobody should get used to its absence."""
     told = Told(prefill=2, decode=2)

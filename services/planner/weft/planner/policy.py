@@ -123,6 +123,8 @@ class ModelPlanner:
     _effective_at: float = 0.0
     """When numbers last were those wanted, or came nearer."""
     _seen: Counts = field(default_factory=lambda: Counts(0, 0))
+    _ordered: Counts | None = None
+    """What was ordered when it was last looked at."""
     _wanted: deque[tuple[float, Counts]] = field(default_factory=deque)
     """Numbers that were wanted lately, and since when."""
     num_changes: int = 0
@@ -135,6 +137,11 @@ class ModelPlanner:
         if not seen.speed.is_known:
             return self._alarmed("no_data", "workers have not told their speeds yet", seen)
         there = seen.ordered or Counts(seen.prefill, seen.decode)
+        if self._plan is not None and seen.own_order is None and seen.ordered != self._ordered:
+            # Whoever acts has ordered it: a planner that acts next goes on from there.
+            self._take(now_s, *there, "as ordered")
+            self._past.clear()
+        self._ordered = seen.ordered
         foreign = self._find_foreign(now_s, seen)
         if foreign is not None:
             # Plans go on from what is there now, so that nobody is fought.
