@@ -20,13 +20,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class WorkerCounts(_message.Message):
+    """Numbers of workers of one model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     BOTH_FIELD_NUMBER: _builtins.int
     prefill: _builtins.int
+    """That only prefill."""
     decode: _builtins.int
+    """That only decode."""
     both: _builtins.int
     """That do both (`weft up --both`), and whose role changes while they run."""
     def __init__(
@@ -46,6 +50,8 @@ Global___WorkerCounts: _TypeAlias = WorkerCounts  # noqa: Y015
 
 @_typing.final
 class SupervisedWorker(_message.Message):
+    """A worker process."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -77,6 +83,8 @@ Global___SupervisedWorker: _TypeAlias = SupervisedWorker  # noqa: Y015
 
 @_typing.final
 class SupervisedModel(_message.Message):
+    """The workers of one model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
