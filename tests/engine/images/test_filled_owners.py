@@ -88,7 +88,7 @@ def test_prompts_may_end_anywhere_after_an_image(
     cached on both sides, and rows alone travel.
     """
     pair = make_pair(**way)
-    for num_after in (2, 3, 7, 8, 9):
+    for num_after in (2, 7, 9):
         prompt = cut(case.prompt(random.randint(1, 3)), num_after)
         for _ in range(2):
             before = pair.owner.counters()["fills_done"]
@@ -122,7 +122,7 @@ def test_samples_share_the_rows(case: Case, make_pair: Any) -> None:
     pair.settle()
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("is_cached", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_preempted_request_goes_on_with_its_rows(
     case: Case, make_pair: Any, is_cached: bool
 ) -> None:
