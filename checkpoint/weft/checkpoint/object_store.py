@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,6 +17,8 @@ from weft.contract.errors import ModelError
 _MANIFEST = "fetched.json"
 """A file next to the folder, which lists the store's files in the folder, each with its `ukey`."""
 _LOCK = "lock"
+_PIECE_BYTES, _THREADS = 16 << 20, 8
+"""Bytes of a large file that are asked for at a time, and how many pieces at a time."""
 _LOCK_TIMEOUT_S = 3600.0
 """Longest wait for another process that fetches the same model."""
 
@@ -93,12 +96,41 @@ def _update(store: Any, folder: Path, files: dict[str, str]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.part")
         bar = TqdmCallback(tqdm_kwargs={"desc": file, "unit": "B", "unit_scale": True})
-        store.get_file(files[file], str(part), callback=bar)
+        if not _fetch_pieces(store, files[file], part, bar):
+            store.get_file(files[file], str(part), callback=bar)
+        if str(store.ukey(files[file])) != state:
+            raise ModelError(f"{file} has changed in the store while it was fetched", param="model")
         os.replace(part, target)
         here[file] = state
         manifest = folder.with_name(f"{_MANIFEST}.part")
         manifest.write_text(json.dumps(here))
         os.replace(manifest, folder.with_name(_MANIFEST))
+
+
+def _fetch_pieces(store: Any, source: str, part: Path, bar: Any) -> bool:
+    """Fetches a large file in pieces, several at a time, since one connection rarely takes all that
+    a store gives. False: the file is small, or the store gives no pieces of it.
+    """
+    size = store.size(source)
+    if not size or size <= _PIECE_BYTES:
+        return False
+
+    def piece(at: int) -> bool:
+        end = min(at + _PIECE_BYTES, size)
+        data = store.cat_file(source, start=at, end=end)
+        if len(data) != end - at:
+            return False
+        os.pwrite(file.fileno(), data, at)
+        bar.relative_update(len(data))
+        return True
+
+    with part.open("wb", buffering=0) as file, ThreadPoolExecutor(_THREADS, "fetch") as threads:
+        if not piece(0):
+            return False
+        bar.set_size(size)
+        if all(threads.map(piece, range(_PIECE_BYTES, size, _PIECE_BYTES))):
+            return True
+    raise ModelError(f"{source}: the store has given a piece of another length", param="model")
 
 
 def _read_manifest(folder: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -92,3 +93,27 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(source: Path, tmp_path: 
 def test_what_cannot_be_fetched_says_why(source: Path, url: str, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         resolve_model(url)
+
+
+def test_large_files_come_in_pieces(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_PIECE_BYTES", 4096)
+    store, ranges = fsspec.filesystem("memory"), list[tuple[int, int]]()
+    cat_file = type(store).cat_file
+
+    def piece(self: Any, path: str, start: int, end: int) -> Any:
+        ranges.append((start, end))
+        return cat_file(self, path, start, end)
+
+    monkeypatch.setattr(type(store), "cat_file", piece)
+    weights = sorted(source.glob("*.safetensors"))
+    folder = object_store.fetch(URL)
+    for path in weights:
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    whole = sum(path.stat().st_size for path in source.iterdir() if path.stat().st_size > 4096)
+    assert sum(end - start for start, end in ranges) >= whole
+    assert max(end - start for start, end in ranges) == 4096
+    # A store that ignores ranges gives the whole file at once.
+    monkeypatch.setattr(type(store), "cat_file", lambda self, path, start, end: bytes(9000))
+    (folder / weights[0].name).unlink()
+    object_store.fetch(URL)
+    assert (folder / weights[0].name).read_bytes() == weights[0].read_bytes()
