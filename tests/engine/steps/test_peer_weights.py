@@ -139,6 +139,7 @@ def test_a_head_from_another_folder_drafts_for_copied_weights(tmp_path: Path, se
             assert llm.engine.counters()["accepted_tokens"] == drafted
 
 
+@pytest.mark.full
 def test_a_peer_that_cannot_be_used_is_named_and_the_files_are_read(
     tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
