@@ -112,7 +112,7 @@ async def measure(run: Run, mesh: TinyMesh) -> None:
     operator = Operator(mesh)
     hits: dict[bool, list[float]] = {False: [], True: []}
     async with Caller(mesh) as caller:
-        for pair in range(options.pairs):
+        for pair in range(options.rounds):
             found: dict[bool, Outcome] = {}
             for switches in (pair % 2 == 0, pair % 2 == 1):
                 found[switches] = await converse(
@@ -140,7 +140,7 @@ async def measure(run: Run, mesh: TinyMesh) -> None:
 
 
 harness = Harness(__file__, __doc__)
-harness.flag("--pairs", type=int, default=4, help="runs with and without a change, in turns")
+harness.flag("--rounds", type=int, default=4, help="runs with and without a change, in turns")
 harness.flag("--conversations", type=int, default=6)
 harness.flag("--turns", type=int, default=9)
 
