@@ -47,7 +47,7 @@ def draw_nvfp4(
     rows, columns = weight.shape
     codes = torch.randint(0, 16, (rows, columns))
     scales = (torch.rand(rows, columns // 16) * 60 + 4).to(torch.float8_e4m3fn)
-    factor = weight.std() / 100 * (1 + torch.rand(()))
+    factor = weight.std() / 200 * (1 + torch.rand(()))
     signed = torch.tensor(E2M1 + tuple(-one for one in E2M1), dtype=torch.float64)[codes]
     floats = signed * scales.double().repeat_interleave(16, 1) * factor.double()
     packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)

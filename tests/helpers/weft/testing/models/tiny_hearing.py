@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from weft.contract.spans import Media, MediaSpan
 from weft.testing.models.choices import check_choices
+from weft.testing.models.tiny_models import save_weights
 from weft.testing.models.tiny_vision import randomise, write_marked_tokenizer
 
 VOCAB_SIZE = 421
@@ -116,6 +118,11 @@ def make_hearing(kind: str, path: Path, seed: int) -> Path:
     model = getattr(transformers, _ARCHITECTURES[kind])(config_of(kind)).float()
     randomise(model, seed)
     model.save_pretrained(path)
+    # transformers 5.17 writes `model.` twice, unlike what is published.
+    tensors = load_file(path / "model.safetensors")
+    twice, once = "language_model.model.model.", "language_model.model."
+    named = {name.replace(twice, once): tensor for name, tensor in tensors.items()}
+    save_weights(path, named)
     write_marked_tokenizer(path, VOCAB_SIZE, MARKS[kind], _TEMPLATES[kind], END)
     extractor_of().save_pretrained(path)
     return path
