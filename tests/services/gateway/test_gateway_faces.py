@@ -58,7 +58,7 @@ async def test_chat_whole_answer(mesh: Harness) -> None:
         "prompt_tokens": len(prompt),
         "completion_tokens": len(mesh.ids(TEXT)) + 1,
         "total_tokens": len(prompt) + len(mesh.ids(TEXT)) + 1,
-        "prompt_tokens_details": {"cached_tokens": len(prompt) // 2},
+        "prompt_tokens_details": {"cached_tokens": len(prompt) // 2, "audio_tokens": 0},
     }
     assert answer["weft"]["request_id"] == answer["id"]
     assert answer["weft"]["timeline"]["worker_id"] == "decode-0"

@@ -11,8 +11,10 @@ from weft.contract.errors import InvalidRequest
 from weft.contract.spans import Media, MediaHasher, MediaKind
 from weft.v1 import worker_pb2
 
-PART_BYTES = 1 << 20
-"""Most bytes of content in one part."""
+PART_BYTES = 384 << 10
+"""Most bytes of content in one part. A picture of 3 MiB takes 10 ms in parts of 1 MiB on two cores,
+and 5.5 ms in these, since a part is copied, sent and hashed while the next one is made.
+"""
 MAX_MEDIUM_BYTES = 64 << 20
 
 
