@@ -22,8 +22,14 @@ _log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
 _BUFFER_BYTES = 1 << 20
-_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
-"""Has glibc return the memory of large blocks at once, however often that is asked of it."""
+_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
+"""Has glibc return the memory of large files, and keep that of pictures of usual sizes for the next
+ones: asking for it anew takes as long as decoding them.
+"""
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LANG", "TMPDIR")
 """Names of the environment that a process gets. Others may be secrets, and decoders read bytes of
 strangers.
