@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import bisect
+import gc
 import itertools
 import json
 import random
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from weft.gateway.api.grpc import service
 from weft.gateway.api.openai import answers
+from weft.gateway.generation.answer import Answer
 from weft.gateway.warnings import warn
 from weft.testing.models.tiny_tokenizers import byte_fallback_bpe, byte_level_bpe
 from weft.testing.services.fake_decode import FakeWorker, Script
@@ -42,6 +46,30 @@ async def mesh(tmp_path) -> AsyncIterator[Harness]:  # type: ignore[no-untyped-d
 
     async with gateway(tmp_path, script) as harness:
         yield harness
+
+
+async def test_requests_that_have_ended_leave_memory_at_once(
+    mesh: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when the garbage collector comes: prompts and media may be large."""
+    kept, submit = list[weakref.ref[Answer]](), Answer.submit
+
+    def submitted(answer: Answer, *given: Any) -> None:
+        kept.append(weakref.ref(answer))
+        submit(answer, *given)
+
+    monkeypatch.setattr(Answer, "submit", submitted)
+    body = {"model": MODEL, "messages": USER, "n": 3}
+    gc.disable()
+    try:
+        await mesh.json("ChatCompletions", body)
+        await mesh.events("ChatCompletions", body | {"stream": True})
+        async with asyncio.timeout(10):
+            while any(answer() is not None for answer in kept):
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+    assert len(kept) == 2
 
 
 async def test_chat_whole_answer(mesh: Harness) -> None:

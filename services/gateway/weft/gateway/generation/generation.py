@@ -175,6 +175,21 @@ class Listener(ABC):
         """The owner has reported the end of all samples of a generation."""
 
 
+class _Nobody(Listener):
+    """Stands in for an answer that has all it will get. Without it an answer and its generations,
+    with prompt and media, would be a circle, in memory until the garbage collector's next turn.
+    """
+
+    def on_sample(self, sample: SampleOutput, num_bytes: int) -> None: ...
+
+    def on_failure(self, generation: Generation) -> None: ...
+
+    def on_settled(self) -> None: ...
+
+
+_NOBODY = _Nobody()
+
+
 class Generation:
     """One prompt, its samples and its attempts. Implements `SessionHandler`.
 
@@ -219,7 +234,7 @@ class Generation:
         self._stop_ids = sorted(plan.stop_ids)
         self._router = router
         self._metrics = metrics
-        self._listener = listener
+        self._listener: Listener = listener
         self._arrival = arrival
         self._deadline = deadline
         self._first_token_deadline = first_token_deadline
@@ -537,7 +552,8 @@ class Generation:
         self._unsettled.clear()
         self._end_recovery()
         self._detach()
-        self._listener.on_settled()
+        listener, self._listener = self._listener, _NOBODY
+        listener.on_settled()
 
     def _violated(self, what: str) -> None:
         placement = self._placement
@@ -571,6 +587,7 @@ class Generation:
         if self._unsettled:
             self._cancel_remote(None)
         self._detach()
+        self._listener = _NOBODY
 
     def _end_recovery(self) -> None:
         recovery, self._recovery = self._recovery, None
