@@ -73,10 +73,11 @@ def mtp(path: Path, seed: int) -> Path:
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
-        (plain, {}),
         *(
+            # A process that had NIXL before may not know its lanes; tests/mesh has fresh ones.
             pytest.param(make, settings, marks=pytest.mark.full)
             for make, settings in (
+                (plain, {}),
                 (plain, {"tp": 2}),
                 (mtp, {"mtp_head": True, "drafter": "mtp"}),
                 (plain, {"dtype": "bfloat16"}),

@@ -13,7 +13,7 @@ from weft.testing.meshes.secure_mesh import SecureMesh
 from weft.testing.meshes.tiny_mesh import Greedy
 from weft.v1 import weights_pb2, worker_pb2, worker_pb2_grpc
 
-pytestmark = [pytest.mark.full, pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
 
 NUM_NEW = 8
 

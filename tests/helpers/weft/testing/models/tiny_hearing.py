@@ -172,6 +172,8 @@ def rows_of(
     if is_qwen:
         mask = torch.arange(features.shape[-1]) < torch.tensor(num_frames)[:, None]
         given["feature_attention_mask"] = mask.long()
+        # Asked for where no clip has two rows.
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
     try:
         model(**given)
     finally:
