@@ -111,7 +111,7 @@ class SentTensor:
 
     name: str
     dtype: str
-    """As PyTorch names it, such as bfloat16."""
+    """Name of a torch dtype, such as bfloat16."""
     shape: list[int]
 
 
@@ -124,7 +124,7 @@ class PackedTensor:
     have the same part of it.
     """
     dtype: str
-    """As PyTorch names it, such as bfloat16."""
+    """Name of a torch dtype, such as bfloat16."""
     shape: list[int]
     address: int
     num_bytes: int

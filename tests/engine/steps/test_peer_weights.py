@@ -223,7 +223,7 @@ def test_an_update_from_a_peer_is_as_one_from_files(size: int, tmp_path: Path, s
         status = llm.copy_weights(offer, "step-1")
         assert (status.state, status.version, status.num_updates) == ("ready", "step-1", 1)
         assert status.model_digest == offer.model_digest
-        # Pages of the old version are still cached, and are not found.
+        # Pages of the old version are still in the cache, but no prompt hits them.
         hits = llm.engine.scheduler.num_prefix_hit_tokens
         assert texts(llm) == right
         assert packed(llm) == memory

@@ -59,7 +59,7 @@ def test_text_after_a_refit_is_a_fresh_workers(
         # The new version has the name, the bytes and the text of a worker that has just started.
         assert status.model_digest == digest != old
         assert llm.engine.parts.local.refits.packed_digest() == packed
-        # Pages of the old version are still cached, and are not found.
+        # Pages of the old version are still in the cache, but no prompt hits them.
         hits = llm.engine.scheduler.num_prefix_hit_tokens
         assert texts(llm) == right
         assert llm.engine.scheduler.num_prefix_hit_tokens == hits

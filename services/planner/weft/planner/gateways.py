@@ -73,7 +73,9 @@ class GatewayCalls:
         return stub
 
     async def watch(self, address: str) -> AsyncIterator[mesh_pb2.WatchMeshResponse]:
-        """News of a gateway until it ends them. Raises WeftError."""
+        """Yields what a gateway tells of its mesh, until the gateway ends the stream. Raises
+        WeftError.
+        """
         request = mesh_pb2.WatchMeshRequest(interval=Duration(seconds=1))
         call = self._stub(address).WatchMesh(request, metadata=self._metadata)
         try:

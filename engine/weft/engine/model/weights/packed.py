@@ -18,7 +18,7 @@ _DIGEST_BYTES = 32
 
 
 class PackedModel(NamedTuple):
-    """What decides whether the tensors of two processes mean the same."""
+    """Two processes with equal values here may copy tensors from one another as bytes."""
 
     scheme: bytes
     """32 bytes over the configuration, the dtype and the number format, without the numbers."""
@@ -62,7 +62,7 @@ class PackedTensors:
         self.origin = Origin(b"", b"")
         constants = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for place, number in floats_of(parts, besides):
-            constants.update(f"{place} {number!r}\\n".encode())
+            constants.update(f"{place} {number!r}\n".encode())
         self.model = PackedModel(scheme, share, packing_version(device), constants.digest())
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:

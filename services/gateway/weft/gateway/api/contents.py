@@ -61,14 +61,8 @@ class ContentBuilder:
         kind: str,
         where: str,
         type_param: str,
-        format: str | None = None,
-        format_param: str = "",
     ) -> None:
-        """Adds a clip, as `add_image` does an image. The other arguments are OpenAI's `format`,
-        which the file's own bytes overrule, and its path.
-        """
-        if format is not None and format not in AUDIO_FORMATS:
-            raise invalid(format_param, f"must be one of {', '.join(AUDIO_FORMATS)}")
+        """Adds a clip, as `add_image` does an image."""
         self._add(
             MediaFile(
                 source=source or "",
@@ -79,6 +73,17 @@ class ContentBuilder:
                 is_of_tool=self._is_of_tool,
             )
         )
+
+    def add_input_audio(
+        self, data: str | bytes | LongText | None, format: str | None, place: str
+    ) -> None:
+        """Adds OpenAI's part `input_audio` at the path `place`. The file's own bytes overrule the
+        format, but it must be one of those that are known.
+        """
+        where = f"{place}.input_audio"
+        if format is not None and format not in AUDIO_FORMATS:
+            raise invalid(f"{where}.format", f"must be one of {', '.join(AUDIO_FORMATS)}")
+        self.add_audio(data, kind="input_audio", where=f"{where}.data", type_param=f"{place}.type")
 
     def _add(self, file: MediaFile) -> None:
         self._files.append(file)

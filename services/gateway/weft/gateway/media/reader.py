@@ -182,7 +182,8 @@ class MediaReader:
                 except FetchFailed as error:
                     fetched.problems[url] = str(error)
             for file in files:
-                # The request fails. Where tools have returned the files, it goes on without.
+                # Without a file of the user the request fails. A text takes the place of one
+                # that only tools have returned.
                 if url in fetched.problems and not file.is_of_tool:
                     raise MediaRefused(file, fetched.problems[url])
 

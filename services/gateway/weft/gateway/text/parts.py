@@ -15,7 +15,7 @@ from weft.gateway.warnings import warn
 Part = Mapping[str, Any]
 Content = str | list[Part]
 MEDIA_PARTS: Mapping[MediaKind, Part] = {"image": {"type": "image"}, "audio": {"type": "audio"}}
-"""The part that stands for a medium of each kind."""
+"""What a chat template is given for an image or a clip, in place of its content."""
 
 
 def text_part(text: str) -> Part:

@@ -46,12 +46,4 @@ class Actuator(Protocol):
         ...
 
 
-class MeshCalls(Protocol):
-    """Operators' calls of a gateway."""
-
-    async def set_role(self, member_id: str, role: str, lease_s: float) -> str:
-        """Returns the role before. Raises WeftError."""
-        ...
-
-
 CALL_TIMEOUT_S = 10.0

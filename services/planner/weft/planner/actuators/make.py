@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from weft.common.admin import read_token
 from weft.common.kubernetes import api_server
 from weft.common.rpc.tls import Identity
-from weft.planner.actuators.base import Actuator, ActuatorName, MeshCalls
+from weft.planner.actuators.base import Actuator, ActuatorName
 from weft.planner.actuators.kubernetes import KubernetesActuator
 from weft.planner.actuators.processes import ProcessActuator
 from weft.planner.actuators.roles import RoleActuator
+from weft.planner.gateways import GatewayCalls
 from weft.planner.settings import PlannerSettings
 
 
 def make_actuators(
-    settings: PlannerSettings, calls: MeshCalls, identity: Identity | None, planner_id: str
+    settings: PlannerSettings, calls: GatewayCalls, identity: Identity | None, planner_id: str
 ) -> Sequence[Actuator]:
     """Those that the settings name, in their order.
 

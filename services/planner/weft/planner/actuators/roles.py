@@ -1,4 +1,4 @@
-"""Workers of both roles, each of which gets one: nobody is started or stopped."""
+"""Changes the roles of workers that can prefill and decode. No worker is started or stopped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from weft.contract.errors import PeerUnavailable, WeftError
-from weft.planner.actuators.base import Members, MeshCalls
+from weft.planner.actuators.base import Members
 from weft.planner.forecast import Counts
+from weft.planner.gateways import GatewayCalls
 from weft.planner.observe import DECODES, PREFILLS
 from weft.v1 import mesh_pb2
 
@@ -22,7 +23,7 @@ class RoleOrder(NamedTuple):
 class RoleActuator:
     """Sets roles with leases: without a planner, workers are of both roles again."""
 
-    def __init__(self, calls: MeshCalls, lease_s: float) -> None:
+    def __init__(self, calls: GatewayCalls, lease_s: float) -> None:
         self._calls = calls
         self._lease_s = lease_s
 

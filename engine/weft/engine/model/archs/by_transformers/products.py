@@ -22,7 +22,9 @@ _lora: ContextVar[LoraStep | None] = ContextVar("weft_lora", default=None)
 
 @contextmanager
 def adapters_of(lora: LoraStep | None) -> Iterator[None]:
-    """Inside, products add what a step's adapters change; rows are those of the step."""
+    """Within the context, each `Product` adds what the adapters of a step's requests change. Its
+    input has the rows of that step. None: no adapters.
+    """
     token = _lora.set(lora)
     try:
         yield

@@ -286,13 +286,8 @@ def _content(
             )
         elif part.type == "input_audio":
             audio = part.input_audio
-            content.add_audio(
-                None if audio is None else audio.data,
-                kind=part.type,
-                where=f"{place}.input_audio.data",
-                type_param=f"{place}.type",
-                format=None if audio is None else audio.format,
-                format_param=f"{place}.input_audio.format",
+            content.add_input_audio(
+                audio.data if audio else None, audio.format if audio else None, place
             )
         elif part.type == "audio_url":
             sent = part.audio_url

@@ -365,13 +365,8 @@ class Conversation:
                 )
             elif part.type == "input_audio":
                 given = part.input_audio
-                built.add_audio(
-                    None if given is None else given.data,
-                    kind=part.type,
-                    where=f"{place}.input_audio.data",
-                    type_param=f"{place}.type",
-                    format=None if given is None else given.format,
-                    format_param=f"{place}.input_audio.format",
+                built.add_input_audio(
+                    given.data if given else None, given.format if given else None, place
                 )
             elif is_of_tool and part.type not in (*_TEXTS, "refusal"):
                 built.leave_out(part.type, place)
