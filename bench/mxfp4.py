@@ -7,20 +7,30 @@ have other numbers of the same sizes.
 
     python bench/mxfp4.py
     python bench/mxfp4.py --device cuda
+    python bench/mxfp4.py --only launches --device cuda --rows 8 16 32
+
+The part `launches` compares forms of the sorted product on a GPU, in blocks of 8 and 16 pairs.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from harness import Harness, Run, ratio_of, spread, timed
-from weft.kernels.ops.moe import moe
+from weft.kernels.ops.linear.triton_groups_product import (
+    GroupsLaunchConfig,
+    product_launch_config,
+)
+from weft.kernels.ops.moe import gpu, moe, triton_products
 from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import ExpertWeights, Routing
+from weft.kernels.ops.moe.tiles import Tiles, packed_tiles
 from weft.kernels.shared.formats.int_groups import (
     MXFP4_GROUP,
     NVFP4_GROUP,
@@ -118,6 +128,65 @@ def mxfp4(run: Run) -> None:
             nvfp4_times_faster=ratio_of(times["bfloat16"], times["nvfp4"]),
             nvfp4_beside_mxfp4=ratio_of(times["mxfp4"], times["nvfp4"]),
         )
+
+
+LAUNCHES = {
+    "sliced 8x32": GroupsLaunchConfig(8, 32, 4, 4, 4),
+    "sliced 8x16": GroupsLaunchConfig(8, 16, 4, 4, 6),
+    "sliced 8x64": GroupsLaunchConfig(8, 64, 4, 4, 3),
+    "tiled 8x64": GroupsLaunchConfig(8, 64, 0, 4, 4),
+    "tiled 8x128": GroupsLaunchConfig(8, 128, 0, 4, 3),
+    "tiled 16x64": GroupsLaunchConfig(16, 64, 0, 4, 4),
+    "tiled 16x128": GroupsLaunchConfig(16, 128, 0, 4, 3),
+}
+
+
+@harness.part_if_named
+def launches(run: Run) -> None:
+    """The forms of the sorted product, for all experts of MXFP4 and of NVFP4."""
+    if run.options.device == "cpu":
+        raise ValueError("launches are compared on a GPU: give --device cuda")
+    formats = {
+        "mxfp4": drawn_experts(draw_mxfp4, run.options.device),
+        "nvfp4": drawn_experts(draw_nvfp4, run.options.device),
+    }
+    for rows in run.options.rows:
+        x = torch.randn(rows, SIZE, dtype=BFLOAT16, device=run.options.device)
+        ids = torch.rand(rows, EXPERTS, device=x.device).topk(TOP_K).indices.sort().values
+        routing = Routing(ids.int(), torch.rand(rows, TOP_K, device=x.device))
+        for form, weights in formats.items():
+            step = partial(moe, x, routing, weights)
+            timers = {"chosen": gpu_timer(step)}
+            for name, launch in LAUNCHES.items():
+                with _launched_as(launch):
+                    timers[name] = gpu_timer(step)
+            times: dict[str, list[float]] = {name: [] for name in timers}
+            for turn in range(run.options.repeats + 1):
+                for name, timer in timers.items():
+                    seconds = timer()
+                    if turn:  # The first one warms up.
+                        times[name].append(seconds)
+            run.row(
+                {"rows": rows, "format": form}
+                | {name: spread(taken, 1e6) for name, taken in times.items()}
+            )
+
+
+@contextmanager
+def _launched_as(launch: GroupsLaunchConfig) -> Iterator[None]:
+    """Within the context, sorted products have blocks of the launch's rows, and its form."""
+
+    def chosen(*_: object, **__: object) -> GroupsLaunchConfig:
+        return launch
+
+    def tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
+        return packed_tiles(pairs, experts, is_plain=is_plain)._replace(rows=launch.rows)
+
+    with (
+        patch.object(triton_products, product_launch_config.__name__, chosen),
+        patch.object(gpu, packed_tiles.__name__, tiles),
+    ):
+        yield
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,29 @@ from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.kernels.shared.formats.int_groups import quantise_groups
 from weft.testing.models.choices import check_choices, check_same, where_experts_are_sure
-from weft.testing.models.every_family import load_reference
+from weft.testing.models.every_family import OF_REFERENCES, load_reference
 from weft.testing.models.int_models import LAYOUTS, SIZES, compressed_config, packed_models
 from weft.testing.models.paging import PagedDriver
 from weft.testing.models.quantised_models import copy_of_model, round_rows
+from weft.testing.models.reference_models import make_reference
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny, save_weights
 
 IN_EVERY_RUN = ("gptq", "gptq act order", "awq", "auto-round awq", "compressed-tensors with zeros")
+
+EXPERTS_OF_AWQ = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "minimax-m2", "hy3")
+WIDE_EXPERTS: dict[str, Any] = {
+    "vocab_size": 500,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_key_value_heads": 2,
+}
+"""Columns are whole groups of AWQ, and rows whole words."""
+WIDE_LATENTS: dict[str, Any] = {
+    **{"q_lora_rank": 64, "kv_lora_rank": 64, "num_key_value_heads": 4},
+    **{"head_dim": None, "v_head_dim": 32},
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,6 +99,24 @@ def test_layouts_of_checkpoints(name: str, model_dir: Path, tmp_path: Path) -> N
 def test_architectures(kind: str, name: str, tmp_path: Path) -> None:
     packed, floats = packed_models(tiny(kind, tmp_path / "m"), tmp_path / "model", LAYOUTS[name])
     check_greedy(load_model(packed, "float32").model, floats)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek-v3", *(pytest.param(n, marks=pytest.mark.full) for n in EXPERTS_OF_AWQ)],
+)
+def test_experts_of_awq(name: str, tmp_path: Path) -> None:
+    """Every expert is packed on its own, routers are in floats, as AutoAWQ writes them."""
+    sizes = {**SIZES, **WIDE_EXPERTS, **(WIDE_LATENTS if name == "deepseek-v3" else {})}
+    kind, own = OF_REFERENCES[name]
+    make_reference(kind, tmp_path / "m", random.randrange(10**6), **(own | sizes))
+    awq = LAYOUTS["awq"]
+    config = awq.config | {"group_size": 64, "modules_to_not_convert": ["gate", "lm_head"]}
+    layout = replace(awq, group=64, config=config)
+    packed, floats = packed_models(tmp_path / "m", tmp_path / "model", layout)
+    loaded = load_model(packed, "float32")
+    assert loaded.described_format.endswith("file: awq int4")
+    check_greedy(loaded.model, floats)
 
 
 def test_modules_in_floats(model_dir: Path, tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ SIZES: dict[str, Any] = {
 """Of models whose projections have whole words and groups; for `make_tiny`."""
 
 
+_PROJECTION = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """A projection: weight = scale * (code - zero), by the group of each column."""
@@ -97,7 +100,7 @@ def packed_models(
     orders = dict[str, torch.Tensor]()
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
-        if name.endswith("_proj.weight") and module not in floats:
+        if _PROJECTION.search(name) and module not in floats:
             drawn = draw_projection(weight, layout)
             if layout.shares_order:
                 source_of = re.sub(r"\.([qkv]|gate|up)_proj$", "", module)
