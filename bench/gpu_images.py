@@ -1,6 +1,6 @@
 """Images on a GPU: first tokens over REST, repeats, and text beside images.
 
-    python bench/gpu_images.py [--only idle beside] [--device cuda:0] [--apart cuda:1]
+    python bench/gpu_images.py [--only idle encode attention] [--device cuda:0] [--apart cuda:1]
 
 The model is Qwen3-VL-8B's shape with made-up weights; its vocabulary is the demo tokenizer's with
 the marks of images. All requests go through the REST edge of a `weft up`, so decoding JPEG files is
@@ -11,7 +11,8 @@ Then the same pictures with another question, beside a text prompt as long of wh
 cached. `beside`: text requests at a rate, alone and beside requests with pictures; with `--apart`
 prompts are computed on another GPU.
 
-`encode`: the tower alone, in an engine of this process.
+`encode`: the tower alone, in an engine of this process, as a CUDA graph and as launches.
+`attention`: one layer's of its attentions beside torch's.
 """
 
 from __future__ import annotations
@@ -336,20 +337,61 @@ def encode(run: Run) -> None:
         model = model_folder(Path(folder), options)
         settings = {"device": options.device, "dtype": options.dtype, "dummy_weights": True}
         with LLM(model, num_pages=64, max_context_tokens=2048, **settings) as llm:
-            encoder = llm.engine.parts.local.media.encoder
-            for count in (1, 4):
-                shape = (count, SIDE, SIDE, 3)
+            media = llm.engine.parts.local.media
+            for count, side in ((1, 256), (1, 512), (1, SIDE), (4, SIDE)):
+                shape = (count, side, side, 3)
                 pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=options.device)
-                times = []
+                ways = {"graph": media.encoded, "launches": media.encoder.encode}
+                times: dict[str, list[float]] = {name: [] for name in ways}
                 with torch.inference_mode():
                     for _ in range(options.repeats + 2):
-                        times.append(1e3 * event_s(partial(encoder.encode, pixels)))
-                run.row(
-                    name=f"{count} x {SIDE} x {SIDE}",
-                    encode_ms=spread(times[2:]),
-                    rows=encoder.rows_of(shape[1:]),
-                    table="encode",
-                )
+                        for name, way in ways.items():
+                            times[name].append(1e3 * event_s(partial(way, pixels)))
+                for name, found in times.items():
+                    run.row(
+                        name=f"{count} x {side} x {side}, {name}",
+                        encode_ms=spread(found[2:]),
+                        rows=media.encoder.rows_of(shape[1:]),
+                        table="encode",
+                    )
+
+
+@harness.part
+def attention(run: Run) -> None:
+    """One layer's attention of the tower, beside torch's."""
+    import torch
+    import torch.nn.functional as F
+    from clocks import event_s
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from weft.kernels.ops.encoder_attention import encoder_attention
+    from weft.kernels.ops.encoder_attention.spec import Bounds
+
+    options, vision = run.options, CONFIG["vision_config"]
+    heads, device = vision["num_heads"], torch.device(options.device)
+    dim, length = vision["hidden_size"] // heads, (SIDE // vision["patch_size"]) ** 2
+    for count in (1, 4):
+        qkv = torch.randn(count * length, 3, heads, dim, dtype=torch.bfloat16, device=device)
+        q, k, v = qkv.unbind(1)
+        bounds = Bounds.even(count, length, device)
+        batch = [one.unflatten(0, (count, length)).transpose(1, 2) for one in (q, k, v)]
+        ways: dict[str, Callable[[], object]] = {"own": partial(encoder_attention, q, k, v, bounds)}
+
+        def torchs(backend: SDPBackend, batch: list[torch.Tensor]) -> object:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*batch)
+
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            ways[f"torch, {backend.name}"] = partial(torchs, backend, batch)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(options.repeats + 3):
+            for name, way in ways.items():
+                times[name].append(1e3 * event_s(way))
+        for name, found in times.items():
+            run.row(
+                name=f"{count} x {length} rows, {heads} heads of {dim}: {name}",
+                layer_ms=spread(found[3:]),
+                table="attention",
+            )
 
 
 if __name__ == "__main__":

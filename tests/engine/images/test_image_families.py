@@ -15,8 +15,11 @@ from transformers import AutoModelForImageTextToText
 from weft.contract.messages import Inbox
 from weft.contract.request import StopCriteria
 from weft.contract.spans import MediaSpan
+from weft.engine.executor import embeddings
+from weft.engine.executor.encoder_graphs import EncoderGraphs, Pass
 from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.loop.llm import LLM
+from weft.engine.model.interface import HasBudgets, MediaEncoder
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
@@ -98,6 +101,57 @@ def test_rows_are_those_of_transformers(case: Case) -> None:
         found, together = together[: len(rows)], together[len(rows) :]
         assert float((found - rows).abs().max() / rows.abs().max()) < 1e-5
         assert torch.equal(encoder.encode([pixels_of(one)]), found)
+
+
+def rerun(run: Pass) -> Pass:
+    """In place of a capture where there are no CUDA graphs."""
+    return run
+
+
+def test_passes_of_fixed_sizes_make_equal_rows(case: Case) -> None:
+    """Batches one after another in the same memory: none sees what an earlier one left."""
+    encoder = load_model(case.folder, "float32", images=True).encoder
+    assert isinstance(encoder, HasBudgets)
+    largest = max(encoder.cost_of(case.family.picture().shape) for _ in range(9))
+    graphs = EncoderGraphs(encoder.budgets(max(600, 4 * largest)), rerun)
+    for count in (3, 1, 4, 1, 2):
+        media = [pixels_of(case.family.picture()) for _ in range(count)]
+        found = graphs.encode(media)
+        wanted = encoder.encode(media)
+        if sum(encoder.cost_of(one.shape) for one in media) <= max(600, 4 * largest):
+            assert found is not None
+            assert torch.equal(found, wanted)
+        else:
+            assert found is None
+    assert graphs.encode([pixels_of(case.family.picture())] * 400) is None
+
+
+def test_engines_encode_by_passes_of_fixed_sizes(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding, and pictures that no pass has room for."""
+
+    def capture(encoder: MediaEncoder, max_cost: int, *rest: object) -> EncoderGraphs:
+        assert isinstance(encoder, HasBudgets)
+        return EncoderGraphs(encoder.budgets(max_cost), rerun)
+
+    monkeypatch.setattr(embeddings, "capture_encoder", capture)
+    prompts = case.prompts(1, 4)
+    costs = list[int]()
+    with engine(case.folder, max_step_patches=random.choice((1, 100, 500))) as llm:
+        media = llm.engine.parts.local.media
+        assert media is not None
+        media.capture()
+        encode = media.encoder.encode
+
+        def seen(pictures: list[torch.Tensor]) -> torch.Tensor:
+            costs.append(sum(media.encoder.cost_of(one.shape) for one in pictures))
+            return encode(pictures)
+
+        monkeypatch.setattr(media.encoder, "encode", seen)
+        for prompt, sample in zip(prompts, run(llm, *prompts), strict=True):
+            case.check(prompt, sample.token_ids)
+        assert all(cost > media.max_cost for cost in costs)
 
 
 class Seen:

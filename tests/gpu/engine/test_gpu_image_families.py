@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForImageTextToText
 from triton import knobs
 from weft.contract.request import StopCriteria
+from weft.engine.executor.encoder_graphs import capture_encoder
 from weft.engine.loop.llm import LLM
+from weft.engine.model.loader import load_model
 from weft.testing.models.choices import check_choices
-from weft.testing.models.image_families import FAMILIES, text
+from weft.testing.models.image_families import FAMILIES, pixels_of, text
 from weft.testing.models.tiny_qwen_vl import QWEN_FAMILIES
 
 pytestmark = pytest.mark.needs("cuda")
@@ -42,6 +44,23 @@ def test_tokens_are_those_of_transformers(name: str, chunk: int, tmp_path: Path)
     for prompt, sample in zip(prompts, samples, strict=True):
         logits = family.logits(model, prompt, sample.token_ids)
         check_choices(logits, sample.token_ids, NEAR_TIE)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "internvl", "qwen2_5_vl", "qwen3_vl"])
+@torch.inference_mode()
+def test_captured_passes_make_the_rows_of_others(name: str, tmp_path: Path) -> None:
+    """Where products are in one order: the same bits, whatever the padding and earlier pictures."""
+    family = ALL[name]()
+    folder = family.make(tmp_path / "model", random.randrange(1 << 30))
+    encoder = load_model(folder, "bfloat16", "cuda", images=True, is_fixed=True).encoder
+    assert encoder is not None
+    graphs = capture_encoder(encoder, 1200, torch.device("cuda"))
+    assert graphs is not None
+    for count in (3, 1, 4, 2):
+        pictures = [pixels_of(family.picture()).cuda() for _ in range(count)]
+        found = graphs.encode(pictures)
+        assert found is not None
+        assert torch.equal(found, encoder.encode(pictures))
 
 
 class Compiled:

@@ -42,7 +42,14 @@ def exact(
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "kv_heads", "has_slopes"),
-    [(torch.float32, 24, 4, True), (torch.float16, 64, 2, False), (torch.float16, 128, 1, False)],
+    [
+        (torch.float32, 24, 4, True),
+        (torch.float16, 64, 2, False),
+        (torch.float16, 72, 4, False),
+        (torch.float16, 80, 1, True),
+        (torch.float32, 88, 2, False),
+        (torch.float16, 128, 1, False),
+    ],
 )
 @pytest.mark.parametrize("reach", [None, 9])
 def test_each_row_attends_to_its_own_sequence(

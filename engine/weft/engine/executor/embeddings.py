@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from weft.engine.executor.encoder_graphs import EncoderGraphs, capture_encoder
 from weft.engine.executor.orders import EncodeMedia, PackRows, UnpackRows
 from weft.engine.executor.page_bytes import read_bytes, write_bytes
 from weft.engine.executor.step_input import InsertedRows
@@ -51,6 +52,7 @@ class MediaEmbeddings:
         self.num_rows = num_rows
         self.max_cost = max_cost
         self.num_ranks = 1 if peers is None else peers.size
+        self._graphs: EncoderGraphs | None = None
         self._rows = torch.zeros((num_rows, row_width), dtype=dtype, device=device)
         self._peers = peers
 
@@ -67,6 +69,14 @@ class MediaEmbeddings:
     def has_encoder(self) -> bool:
         return self._encoder is not None
 
+    def capture(self, on_capture: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Captures the encoder's passes on a CUDA device, as far as they have fixed sizes. Raises
+        ConfigError if there is not enough memory.
+        """
+        if self._encoder is not None:
+            device = self._rows.device
+            self._graphs = capture_encoder(self._encoder, self.max_cost, device, on_capture)
+
     def encode(self, order: EncodeMedia) -> None:
         """With several ranks, all of them must get the order."""
         media, device = list(self._media_of(order)), self._rows.device
@@ -75,11 +85,18 @@ class MediaEmbeddings:
                 (len(order.rows), self._rows.shape[1]), dtype=self._rows.dtype, device=device
             )
             for batch in self._batches(self._own(media)):
-                rows, begin = self.encoder.encode([self._pixels(one) for one in batch]), 0
+                rows, begin = self.encoded([self._pixels(one) for one in batch]), 0
                 for one in batch:
                     end = begin + one.rows.stop - one.rows.start
                     made[one.rows], begin = rows[begin:end], end
             self._put(order.rows, made)
+
+    def encoded(self, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`MediaEncoder.encode` by a captured pass where one has room; the result is then valid
+        until the next call.
+        """
+        rows = None if self._graphs is None else self._graphs.encode(pictures)
+        return self.encoder.encode(pictures) if rows is None else rows
 
     def pack(self, order: PackRows, pool: torch.Tensor | DevicePages) -> None:
         rows = self._rows.index_select(0, self._index(order.rows))

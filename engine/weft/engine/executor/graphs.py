@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -452,19 +452,7 @@ class StepGraphs:
         Returns:
             The graph, and the tensor that holds its result after each replay.
         """
-        with torch.inference_mode():
-            # The rehearsal compiles kernels and lets libraries choose algorithms, which a capture
-            # must not do.
-            with rehearsal():
-                run()
-            torch.cuda.synchronize(self._pool.device)
-            graph = torch.cuda.CUDAGraph()
-            with (
-                without_collection(),
-                torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
-            ):
-                result = run()
-        return graph, result
+        return capture_graph(run, self._pool.device, self._memory)
 
     def send_nothing(self, bucket: GraphBucket) -> None:
         """Sends the smallest step in a bucket's layout, to capture with. Without it the input
@@ -505,6 +493,34 @@ class StepGraphs:
         if self._rotations is not None:
             self._rotations.turn_captured(step)
         return self._model.forward(step, self._pool)
+
+
+def capture_graph(
+    run: Callable[[], torch.Tensor], device: torch.device, memory: Any
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Captures device work.
+
+    Args:
+        run: The work, which reads inputs at fixed addresses. It is called twice.
+        memory: `torch.cuda.graph_pool_handle()` of the graphs that share memory, because only one
+            of them runs at a time.
+
+    Returns:
+        The graph, and the tensor that holds its result after each replay.
+    """
+    with torch.inference_mode():
+        # The rehearsal compiles kernels and lets libraries choose algorithms, which a capture must
+        # not do.
+        with rehearsal():
+            run()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            without_collection(),
+            torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"),
+        ):
+            result = run()
+    return graph, result
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Runs image towers and steps with rows of images once, before a worker is ready.
 
-No such step is captured, so their kernels would be compiled, and libraries would choose theirs,
-when the first images come, while all other requests wait.
+No such step is captured, nor are towers' passes over more patches than a step's budget. Their
+kernels would be compiled, and libraries would choose theirs, when the first images come, while all
+other requests wait.
 """
 
 from __future__ import annotations

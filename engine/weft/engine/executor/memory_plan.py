@@ -12,6 +12,7 @@ import torch
 from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout, PageGroup, num_ring_rows
 from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.encoder_graphs import measure_encoder_graphs
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor, activations_dtype
@@ -321,10 +322,13 @@ def with_media(
     max_cost: int,
     itemsize: int,
     device: torch.device,
+    *,
+    cuda_graphs: bool,
 ) -> MemoryNeeds:
     """Adds `num_rows` rows of images, whose elements have `itemsize` bytes, and encodes as many of
     the largest images as are encoded together (`max_cost` patches) to measure it. Images are
-    encoded between steps, so the larger of both counts.
+    encoded between steps, so the larger of both counts. With `cuda_graphs` it also captures the
+    encoder's passes.
     """
     shape = encoder.max_shape(num_rows)
     count = max(1, max_cost // encoder.cost_of(shape))
@@ -334,7 +338,13 @@ def with_media(
         lambda: encoder.encode(pictures), device, "the largest images", advice
     )
     rows_bytes = num_rows * encoder.row_width * itemsize
-    return replace(needs, step=max(needs.step, step_bytes), media=rows_bytes)
+    graphs = measure_encoder_graphs(encoder, max_cost, device) if cuda_graphs else 0
+    return replace(
+        needs,
+        step=max(needs.step, step_bytes),
+        graphs=needs.graphs + graphs,
+        media=rows_bytes,
+    )
 
 
 def free_of_share(free: int, total: int, own: int, share: float) -> int:

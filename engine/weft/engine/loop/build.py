@@ -232,6 +232,8 @@ def _load_parts(
         progress(0, 0, "warming up images")
         has_steps = not loaded.config.attends_to_clips  # Steps with clips write pages of requests.
         warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
+        if config.cuda_graphs:
+            media.capture(lambda done, total: progress(done, total, "capturing graphs of images"))
     progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(loaded.config, device)
     # Graphs are captured here, so no other thread may use the device yet.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from weft.checkpoint.config import ModelConfig
@@ -113,4 +113,47 @@ class MediaEncoder(Protocol):
 
     def encode(self, pictures: Sequence[torch.Tensor]) -> torch.Tensor:
         """[height, width, 3] uint8 each, on the model's device -> [rows of all, row_width]."""
+        ...
+
+
+class PlacedMedia(NamedTuple):
+    """Media in the memory of an encoder's passes of fixed sizes."""
+
+    size: int
+    """The pass that encodes them."""
+    num_rows: int
+    """Rows of the media; those behind them are padding."""
+    order: torch.Tensor | None
+    """[num_rows] int64: the place in the pass of each row in the order of media; None: that
+    order.
+    """
+
+
+class EncoderBudgets(Protocol):
+    """Passes of an encoder over memory at fixed addresses, each for media of at most so many
+    patches in total.
+    """
+
+    sizes: Sequence[int]
+    """Patches of each pass, ascending."""
+
+    def put(self, pictures: Sequence[torch.Tensor]) -> PlacedMedia | None:
+        """Copies media, as `MediaEncoder.encode` takes them, to the memory of the passes. None: no
+        pass has room for them.
+        """
+        ...
+
+    def run(self, size: int) -> torch.Tensor:
+        """Encodes what was put last. Returns [rows of `size` patches, row_width]. It takes the same
+        path and addresses for all media, and can be captured.
+        """
+        ...
+
+
+@runtime_checkable
+class HasBudgets(Protocol):
+    """An encoder whose passes can have fixed sizes."""
+
+    def budgets(self, max_cost: int) -> EncoderBudgets:
+        """Passes for up to `max_cost` patches, with their memory."""
         ...

@@ -216,6 +216,8 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     if media is not None and config.is_on_gpu:
         has_steps = not loaded.config.attends_to_clips
         warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
+        if config.cuda_graphs:
+            media.capture()
     drafting = None
     if drafted is not None and config.drafter in HEAD_DRAFTERS:
         graphs, _ = head_graphs(config, drafted, executor, None)

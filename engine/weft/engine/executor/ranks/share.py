@@ -170,7 +170,8 @@ def with_media_rows(
     itemsize = activations_dtype(loaded.model).itemsize
     if loaded.encoder is None:
         return replace(needs, media=num_rows * _row_width(loaded) * itemsize)
-    return with_media(needs, loaded.encoder, num_rows, config.max_step_patches, itemsize, device)
+    sizes = num_rows, config.max_step_patches, itemsize
+    return with_media(needs, loaded.encoder, *sizes, device, cuda_graphs=config.cuda_graphs)
 
 
 def _row_width(loaded: LoadedModel) -> int:

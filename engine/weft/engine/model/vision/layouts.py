@@ -56,6 +56,19 @@ class Layout:
         return whole.index_copy_(0, self.patches, x)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchBatch:
+    """Rows before a tower's first layer, on its device."""
+
+    x: torch.Tensor
+    """[T, hidden]; rows behind the last picture are padding."""
+    pictures: Bounds
+    windows: Bounds | None
+    turns: Turns | None
+    patches: torch.Tensor | None
+    """[patches] int64: as `Layout.patches`."""
+
+
 def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device) -> Layout:
     """The layout of a batch of pictures."""
     vit, square = config.vit, config.connector.factor

@@ -15,6 +15,7 @@ from weft.engine.model.layers.encoder import (
     PreNormLayer,
     Ragged,
 )
+from weft.engine.model.vision.budgets import PatchBudgets
 from weft.engine.model.vision.connectors import (
     AnyNorm,
     Connector,
@@ -22,7 +23,7 @@ from weft.engine.model.vision.connectors import (
     read_connector,
     read_norm,
 )
-from weft.engine.model.vision.layouts import Grid, Layout, layout_of
+from weft.engine.model.vision.layouts import Grid, Layout, PatchBatch, layout_of
 from weft.engine.model.vision.patches import PatchEmbedding
 from weft.engine.model.vision.positions import read_class_row
 from weft.engine.model.weights.reader import TensorSlice
@@ -126,26 +127,48 @@ class VisionTower:
         picture's rows do not depend on the others. Raises InvalidRequest for other pixels than the
         tower takes.
         """
+        batch, order = self._batch_of(pictures)
+        rows = self._compute(batch)
+        return rows if order is None else rows.index_select(0, order)
+
+    def budgets(self, max_cost: int) -> PatchBudgets:
+        dtype, device = self._embedding.dtype, self._embedding.middle.device
+        parts = self.config, self._batch_of, self._compute
+        return PatchBudgets(*parts, max_cost, dtype, device)
+
+    def _batch_of(self, pictures: Sequence[torch.Tensor]) -> tuple[PatchBatch, torch.Tensor | None]:
+        """The batch, and the place of each of its rows in the order of pictures; None: they are in
+        that order.
+        """
         grids = tuple(self.config.patches_of(picture.shape) for picture in pictures)
         layout = self._layout(grids)
-        batch = Ragged(layout.pictures, turns=layout.turns)
-        windowed = batch
-        if layout.windows is not None:
-            windowed = Ragged(layout.windows, turns=layout.turns)
-        windows, found = self.config.vit.windows, list[torch.Tensor]()
         x = self._embedding(pictures, grids, layout)
-        x = x if self._class_row is None else layout.with_class(x, self._class_row)
-        x = x if self._first_norm is None else self._first_norm(x)
+        batch = PatchBatch(
+            x=x if self._class_row is None else layout.with_class(x, self._class_row),
+            pictures=layout.pictures,
+            windows=layout.windows,
+            turns=layout.turns,
+            patches=layout.patches,
+        )
+        return batch, layout.back
+
+    def _compute(self, batch: PatchBatch) -> torch.Tensor:
+        """[squares, row_width], in the batch's order."""
+        whole = Ragged(batch.pictures, turns=batch.turns)
+        windowed = whole
+        if batch.windows is not None:
+            windowed = Ragged(batch.windows, turns=batch.turns)
+        windows, found = self.config.vit.windows, list[torch.Tensor]()
+        x = batch.x if self._first_norm is None else self._first_norm(batch.x)
         for number, layer in enumerate(self._layers):
             is_full = windows is None or number in windows.full_layers
-            x = layer(x, batch if is_full else windowed)
+            x = layer(x, whole if is_full else windowed)
             if number in self._taps:
                 found.append(self._taps[number](x))
         x = x if self._last_norm is None else self._last_norm(x)
-        x = x if layout.patches is None else x.index_select(0, layout.patches)
+        x = x if batch.patches is None else x.index_select(0, batch.patches)
         rows = self._connector(x)
-        rows = rows if not found else torch.cat((rows, *found), dim=1)
-        return rows if layout.back is None else rows.index_select(0, layout.back)
+        return rows if not found else torch.cat((rows, *found), dim=1)
 
 
 def _below(weights: Weights, prefixes: tuple[str, ...], name: str) -> Weights:

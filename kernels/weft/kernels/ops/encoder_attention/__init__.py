@@ -36,7 +36,7 @@ def encoder_attention(
         q: [T, H, D].
         k: [T, Hkv, D], Hkv a divisor of H.
         v: [T, Hkv, D].
-        bounds: On a GPU rows from the last bound on are padding, whose results are undefined.
+        bounds: Rows from the last bound on are padding, whose results are undefined.
         reach: Rows that a row sees to each side; None: all.
         slopes: [H] float32: how much each head's scores fall with each row of distance (ALiBi,
             arXiv 2108.12409); None: not at all.
@@ -46,7 +46,7 @@ def encoder_attention(
         [T, H, D], contiguous.
 
     Raises:
-        ValueError: On a CPU: the bounds are not those of T rows.
+        ValueError: On a CPU: the bounds are not those of at most T rows.
     """
     if q.is_cuda:
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -64,7 +64,7 @@ def _check_bounds(bounds: Bounds, tokens: int) -> None:
             f"bounds of sequences are {given.dtype} {tuple(given.shape)}, not int32 "
             f"[{len(on_host)}] as on the host"
         )
-    if on_host[0] != 0 or on_host[-1] != tokens:
+    if on_host[0] != 0 or on_host[-1] > tokens:
         raise ValueError(f"sequences have rows {on_host[0]} to {on_host[-1]} of {tokens}")
     if any(end < first for first, end in pairwise(on_host)):
         raise ValueError("a sequence ends before it begins")

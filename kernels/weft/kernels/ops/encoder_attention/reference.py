@@ -22,7 +22,8 @@ def encoder_attention_reference(
     """`encoder_attention` where the host knows the bounds: one call for sequences of one length."""
     by_length: dict[int, list[int]] = {}
     for first, end in pairwise(bounds.on_host):
-        by_length.setdefault(end - first, []).append(first)
+        if end > first:
+            by_length.setdefault(end - first, []).append(first)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for length, firsts in by_length.items():
         mask = _mask(length, reach, slopes, q)
