@@ -205,13 +205,15 @@ def prompt_row(length: int, before: int, rates: Rates) -> Row:
     if made.latents is not None:
         found["flash_mla"] = lambda: absorbed(made)
     if layer._takes_heads(q.dtype, length, made):
-        latents = layer._own_heads(read_latents(pool, 0, step.places))
+        latents = layer._own_heads(read_latents(pool, 0, layer.spec, step.places, pool.dtype))
         found["heads"] = lambda: layer._by_heads(q, made, pool)
         if before:
             own = planned(step._replace(num_earlier=None), q.dtype, layer.spec, length, pool)
             found["own_heads"] = lambda: layer._by_heads(q, own, pool)
         found["attention"] = lambda: own_attention(q, *latents, step.cu_q_lens, 0.07)[0]
-        found["projections"] = lambda: layer._own_heads(read_latents(pool, 0, step.places))[0]
+        found["projections"] = lambda: layer._own_heads(
+            read_latents(pool, 0, layer.spec, step.places, pool.dtype)
+        )[0]
     exact = found["absorbed"]().float()
     for name, call in found.items():
         seconds = captured_s(lambda _, call=call: call(), 1)

@@ -14,8 +14,11 @@ def why_not_8_bits(model: ModelConfig) -> str:
     if model.is_encoder:
         return "encoders keep no KV"
     if model.latent is not None:
-        return "there is no kernel for latent attention"
-    if any(dim % _UNIT for _, planes in model.page_planes for _, dim, _ in planes):
+        # The latent and the shared key after it lie in one vector.
+        dims = [model.latent.kv_rank + model.latent.rope_dim]
+    else:
+        dims = [dim for _, planes in model.page_planes for _, dim, _ in planes]
+    if any(dim % _UNIT for dim in dims):
         return f"there is no kernel for heads of no multiple of {_UNIT} elements"
     return ""
 

@@ -12,6 +12,8 @@ from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench, prompt_of
 from weft.testing.models.families import make_family
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.reference_models import make_reference
 from weft.testing.models.rounding_caches import check_samples, check_tokens
 from weft.testing.models.tiny_adapters import peft_model
 from weft.testing.models.tiny_drafts import make_tiny_draft
@@ -59,6 +61,8 @@ def test_tokens_are_those_of_rounding_caches(name: str, tmp_path: Path) -> None:
 
 
 WIDE = {"head_dim": 32}
+QUICK = ("qwen3_next", "gemma4-keys", "youtu")
+LATENTS = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
     "nemotron_h": {},
@@ -66,16 +70,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "gemma4": {"per_layer_config": {"1": WIDE, "4": WIDE}},
     "gemma4-keys": {},
+    "youtu": LATENTS,
+    "ling3": LATENTS,
 }
-"""Recurrent layers, soft caps, windows with pages of their own, heads that differ."""
+"""Recurrent layers, soft caps, windows with pages of their own, heads that differ, latents."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("qwen3_next", "gemma4-keys") else pytest.mark.full)
-        for name in FAMILIES
-    ],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in FAMILIES],
 )
 def test_families(name: str, tmp_path: Path) -> None:
     """Chunks, and a prefix that is in pages already."""
@@ -92,14 +95,29 @@ def test_families(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"drafter": "ngram"}])
+@pytest.mark.parametrize("kept", ["fp8_e4m3", "int8"])
+def test_latents(kept: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    kind, fields = MOE_FAMILIES["deepseek-v3"]
+    own = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8}
+    make_reference(kind, path := tmp_path, seed, **{**fields, **own, "first_k_dense_replace": 4})
+    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (90, 17)]
+    with LLM(path, dtype="float32", kv_dtype=kept, num_pages=100, **settings) as llm:
+        samples = llm.generate(prompts, stop=STOP, top_logprobs=4)
+    check_samples(path, prompts, samples, kept)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next", "youtu"])
 def test_shipped_pages(name: str, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     if name == "qwen2":
         path = make_tiny(name, tmp_path, seed, head_dim=32, **WINDOWS)
     else:
-        path = make_family(name, tmp_path, seed)
+        path = make_family(name, tmp_path, seed, **(LATENTS if name == "youtu" else {}))
     clock = ManualClock()
     owner, filler = (
         make_engine(path, role, clock, kv_dtype="fp8_e4m3") for role in ("decode", "prefill")

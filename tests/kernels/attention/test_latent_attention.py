@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -164,10 +165,141 @@ def test_vectors_are_written_to_their_places() -> None:
     fresh_seed()
     pool = torch.zeros(4, 1, 2, 1, PAGE, 12)
     places = torch.tensor(random.sample(range(PAGE, 4 * PAGE), 7))
-    latents = torch.randn(7, 12)
-    write_latents(latents, pool, LAYER, places)
+    latents, spec = torch.randn(7, 12), LatentSpec(1, 8, 1.0)
+    write_latents(latents, pool, LAYER, spec, places)
     flat = pool[:, 0, LAYER, 0].flatten(0, 1)
     assert torch.equal(flat[places], latents)
-    assert torch.equal(read_latents(pool, LAYER, places), latents)
+    assert torch.equal(read_latents(pool, LAYER, spec, places, torch.float32), latents)
     assert int((flat != 0).any(dim=1).sum()) == 7
     assert not pool[:, 0, 0].any()
+
+
+def scaled(pool: torch.Tensor, dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool in 8 bits of the same vectors, and these vectors as it keeps them, float64."""
+    pages = len(pool)
+    kept = torch.zeros(pages, 1, 2, 1, PAGE, pool.shape[-1] + 4, dtype=dtype)
+    spec, places = LatentSpec(1, width, 1.0), torch.arange(pages * PAGE)
+    write_latents(pool[:, 0, LAYER, 0].flatten(0, 1), kept, LAYER, spec, places)
+    wide = torch.zeros_like(pool, dtype=torch.float64)
+    wide[:, 0, LAYER, 0] = rounded(pool[:, 0, LAYER, 0].double(), dtype, width)
+    return kept, wide
+
+
+def rounded(vectors: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """[..., D] float64: each half of a vector in steps of its own scale, which is the next number
+    in bfloat16 from its largest magnitude on.
+    """
+    found, most = vectors.clone(), 127 if dtype == torch.int8 else 448
+    for part in (found[..., :width], found[..., width:]):
+        exact = part.float().abs().amax(-1, keepdim=True) / most
+        near = exact.bfloat16()
+        above = torch.nextafter(near, torch.full_like(near, math.inf))
+        scales = torch.where(near.float() < exact, above, near).double()
+        numbers = (part / torch.where(scales > 0, scales, 1.0)).clamp(-most, most)
+        whole = numbers.round() if most == 127 else numbers.to(torch.float8_e4m3fn).double()
+        part.copy_(whole * scales)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_vectors_in_8_bits_keep_a_scale_for_the_latent_and_one_for_the_key(
+    dtype: torch.dtype,
+) -> None:
+    fresh_seed()
+    pool = torch.randn(4, 1, 2, 1, PAGE, 24)
+    pool[..., 16:] *= 100
+    pool[1, 0, LAYER, 0, 2, :16] = 0
+    kept, wide = scaled(pool, dtype, 16)
+    spec, places = LatentSpec(1, 16, 1.0), torch.randperm(4 * PAGE)[:20]
+    found = read_latents(kept, LAYER, spec, places, torch.float32).double()
+    expected = wide[:, 0, LAYER, 0].flatten(0, 1)[places]
+    sizes = pool[:, 0, LAYER, 0].flatten(0, 1)[places].double()
+    for half in (slice(0, 16), slice(16, 24)):
+        # A number may round to its other neighbour where it lies between two.
+        most = 1.1 / 127 if dtype == torch.int8 else 0.07
+        error = (found - expected)[:, half].abs()
+        assert (error <= most * sizes[:, half].abs().amax(-1, keepdim=True)).all()
+        assert (error > 1e-5 * sizes[:, half].abs()).double().mean() < 0.05
+    assert not kept[:, 0, 0].any()
+    nothing = torch.full((1, 24), math.nan)
+    write_latents(nothing, kept, LAYER, spec, places[:1])
+    assert read_latents(kept, LAYER, spec, places[:1], torch.float32).isnan().all()
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_the_kernel_writes_the_same_8_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    fresh_seed()
+    # Numbers that the format has: the interpreter rounds others to FP8 wrongly.
+    kind, most = (torch.int8, 127) if dtype == torch.int8 else (torch.float8_e4m3fn, 448)
+    latents, spec = torch.randn(9, 40).mul_(30).clamp_(-127, 127), LatentSpec(1, 24, 1.0)
+    latents[:, [0, 30]] = most
+    latents = latents.to(kind).float() / 64
+    latents[:, 24:] *= 32
+    latents[3, :24] = 0
+    latents[4, 30] = float("nan")
+    places = torch.tensor(random.sample(range(4 * PAGE), 9))
+    own, other = (torch.zeros(4, 1, 2, 1, PAGE, 44, dtype=dtype) for _ in range(2))
+    write_latents(latents, own, LAYER, spec, places)
+    with kernel_module("latent_attention.triton_latent", tmp_path) as module:
+        module.write_scaled(latents, other, LAYER, spec, places)
+    latents[4, 24:] = math.nan
+    found, expected = (
+        read_latents(pool, LAYER, spec, places, torch.float32) for pool in (other, own)
+    )
+    torch.testing.assert_close(found, latents, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(expected, latents, rtol=0, atol=0, equal_nan=True)
+    # What is beside a number that is not finite may be any number.
+    flat = [pool[:, 0, LAYER, 0].flatten(1)[:, : PAGE * 40] for pool in (other, own)]
+    numbers = [one.unflatten(1, (PAGE, 40)).flatten(0, 1) for one in flat]
+    for one in numbers:
+        one[places[4]] = 0
+    assert torch.equal(*numbers)
+    assert not other[:, 0, 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_attention_to_8_bits_is_that_to_what_they_mean(dtype: torch.dtype) -> None:
+    fresh_seed()
+    q, pool, spec, step = make(torch.float32, 5, 32, 16, has_trees=False, first=0)
+    pool[..., 32:] *= 3
+    kept, wide = scaled(pool, dtype, 32)
+    out = latent_attention(q, kept, LAYER, spec, step)
+    found = read_latents(kept, LAYER, spec, torch.arange(len(pool) * PAGE), torch.float64)
+    wide[:, 0, LAYER, 0] = found.view(len(pool), PAGE, -1)
+    torch.testing.assert_close(out.double(), exact(q, wide, spec, step), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("kept_in", [torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    ("heads", "width", "rest", "has_trees", "first", "dtype"),
+    [
+        (3, 24, 8, False, 1, torch.float32),
+        (20, 32, 16, True, 0, torch.float16),
+        pytest.param(16, 512, 64, False, 0, torch.float16, marks=pytest.mark.full),
+    ],
+)
+def test_the_kernel_of_8_bits(
+    kept_in: torch.dtype,
+    heads: int,
+    width: int,
+    rest: int,
+    has_trees: bool,
+    first: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
+) -> None:
+    fresh_seed()
+    q, pool, spec, step = make(dtype, heads, width, rest, has_trees=has_trees, first=first)
+    kept, wide = scaled(pool, kept_in, width)
+    places = torch.arange(len(pool) * PAGE)
+    found = read_latents(kept, LAYER, spec, places, torch.float64)
+    wide[:, 0, LAYER, 0] = found.view(len(pool), PAGE, -1)
+    expected, eps = exact(q, wide, spec, step), torch.finfo(dtype).eps
+    with kernel_module("latent_attention.triton_latent", tmp_path) as module:
+        for most in (1, 3):
+            module._MAX_PARTS, module._MIN_PART = most, 16
+            module.num_multiprocessors = lambda _: 1000
+            out = module.latent_attention(q, kept, LAYER, spec, step)
+            torch.testing.assert_close(out.double(), expected, rtol=16 * eps, atol=16 * eps)

@@ -86,7 +86,7 @@ def missing_native(device: torch.device) -> list[str]:
 def slower_latents(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
     """Describes what would make attention to latents faster on a GPU."""
     sizes = loaded.config.latent
-    if sizes is None or device.type != "cuda":
+    if sizes is None or device.type != "cuda" or config.kv_dtype != "auto":
         return []
     from weft.kernels.ops.latent_attention.library_flash_mla import lacking
 

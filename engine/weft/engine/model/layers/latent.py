@@ -196,7 +196,8 @@ class LatentAttention:
         key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
         latent = self.kv_norm(latent.contiguous())
         vectors = torch.cat((latent, key), dim=1)
-        write_latents(vectors, group.pool_of(pool), self.in_pool, group.places, group.divided)
+        latents, places = group.pool_of(pool), group.places
+        write_latents(vectors, latents, self.in_pool, self.spec, places, group.divided)
         if self.q_proj is not None and self.q_norm is not None:
             low = linear(self.q_norm(low.contiguous()), self.q_proj)
         q = low.contiguous().view(len(low), heads, -1)
@@ -260,7 +261,7 @@ class LatentAttention:
         """[T, H, value]: attention to the step's rows by heads, and to earlier positions by latents
         or by heads.
         """
-        k, v = self._own_heads(read_latents(latents, self.in_pool, group.places))
+        k, v = self._own_heads(self._vectors(latents, group.places))
         values, sums = own_attention(q, k, v, group.cu_q_lens, self.spec.scale)
         if group.earlier is not None:
             del k, v
@@ -300,7 +301,7 @@ class LatentAttention:
         # Each merge rounds its result; with several parts the sum is kept in float32 until the end.
         total = values.float() if len(earlier.parts) > 1 else values
         for part, cu_kv_lens in earlier.parts:
-            k, v = self._own_heads(read_latents(latents, self.in_pool, earlier.places[part]))
+            k, v = self._own_heads(self._vectors(latents, earlier.places[part]))
             others, other_sums = earlier_attention(
                 q, k, v, group.cu_q_lens, cu_kv_lens, self.spec.scale
             )
@@ -308,6 +309,9 @@ class LatentAttention:
             merged(total, sums, others.to(total.dtype), other_sums, out=total)
             sums = torch.logaddexp(sums, other_sums)
         return total.to(values.dtype), sums
+
+    def _vectors(self, latents: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return read_latents(latents, self.in_pool, self.spec, places, self.o_proj.dtype)
 
     def _own_heads(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, rank + rope] -> keys [T, H, nope + rope] and values [T, H, value]."""

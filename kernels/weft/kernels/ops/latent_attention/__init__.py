@@ -19,8 +19,10 @@ from weft.kernels.ops.latent_attention.reference import (
     latent_attention_reference,
     own_attention_reference,
 )
+from weft.kernels.ops.latent_attention.scaled import read_scaled, write_scaled
 from weft.kernels.ops.latent_attention.spec import NOTHING, EarlierLatents, LatentSpec
 from weft.kernels.ops.pages.pool import has_dense_pages
+from weft.kernels.ops.pages.scaled_kv import head_dim, holds, is_scaled
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ def latent_attention(
 
     Args:
         q: [T, H, D], contiguous.
-        pool: [num_pages, 1, layers, 1, page_size, D], contiguous within a page, dtype of `q`.
+        pool: [num_pages, 1, layers, 1, page_size, D], contiguous within a page, dtype of `q`; or in
+            8 bits (`weft.kernels.ops.latent_attention.scaled`).
 
     Returns:
         [T, H, V], dtype of `q`; softmax in float32.
@@ -69,7 +72,8 @@ def planned(
         step = step._replace(divided=_divided(step.places, pool.shape[-2]))
     if step.num_earlier and step.earlier is None and step.ancestors is None:
         step = step._replace(earlier=_earlier_latents(step, step.num_earlier, rows, pool.shape[-2]))
-    if not pool.is_cuda or step.latents is not None or step.ancestors is not None:
+    has_floats = pool.is_cuda and not is_scaled(pool)
+    if not has_floats or step.latents is not None or step.ancestors is not None:
         return step
     if not _library_flash_mla.supports(dtype, pool.shape[-1], spec, pool.shape[-2]):
         return step
@@ -188,9 +192,9 @@ def _check(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
 ) -> None:
     tokens, heads, dim = q.shape
-    if pool.dim() != 6 or pool.shape[1] != 1 or pool.shape[3] != 1 or pool.shape[-1] != dim:
+    if pool.dim() != 6 or pool.shape[1] != 1 or pool.shape[3] != 1 or head_dim(pool) != dim:
         raise ValueError(f"a pool {tuple(pool.shape)} does not fit queries {tuple(q.shape)}")
-    if heads != spec.heads or not 0 < spec.value_dim <= dim or pool.dtype != q.dtype:
+    if heads != spec.heads or not 0 < spec.value_dim <= dim or not holds(pool, q.dtype):
         raise ValueError(f"{spec} does not fit queries {tuple(q.shape)} {q.dtype}")
     if not (q.is_contiguous() and has_dense_pages(pool)):
         raise ValueError("q must be contiguous, and a pool contiguous within a page")
@@ -200,15 +204,19 @@ def _check(
         check_ancestors(step.ancestors, tokens, None, step.max_q_len)
 
 
-def read_latents(pool: torch.Tensor, layer: int, places: torch.Tensor) -> torch.Tensor:
-    """[T, D]: the vectors that `write_latents` has written with these arguments."""
-    return pool[:, 0, layer, 0][_divided(places, pool.shape[-2])]
+def read_latents(
+    pool: torch.Tensor, layer: int, spec: LatentSpec, places: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[T, D] of a dtype: the vectors that `write_latents` has written with these arguments."""
+    pages, at = pool[:, 0, layer, 0], _divided(places, pool.shape[-2])
+    return read_scaled(pages, at, spec.value_dim, dtype) if is_scaled(pool) else pages[at]
 
 
 def write_latents(
     latents: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
+    spec: LatentSpec,
     places: torch.Tensor,
     divided: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
@@ -216,11 +224,18 @@ def write_latents(
 
     Args:
         latents: [T, D].
-        pool: [num_pages, 1, layers, 1, page_size, D], contiguous within a page; changed.
+        pool: As for `latent_attention`; changed.
         places: [T] int64: page * page_size + offset.
         divided: Page and offset of each of `places`, [T] int64 each; None: computed here.
     """
-    pool[:, 0, layer, 0][divided or _divided(places, pool.shape[-2])] = latents
+    if is_scaled(pool) and pool.is_cuda:
+        _triton_latent.write_scaled(latents, pool, layer, spec, places)
+        return
+    pages, at = pool[:, 0, layer, 0], divided or _divided(places, pool.shape[-2])
+    if is_scaled(pool):
+        write_scaled(latents, pages, at, spec.value_dim)
+    else:
+        pages[at] = latents
 
 
 def _divided(places: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import torch
 from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.latent_attention.scaled import scaled_latents
 from weft.kernels.ops.latent_attention.spec import NOTHING, LatentSpec
+from weft.kernels.ops.pages.scaled_kv import is_scaled
 
 _MAX_SCORES = 1 << 24
 """Most scores that are held at once."""
@@ -67,7 +69,10 @@ def latent_attention_reference(
         if first == end or kv_len == 0:
             continue
         pages = step.page_table[request, : -(-kv_len // page_size)].long()
-        keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].to(wide)
+        kept = pool[pages, 0, layer, 0]
+        if is_scaled(pool):
+            kept = scaled_latents(kept, spec.value_dim, wide)
+        keys = kept.flatten(0, 1)[:kv_len].to(wide)
         keys[: spec.first_position] = 0.0  # These rows may never have been written.
         root = kv_len if sums_before is not None else kv_len - (end - first)
         at_once = max(1, _MAX_SCORES // (spec.heads * max(1, kv_len)))

@@ -15,7 +15,22 @@ import triton.language as tl
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention.library_flash_mla import flash_mla
 from weft.kernels.ops.latent_attention.spec import NOTHING, LatentSpec
-from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.ops.pages.triton_entries import (
+    FP8_MOST,
+    INT8_MOST,
+    LEAST_UNIT,
+    SCALE_BYTES,
+    bytes_of,
+    query_in_units,
+    weights_in_units,
+    widened,
+)
+from weft.kernels.shared.dependent_launch import (
+    is_dependent,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.shared.multiprocessors import num_multiprocessors
 
@@ -56,6 +71,22 @@ def attention_before(
     return _attend(q, pool, layer, spec, step, sums), sums
 
 
+def write_scaled(
+    latents: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, places: torch.Tensor
+) -> None:
+    """`write_latents` to a pool in 8 bits."""
+    rows, dim = latents.shape
+    if rows == 0:
+        return
+    rest = dim - spec.value_dim
+    _write_scaled_kernel[(rows,)](
+        latents, pool, places, latents.stride(0), layer, pool.stride(0),
+        PAGE_SIZE=pool.shape[-2], WIDTH=spec.value_dim, DIM=dim,
+        BLOCK_WIDTH=next_power_of_2(spec.value_dim), BLOCK_REST=next_power_of_2(max(1, rest)),
+        num_warps=4, **launch_options(latents.device),
+    )  # fmt: skip
+
+
 def _attend(
     q: torch.Tensor,
     pool: torch.Tensor,
@@ -86,6 +117,7 @@ def _attend(
     _latent_kernel[(rows, blocks, parts)](
         out, partial, lse, q, pool, step.page_table, step.cu_q_lens, step.kv_lens, step.ancestors,
         requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0), parts,
+        IS_NATIVE=is_dependent(device),
         FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
         BLOCK_WIDTH=max(16, next_power_of_2(width)),
         BLOCK_REST=max(16, next_power_of_2(rest)),
@@ -113,6 +145,59 @@ def launch_config(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchConf
     return LatentLaunchConfig(16, 32, warps=4, stages=2)
 
 
+@triton.jit(do_not_specialize=["layer"])
+def _write_scaled_kernel(
+    latents: tl.tensor,
+    pool: tl.tensor,
+    places: tl.tensor,
+    row_stride: int,
+    layer: int,
+    page_stride: int,
+    IS_DEPENDENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+) -> None:
+    """One row's vector."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0)
+    place = tl.load(places + row)
+    offset = (place % PAGE_SIZE).to(tl.int32)
+    at = pool + place // PAGE_SIZE * page_stride + layer * PAGE_SIZE * (DIM + SCALE_BYTES)
+    given = latents + row.to(tl.int64) * row_stride
+    column = tl.arange(0, BLOCK_WIDTH)
+    other = WIDTH + tl.arange(0, BLOCK_REST)
+    IS_INT8: tl.constexpr = pool.dtype.element_ty == tl.int8
+    value = tl.load(given + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    rest = tl.load(given + other, mask=other < DIM, other=0.0).to(tl.float32)
+    value_bits, value_scale = _scale_above(value, IS_INT8)
+    rest_bits, rest_scale = _scale_above(rest, IS_INT8)
+    of_row = at + offset * DIM
+    numbers = bytes_of(value[None, :], value_scale[None], IS_INT8)
+    tl.store(of_row + column[None, :], numbers, mask=(column < WIDTH)[None, :])
+    numbers = bytes_of(rest[None, :], rest_scale[None], IS_INT8)
+    tl.store(of_row + other[None, :], numbers, mask=(other < DIM)[None, :])
+    scale_at = (at + PAGE_SIZE * DIM + offset * SCALE_BYTES).to(tl.pointer_type(tl.int32))
+    tl.store(scale_at, value_bits | (rest_bits << 16))
+
+
+@triton.jit
+def _scale_above(values: tl.tensor, IS_INT8: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The bits of a vector's scale in bfloat16, rounded up, and the largest magnitude that it
+    allows.
+    """
+    LARGEST: tl.constexpr = INT8_MOST if IS_INT8 else FP8_MOST
+    # 0, or NaN where a value is not finite, since the largest magnitude ignores NaN.
+    strange = tl.sum(values - values, axis=0)
+    scale = tl.max(tl.abs(values), axis=0) / LARGEST + strange
+    bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    bits = tl.where(scale == scale, bits, 0x7FC0)
+    return bits, (bits << 16).to(tl.float32, bitcast=True) * LARGEST
+
+
 @triton.jit(do_not_specialize=["requests", "table_stride", "layer", "parts"])
 def _latent_kernel(
     out: tl.tensor,
@@ -132,6 +217,7 @@ def _latent_kernel(
     page_stride: int,
     parts: int,
     IS_DEPENDENT: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
     FIRST: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -181,6 +267,13 @@ def _latent_kernel(
         at + WIDTH + other[None, :], mask=is_head[:, None] & is_rest[None, :], other=0
     )
 
+    IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
+    KEPT: tl.constexpr = DIM + (SCALE_BYTES if IS_SCALED else 0)
+    unit = LEAST_UNIT
+    if IS_SCALED:
+        asked, unit_of_asked = query_in_units(asked)
+        asked_rest, unit_of_rest = query_in_units(asked_rest)
+
     highest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, BLOCK_WIDTH], tl.float32)
@@ -190,13 +283,24 @@ def _latent_kernel(
         position = start + place
         exists = (position < end) & (position >= FIRST)
         page = tl.load(table + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-        vector = pool + page * page_stride + (layer * PAGE_SIZE + position % PAGE_SIZE) * DIM
-        its = vector[:, None]
+        of_layer = pool + page * page_stride + layer * PAGE_SIZE * KEPT
+        its = (of_layer + position % PAGE_SIZE * DIM)[:, None]
         in_values = exists[:, None] & is_value[None, :]
         values = tl.load(its + column[None, :], mask=in_values, other=0)
         in_rest = exists[:, None] & is_rest[None, :]
         rest = tl.load(its + WIDTH + other[None, :], mask=in_rest, other=0)
-        if IS_EXACT:
+        if IS_SCALED:
+            scale_at = of_layer + PAGE_SIZE * DIM + position % PAGE_SIZE * SCALE_BYTES
+            both = tl.load(scale_at.to(tl.pointer_type(tl.int32)), mask=exists, other=0)
+            value_scale = (both << 16).to(tl.float32, bitcast=True)
+            rest_scale = ((both >> 16) << 16).to(tl.float32, bitcast=True)
+            values = widened(values, asked.dtype, IS_NATIVE, True)
+            rest = widened(rest, asked.dtype, IS_NATIVE)
+            scores = tl.dot(asked, tl.trans(values), input_precision="ieee")
+            scores *= (value_scale * unit_of_asked)[None, :]
+            of_rest = tl.dot(asked_rest, tl.trans(rest), input_precision="ieee")
+            scores += of_rest * (rest_scale * unit_of_rest)[None, :]
+        elif IS_EXACT:
             scores = tl.dot(asked, tl.trans(values), input_precision="ieee")
             scores = tl.dot(asked_rest, tl.trans(rest), scores, input_precision="ieee")
         else:
@@ -214,6 +318,8 @@ def _latent_kernel(
         shrunk = tl.exp(highest - level)
         power = tl.exp(scores - level[:, None])
         total = total * shrunk + tl.sum(power, axis=1)
+        if IS_SCALED:
+            power, shrunk, unit = weights_in_units(power, value_scale, shrunk, unit)
         mixed = mixed * shrunk[:, None]
         if IS_EXACT:
             mixed = tl.dot(power, values, mixed, input_precision="ieee")
@@ -221,6 +327,8 @@ def _latent_kernel(
             mixed = tl.dot(power.to(values.dtype), values, mixed)
         highest = now
     mask = is_head[:, None] & is_value[None, :]
+    if IS_SCALED:
+        mixed = mixed * unit
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     of_row = row.to(tl.int64) * heads + head
     of_part = of_row * parts + tl.program_id(2)

@@ -8,6 +8,8 @@ positions. The vectors themselves may depend on how a prompt was cut into chunks
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from weft.kernels.shared.formats.fp8 import FP8, FP8_MAX
 
@@ -65,13 +67,17 @@ def dequantised(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (numbers.float() * scales.unsqueeze(-1)).to(dtype)
 
 
-def quantised(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(
+    vectors: torch.Tensor,
+    dtype: torch.dtype,
+    scale_of: Callable[[torch.Tensor], torch.Tensor] = lambda scales: scales,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., D] in FP8 or int8, so that the largest magnitude of each vector is the format's largest
-    number, and scales [...] float32.
+    number, and scales [...] float32. `scale_of` rounds scales to those that can be kept.
     """
     most = FP8_MAX if dtype == FP8 else INT8_MAX
     wide = vectors.float()
-    scales = wide.abs().amax(-1) / most
+    scales = scale_of(wide.abs().amax(-1) / most)
     inverse = torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0)
     scaled = (wide * inverse.unsqueeze(-1)).clamp_(-most, most)
     return (scaled if dtype == FP8 else scaled.round_()).to(dtype), scales

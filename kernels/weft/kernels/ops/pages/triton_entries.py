@@ -5,8 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from weft.kernels.ops.linear.triton_fp8_weights import FOUR_TO_BFLOAT16
+from weft.kernels.ops.pages.scaled_kv import INT8_MAX
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES as _SCALE_BYTES
+from weft.kernels.shared.formats.fp8 import FP8_MAX
 
+FP8_MOST = tl.constexpr(FP8_MAX)
+INT8_MOST = tl.constexpr(INT8_MAX)
 SCALE_BYTES = tl.constexpr(_SCALE_BYTES)
 _FOUR_TO_FLOAT16 = tl.constexpr(
     """
@@ -138,3 +142,18 @@ def weights_in_units(
     """
     largest = tl.maximum(unit, tl.max(v_scales, axis=0))
     return weights * (v_scales / largest)[None, :], shrink * (unit / largest), largest
+
+
+@triton.jit
+def bytes_of(values: tl.tensor, most: tl.tensor, IS_INT8: tl.constexpr) -> tl.tensor:
+    """Bytes of numbers in 8 bits; `most` is the largest magnitude of each row."""
+    LARGEST: tl.constexpr = INT8_MOST if IS_INT8 else FP8_MOST
+    inverse = tl.where(most > 1e-30, LARGEST / most, 0.0)
+    # Rounding may exceed the format's largest number.
+    scaled = tl.minimum(tl.maximum(values * inverse[:, None], -LARGEST), LARGEST)
+    if IS_INT8:
+        # 1.5 * 2^23: adding it rounds to an integer.
+        numbers = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
+    else:
+        numbers = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return numbers

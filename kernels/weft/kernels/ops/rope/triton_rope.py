@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.pages.scaled_kv import INT8_MAX, head_dim
-from weft.kernels.ops.pages.triton_entries import SCALE_BYTES
+from weft.kernels.ops.pages.scaled_kv import head_dim
+from weft.kernels.ops.pages.triton_entries import FP8_MOST, INT8_MOST, SCALE_BYTES, bytes_of
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.shared.formats.fp8 import FP8_MAX
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 
 _BLOCK_HEADS = 16
-FP8_MOST = tl.constexpr(FP8_MAX)
-INT8_MOST = tl.constexpr(INT8_MAX)
 
 
 def rope_and_cache(
@@ -159,8 +156,8 @@ def _rope_and_cache_kernel(
         most = tl.maximum(tl.max(tl.abs(wide_low), axis=1), tl.max(tl.abs(wide_high), axis=1))
         of_rows: tl.constexpr = PAGE_SIZE * (2 * HALF + SCALE_BYTES)
         kv_at = page_at + of_head[:, None] * of_rows + slot % PAGE_SIZE * (2 * HALF)
-        tl.store(kv_at + first[None, :], _bytes_of(wide_low, most, IS_INT8), mask=is_kv)
-        tl.store(kv_at + second[None, :], _bytes_of(wide_high, most, IS_INT8), mask=is_kv)
+        tl.store(kv_at + first[None, :], bytes_of(wide_low, most, IS_INT8), mask=is_kv)
+        tl.store(kv_at + second[None, :], bytes_of(wide_high, most, IS_INT8), mask=is_kv)
         to_scales = of_head * of_rows + PAGE_SIZE * (2 * HALF) + slot % PAGE_SIZE * SCALE_BYTES
         is_one = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (is_q == 0)
         scale_at = (page_at + to_scales).to(tl.pointer_type(tl.float32))
@@ -225,18 +222,3 @@ def _rotate_kernel(
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, (low * cos - high * sin).to(x.dtype.element_ty), mask=mask)
     tl.store(at + HALF, (high * cos + low * sin).to(x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _bytes_of(values: tl.tensor, most: tl.tensor, IS_INT8: tl.constexpr) -> tl.tensor:
-    """Bytes of numbers in 8 bits; `most` is the largest magnitude of each row."""
-    LARGEST: tl.constexpr = INT8_MOST if IS_INT8 else FP8_MOST
-    inverse = tl.where(most > 1e-30, LARGEST / most, 0.0)
-    # Rounding may exceed the format's largest number.
-    scaled = tl.minimum(tl.maximum(values * inverse[:, None], -LARGEST), LARGEST)
-    if IS_INT8:
-        # 1.5 * 2^23: adding it rounds to an integer.
-        numbers = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
-    else:
-        numbers = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return numbers

@@ -17,20 +17,24 @@ MARGIN = 0.05
 change, since both sides compute in float32 with other orders of sums."""
 
 
-def rounded(vectors: torch.Tensor, kept: str) -> torch.Tensor:
+def rounded(vectors: torch.Tensor, kept: str, *, is_latent: bool = False) -> torch.Tensor:
     """[..., D] as fp8_e4m3 or int8 keeps them; the largest magnitude of each vector becomes 448, or
-    127.
+    127. Latents and the keys that they share have scales in bfloat16, rounded up.
     """
     most = 448 if kept == "fp8_e4m3" else 127
     scales = vectors.abs().amax(-1, keepdim=True) / most
+    if is_latent:
+        near = scales.bfloat16()
+        above = torch.nextafter(near, torch.full_like(near, torch.inf))
+        scales = torch.where(near < scales, above, near).to(scales.dtype)
     numbers = (vectors * torch.where(scales > 0, 1 / scales, 0)).clamp(-most, most)
     numbers = numbers.to(torch.float8_e4m3fn) if most == 448 else numbers.round()
     return numbers.to(vectors.dtype) * scales
 
 
 @contextmanager
-def rounding_caches(kept: str) -> Iterator[None]:
-    """All caches of attention round what they are given."""
+def rounding_caches(kept: str, *, are_latents: bool = False) -> Iterator[None]:
+    """All caches of attention round what they are given: K and V, or latents and shared keys."""
     from transformers import cache_utils
 
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +49,8 @@ def rounding_caches(kept: str) -> Iterator[None]:
                 of: Any = update,
                 **named: Any,
             ) -> Any:
-                return of(self, rounded(keys, kept), rounded(values, kept), *more, **named)
+                both = (rounded(one, kept, is_latent=are_latents) for one in (keys, values))
+                return of(self, *both, *more, **named)
 
             patch.setattr(kind, "update", round_first)
         yield
@@ -74,10 +79,11 @@ def check_tokens(
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    are_latents = hasattr(model.config.get_text_config(), "kv_lora_rank")
     near, far = [], []
     for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
         ids, chosen = torch.tensor([prompt + tokens[:-1]]), torch.tensor(tokens)[:, None]
-        with rounding_caches(kept), torch.inference_mode():
+        with rounding_caches(kept, are_latents=are_latents), torch.inference_mode():
             logits = model(ids, use_cache=True).logits[0, len(prompt) - 1 :].double()
             own = logits.gather(1, chosen)[:, 0]
         gaps = (logits.max(-1).values - own) / logits.std(-1)
