@@ -124,6 +124,9 @@ class StepArrays:
         q_lens, token_ids = step.counts, step.tokens
         sources, owners = NO_NUMBERS, NO_NUMBERS
         num_kept = num_decodes if step.drafts is None else num_behind
+        if step.decode_tokens is not None:
+            assert step.drafts is None, "drafts follow tokens that the device has kept"
+            num_kept, token_ids = 0, np.concatenate([step.decode_tokens, token_ids])
         if num_kept:
             sources, owners = _kept_rows(step, num_kept, table.null_row + 1)
             token_ids = np.concatenate([np.full(len(sources), DRAWN), token_ids])
@@ -169,7 +172,7 @@ class StepArrays:
             logits_rows=logits_rows,
             drawing_slots=drawing_slots,
             drawing_positions=drawing_positions,
-            num_decodes=num_decodes,
+            num_decodes=num_decodes if num_kept else 0,
             verify_rows=_verify_rows(cu_q_lens, num_behind) if step.num_verified else None,
             sources=sources,
             owners=owners,
@@ -183,8 +186,9 @@ class StepArrays:
     @classmethod
     def _of_decodes(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
         num_rows, drawing_positions = len(step.slots), step.max_starts + 1
+        known = step.decode_tokens
         return cls(
-            token_ids=np.full(num_rows, DRAWN, np.int64),
+            token_ids=np.full(num_rows, DRAWN, np.int64) if known is None else known,
             positions=step.max_starts,
             places=_places(table, step.slots, step.max_starts, page_size),
             slots=step.slots,
@@ -193,11 +197,11 @@ class StepArrays:
             logits_rows=np.arange(num_rows),
             max_q_len=1,
             max_kv_len=int(drawing_positions.max()),
-            num_decodes=num_rows,
+            num_decodes=num_rows if known is None else 0,
             drawing_slots=step.slots,
             drawing_positions=drawing_positions,
-            sources=step.slots,
-            owners=np.full(num_rows, -1, np.int64),
+            sources=step.slots if known is None else NO_NUMBERS,
+            owners=np.full(num_rows if known is None else 0, -1, np.int64),
             adapter_slots=step.adapters,
             states=step.states,
         )
@@ -223,7 +227,8 @@ class StepDecodes(NamedTuple):
     def of_step(cls, step: StepInput) -> StepDecodes:
         """Takes a step for which `StepInput.is_decodes` holds."""
         pages = -1 if step.pages is None else step.pages
-        return cls(step.slots, step.max_starts, DRAWN, pages, step.adapters)
+        tokens = DRAWN if step.decode_tokens is None else step.decode_tokens
+        return cls(step.slots, step.max_starts, tokens, pages, step.adapters)
 
     @classmethod
     def of_arrays(cls, arrays: StepArrays) -> StepDecodes:

@@ -61,6 +61,10 @@ class ExecutorFacts(NamedTuple):
     """Whether the device works while the host continues."""
     writes_after_draw: bool = False
     """Whether some device may still write to pages after a step's tokens have arrived."""
+    num_lanes: int = 1
+    """Steps that may be under way at once, each of other requests but for prompts' chunks. With
+    several, each step brings all of its tokens, and none are kept on the device.
+    """
 
 
 class Executor(Protocol):

@@ -103,7 +103,7 @@ class StepInput:
     counts: Int64Array
     """[R]: rows of each request."""
     num_decodes: int = 0
-    """Requests that bring only their last token, which the device has kept."""
+    """Requests that bring only their last token."""
     num_verified: int = 0
     """Requests that bring their last token and drafts. All of their rows draw."""
     draws: Int64Array = field(default_factory=_nothing)
@@ -115,6 +115,10 @@ class StepInput:
     tokens: Int64Array = field(default_factory=_nothing)
     """Tokens of the rows that the host knows, in order: first those of verified requests (unless
     the drafts are on the device), then those of chunks.
+    """
+    decode_tokens: Int64Array | None = None
+    """[num_decodes]: the tokens that decodes bring, where the host knows them; None: the device has
+    kept them.
     """
     ancestor_masks: Int64Array | None = None
     """For each row of a verified request, a mask of the rows of the request that it sees, where the

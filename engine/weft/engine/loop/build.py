@@ -59,6 +59,7 @@ from weft.engine.executor.ranks.share import (
     sleep_memory,
     stage_of,
 )
+from weft.engine.executor.ranks.staged import StagedExecutor
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.features.constraints.constraints import Constraints
@@ -221,8 +222,10 @@ def _load_parts(
     executor = _make_executor(
         config, models, pools, max_tokens, device, lora, shared, peers, progress, media, sleep
     )
-    ranked: RankedExecutor | None = None
-    if ranks is not None:
+    ranked: RankedExecutor | StagedExecutor | None = None
+    if ranks is not None and config.pp > 1:
+        ranked = StagedExecutor(executor, ranks, config.pp)
+    elif ranks is not None:
         ranked = RankedExecutor(executor, ranks, _device_peers(peers))
     progress(0, 0, "timing steps")
     token_s = time_token(
@@ -249,7 +252,7 @@ def _load_parts(
             lora,
             wake,
             on_order,
-            executor.chains if ranked is None else ranked.chains,
+            ranked.chains if isinstance(ranked, RankedExecutor) else executor.chains,
             draws_on_device=draws_on is not None,
         )
     sampler = Sampler(

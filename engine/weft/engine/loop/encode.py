@@ -33,13 +33,24 @@ starts, counts.
 
 
 def step_input(
-    plan: Plan, table: PageTable, page_size: int, media: MediaRows | FilledMedia | None = None
+    plan: Plan,
+    table: PageTable,
+    page_size: int,
+    media: MediaRows | FilledMedia | None = None,
+    *,
+    brings_tokens: bool = False,
 ) -> StepInput:
     """Makes the input of a started plan, whose drafts are known or being made. Enters the requests'
-    new pages into the page table. `media` has the rows of its prompts' media; None: they have none.
+    new pages into the page table.
+
+    Args:
+        media: The rows of its prompts' media; None: they have none.
+        brings_tokens: Whether the step has the tokens of its decodes, which are all known.
     """
     if not (plan.verifies or plan.chunks) and plan.is_late is None:
-        return _decodes(plan, table, page_size)
+        made = _decodes(plan, table, page_size)
+        made.decode_tokens = _last_tokens(plan) if brings_tokens else None
+        return made
     drafts = plan.drafts if isinstance(plan.drafts, LaterDrafts) else None
     groups, draft_limits = list[_Columns](), list[Int64Array]()
     ancestor_masks, tokens, draws, recomputed_rows = None, list[int](), NO_NUMBERS, NO_NUMBERS
@@ -78,6 +89,7 @@ def step_input(
         draws=draws,
         recomputed_rows=recomputed_rows,
         tokens=np.array(tokens, np.int64),
+        decode_tokens=_last_tokens(plan) if brings_tokens and plan.decodes else None,
         ancestor_masks=ancestor_masks,
         has_trees=plan.has_trees,
         draft_limits=_joined(draft_limits) if is_on_device else None,
@@ -120,6 +132,10 @@ def verified_input(
         draft_limits=np.minimum(draft_limits, num_pages * page_size),
         adapters=np.array(adapters, np.int32) if any(adapters) else None,
     )
+
+
+def _last_tokens(plan: Plan) -> Int64Array:
+    return np.array([request.tokens[-1] for request in plan.decodes], np.int64)
 
 
 @lru_cache(maxsize=256)

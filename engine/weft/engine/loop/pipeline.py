@@ -3,6 +3,10 @@
     host     plan 2, start 2 | wait 1, commit 1 | masks 2, draw 2 | plan 3, start 3 | wait 2, ...
     device   ......forward 1, draw 1.......|........forward 2........, draw 2.|....forward 3....
 
+With stages, as many steps are under way as there are lanes (`ExecutorFacts.num_lanes`), none of
+which needs another's tokens. A turn begins steps until all lanes are taken or nothing is left to
+plan, and then commits the oldest.
+
 A step's forward pass needs only the sampled tokens of the step before, and these stay on the
 device. Sampling may need those tokens on the host, where masks of constraints follow them. So it
 begins when the step before is committed; the device runs the forward pass meanwhile.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -135,6 +140,9 @@ class StepPipeline:
         """The step that follows the one under way, and whose sampling has not begun. None after a
         turn that waited.
         """
+        self._num_lanes = executor.facts.num_lanes
+        self._in_lanes = deque[_Step]()
+        """Steps under way where there are several lanes, oldest first."""
         self._last_ended_at = 0.0
         self._goes_on = False
         """Whether the last turn ran a step and left work. The next step's time then counts from the
@@ -145,7 +153,8 @@ class StepPipeline:
 
     @property
     def num_steps(self) -> int:
-        return (self._flying is not None) + (self._behind is not None)
+        few = (self._flying is not None) + (self._behind is not None)
+        return few + len(self._in_lanes)
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -154,7 +163,8 @@ class StepPipeline:
         """
         behind = self._behind.plan.num_chunk_tokens if self._behind is not None else 0
         flying = self._flying.plan.num_chunk_tokens if self._flying is not None else 0
-        return behind + flying // 2
+        in_lanes = sum(step.plan.num_chunk_tokens for step in self._in_lanes)
+        return behind + flying // 2 + in_lanes
 
     def may_begin(self) -> bool:
         """Whether this turn may begin a step: none follows the one under way, and that one ends
@@ -210,6 +220,8 @@ class StepPipeline:
                 way. If not, that step and a step that follows it may still be under way
                 (`num_steps`).
         """
+        if self._num_lanes > 1:
+            return self._turn_lanes(plan)
         if len(plan):
             # With no step under way, tokens that masks depend on are known before the forward pass.
             self._behind = self._start(plan, is_ready=self._flying is None)
@@ -231,6 +243,26 @@ class StepPipeline:
         if self.flight is not None and has_worked and self._flying is None:
             self.flight.end()
         return has_worked
+
+    def _turn_lanes(self, plan: Plan) -> bool:
+        steps = self._in_lanes
+        if len(plan):
+            step = self._start(plan, is_ready=False)
+            if self._is_asynchronous:
+                self._draw(step, is_ready=False)
+            steps.append(step)
+            if len(steps) < self._num_lanes:
+                return True
+        if not steps:
+            return False
+        step = steps.popleft()
+        if not self._is_asynchronous:
+            self._draw(step, is_ready=False)
+        self._end(step)
+        self._goes_on = bool(steps) or self._scheduler.has_work
+        if self.flight is not None and not steps:
+            self.flight.end()
+        return True
 
     def _start(self, plan: Plan, *, is_ready: bool) -> _Step:
         drawing = plan.decodes
@@ -260,7 +292,11 @@ class StepPipeline:
                 self._media.encode(self._encode)
                 self._media.axes.shift((item.request for item in plan.chunks), self._shift)
             made = step_input(
-                plan, self._executor.page_table, self._executor.facts.page_size, self._media
+                plan,
+                self._executor.page_table,
+                self._executor.facts.page_size,
+                self._media,
+                brings_tokens=self._num_lanes > 1,
             )
             for companion in self._scheduler.pages.companions:
                 companion.begin_step(plan.companion_rows, made)

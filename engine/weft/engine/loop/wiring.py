@@ -247,6 +247,7 @@ class EngineWiring:
             parts.executor.facts.step_sizes,
             parts.whole_prompt_tokens,
             parts.transport.last_piece_tokens,
+            parts.executor.facts.num_lanes,
         )
         return Scheduler(
             limits,

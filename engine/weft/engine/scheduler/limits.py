@@ -45,6 +45,8 @@ class SchedulerLimits(NamedTuple):
     """Whether a prompt is computed in one step or not at all."""
     has_tiers: bool = False
     """Whether the engine's own tiers may bring pages that requests lack."""
+    num_lanes: int = 1
+    """Steps that may be under way at once (`ExecutorFacts.num_lanes`)."""
     needs_lead: bool = False
     """Whether a chunk needs the hidden state of the position before it, which its slot may lack."""
 
@@ -55,6 +57,7 @@ class SchedulerLimits(NamedTuple):
         step_sizes: Sequence[int],
         whole_prompt_tokens: int = 0,
         last_piece_tokens: int = 0,
+        num_lanes: int = 1,
     ) -> SchedulerLimits:
         """The limits that follow from an engine's settings and its captured steps.
 
@@ -80,6 +83,7 @@ class SchedulerLimits(NamedTuple):
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
             has_tiers=config.has_tiers,
+            num_lanes=num_lanes,
             needs_lead=config.has_head,
         )
 

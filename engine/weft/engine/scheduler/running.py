@@ -39,17 +39,19 @@ class RunningPlans:
     """Plans the tokens of running requests and makes room for them.
 
     Args:
-        preempt: Preempts the running request that loses the least work, and returns it.
+        preempt: Preempts the running request that loses the least work, and returns it. None: that
+            request can be preempted only after a step under way.
     """
 
     def __init__(
         self,
         limits: SchedulerLimits,
         pages: RequestPages,
-        preempt: Callable[[], Request],
+        preempt: Callable[[], Request | None],
         drafting: Drafting | None = None,
     ) -> None:
         self._page_size = limits.page_size
+        self._num_lanes = limits.num_lanes
         self._max_step_tokens = limits.max_step_tokens
         self._pages = pages
         self._memory: PageMemory = pages.memory
@@ -95,12 +97,15 @@ class RunningPlans:
             num_spared: Tokens of a step that chains of drafts leave to prompts.
         """
         columns = self._columns
-        if columns is None or (self.gate is not None and self._num_plain < 2):
+        has_drafts = self.gate is not None
+        if columns is None or (has_drafts and (self._num_plain < 2 or self._num_lanes > 1)):
             fixed = RequestColumns.of(running) if columns is None else columns.fixed
             columns = self._columns = RunningColumns.of(fixed, self._page_size)
         fixed, starts = columns.fixed, columns.starts
         requests = fixed.requests
         chosen = starts < fixed.ends  # The other requests end with the token under way.
+        if self._num_lanes > 1:
+            chosen &= self._of_next_lane(requests)
         shape = NO_DRAFTS
         if self.gate is not None:
             shape = self.gate.shape(requests)
@@ -131,6 +136,14 @@ class RunningPlans:
                 self._add_drafts(plan, rows, shape)
         self._add_decodes(plan)
         return plan
+
+    def _of_next_lane(self, requests: Sequence[Request]) -> BoolArray:
+        """The requests that are in no step under way, as many as make lanes equal."""
+        most = -(-len(requests) // self._num_lanes)
+        free = [row for row, request in enumerate(requests) if not request.num_launched]
+        chosen = np.zeros(len(requests), np.bool_)
+        chosen[free[:most]] = True
+        return chosen
 
     def _add_drafts(self, plan: Plan, rows: list[int], shape: DraftShape) -> None:
         assert self._planned is not None
@@ -214,7 +227,8 @@ class RunningPlans:
             except OutOfPages:
                 if self._pages.num_returning:
                     return False
-                if self._preempt() is request:
+                victim = self._preempt()
+                if victim is None or victim is request:
                     return False
         self._pages.grown((request,))
         return True

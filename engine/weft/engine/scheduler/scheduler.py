@@ -589,9 +589,11 @@ class Scheduler:
             request.num_found_tokens = self.pages.num_cached_tokens(request)
         self.waitlist.enqueue(request)
 
-    def _preempt_cheapest(self) -> Request:
-        self.estimate.on_preemption(self.running)
+    def _preempt_cheapest(self) -> Request | None:
         victim = self._victims.first(self.running)
+        if self._limits.num_lanes > 1 and victim.num_launched:
+            return None  # Its step in another lane has still to draw by its row of the sampler.
+        self.estimate.on_preemption(self.running)
         self.preempt(victim)
         return victim
 
@@ -757,6 +759,7 @@ class Scheduler:
             for request in self.running
             # A running request that has aged enough would precede the candidate again at once.
             if request.priority >= limit and self.waiting.precedes(urgent, request)
+            if not (self._limits.num_lanes > 1 and request.num_launched)
         ]
         if not victims or (urgent.sharing.leader is not None and self.sharing.still_waits(urgent)):
             return

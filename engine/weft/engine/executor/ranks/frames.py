@@ -26,7 +26,7 @@ from weft.pages.memory.page_table import PageTable
 _STEP, _TOKENS, _ORDER, _DRAW, _SHARED, _CHAINS, _BARRIER = range(7)
 _ARRAYS = (
     *("slots", "starts", "max_starts", "counts", "draws", "recomputed_rows", "tokens"),
-    *("ancestor_masks", "draft_limits", "pages", "adapters"),
+    *("ancestor_masks", "draft_limits", "pages", "adapters", "decode_tokens"),
 )
 _arrays_of = attrgetter(*_ARRAYS)
 _NONE, _SAME = -1, -2
@@ -205,6 +205,7 @@ def _step(numbers: Int64Array) -> Step:
         draft_limits,
         added,
         adapters,
+        decode_tokens,
     ) = arrays[: len(_ARRAYS)]
     assert slots is not None
     assert max_starts is not None
@@ -233,6 +234,7 @@ def _step(numbers: Int64Array) -> Step:
         draws=draws,
         recomputed_rows=recomputed_rows,
         tokens=tokens,
+        decode_tokens=decode_tokens,
         ancestor_masks=ancestor_masks,
         has_trees=bool(has_trees),
         draft_limits=draft_limits,

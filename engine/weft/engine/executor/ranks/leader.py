@@ -132,6 +132,11 @@ class RankLeader(ABC):
         if self.group.is_stopped:
             raise RanksLost(self.group.reason)
 
+    def await_stage(self, num_frames: int) -> None:
+        """Waits until the other ranks of the last stage have done so many frames. Raises RanksLost
+        if one is gone, or has not done them in time.
+        """
+
     def fail(self, why: str) -> None:
         """Ends all ranks, because one of them has failed."""
         self._why, self._is_lost = why, True

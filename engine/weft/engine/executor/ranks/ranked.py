@@ -39,6 +39,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.sampling.device_draws import CapturedDraw, Way
 from weft.engine.sampling.pending import PendingTokens
+from weft.pages.memory.page_table import PageTable
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
@@ -72,8 +73,7 @@ class RankedExecutor:
         local.refits.hear = local.sleeper.hear = ranks.hear
         self._has_one_pool = peers is None and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
-        self._num_additions_sent = 0
-        """`PageTable.num_additions` when entries were sent last."""
+        self._sent_pages = SentPages(local.page_table)
         self._maps_pools = maps_pools = len(local.device_pages.parts) > 1
         self.facts = local.facts._replace(writes_after_draw=maps_pools and local.has_head)
         self._marks_on_all = peers is not None and (maps_pools or local.has_adapters)
@@ -84,7 +84,7 @@ class RankedExecutor:
         with the step.
         """
         group = self._ranks.group
-        group.post(encode_step(step, self._new_pages()))
+        group.post(encode_step(step, self._sent_pages.take()))
         try:
             launched = self._local.launch(step)
         except Exception as error:
@@ -105,7 +105,7 @@ class RankedExecutor:
     def run_chains(self, chains: Chains, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
         """Raises RanksLost as `launch` does."""
         group = self._ranks.group
-        group.post(encode_chains(lasts, counts, self._new_pages()))
+        group.post(encode_chains(lasts, counts, self._sent_pages.take()))
         try:
             return chains.run(lasts, counts)
         except Exception as error:
@@ -167,11 +167,22 @@ class RankedExecutor:
         if self._peers is not None:
             self._peers.close()
 
-    def _new_pages(self) -> NewPages:
-        table = self.page_table
-        if table.num_additions == self._num_additions_sent:
+
+
+class SentPages:
+    """What the other ranks have of a page table."""
+
+    def __init__(self, table: PageTable) -> None:
+        self._table = table
+        self._num_additions = 0
+        """`PageTable.num_additions` when entries were sent last."""
+
+    def take(self) -> NewPages:
+        """The entries that were not sent yet."""
+        table = self._table
+        if table.num_additions == self._num_additions:
             return NO_PAGES
-        self._num_additions_sent = table.num_additions
+        self._num_additions = table.num_additions
         slots = np.flatnonzero(table.num_pages > table.num_sent)
         firsts, ends = table.num_sent[slots], table.num_pages[slots]
         table.num_sent[slots] = ends

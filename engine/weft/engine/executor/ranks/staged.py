@@ -1,0 +1,183 @@
+"""The executor of rank 0 where several steps are in the stages of a pipeline at once, on CPUs.
+
+    other stages    step 1 | step 2      | step 3 ...
+    rank 0                 | last stage 1, draw 1 | last stage 2, draw 2 ...
+
+`launch` sends a step to the other stages and returns. Rank 0 computes the last stage when the
+step's logits are wanted, so the other stages have their next step meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import RanksLost
+from weft.engine.base.device_copies import Mark
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.orders import Order, PageOrder
+from weft.engine.executor.port import Launched, Logits
+from weft.engine.executor.ranks.frames import NewPages, encode_step, frame_of_order
+from weft.engine.executor.ranks.leader import RankLeader
+from weft.engine.executor.ranks.ranked import SentPages
+from weft.engine.executor.step_input import StepInput
+from weft.engine.parallel.shared import SharedGroup
+from weft.pages.memory.page_table import PageTable
+
+
+class _LateStep:
+    """A step that the other stages have, and that rank 0 has still to compute."""
+
+    def __init__(
+        self, compute: Callable[[], Launched], come_to: Callable[[_LateStep], None]
+    ) -> None:
+        self._compute, self._come_to = compute, come_to
+        self.launched: Launched | None = None
+
+    def run(self) -> None:
+        self.launched = self._compute()
+
+    def wait(self) -> Launched:
+        """Computes this step, after all earlier ones."""
+        if self.launched is None:
+            self._come_to(self)
+        assert self.launched is not None
+        return self.launched
+
+    def logits(self) -> Logits:
+        logits = self.wait().logits
+        assert logits is not None, "the step draws"
+        return logits
+
+    def rows(self) -> torch.Tensor:
+        rows = self.logits().rows
+        assert rows is not None, "the step verifies drafts"
+        return rows()
+
+
+class _LateScores:
+    def __init__(self, step: _LateStep) -> None:
+        self._step = step
+
+    def wait(self) -> Any:
+        scores = self._step.wait().scores
+        assert scores is not None
+        return scores.wait()
+
+
+class _StageMark(Mark):
+    """Reached when rank 0 has computed a step and all before it. The other stages have then
+    computed them too.
+    """
+
+    def __init__(self, device: torch.device, late: _LateStep | None) -> None:
+        super().__init__(device)
+        self._late = late
+
+    def wait(self) -> None:
+        if self._late is not None:
+            self._late.wait()
+
+    def is_reached(self) -> bool:
+        return self._late is None or self._late.launched is not None
+
+
+class StagedExecutor:
+    """Implements `Executor` with stages on CPUs. Tokens are not kept, since each step brings those
+    that it needs.
+
+    Until it gets its first step, each rank works alone with its `LocalExecutor`.
+
+    Args:
+        local: Rank 0's share, part of the last stage.
+        num_lanes: Steps that may be under way at once.
+    """
+
+    def __init__(self, local: LocalExecutor, ranks: RankLeader, num_lanes: int) -> None:
+        self._local = local
+        self._ranks = ranks
+        num_rows, num_columns = local.page_table.pages.shape
+        self.page_table = PageTable(num_rows - 1, num_columns, keeps_changes=False)
+        """Has the pages of all steps that were launched, that of `local` only those of the steps
+        that rank 0 has computed.
+        """
+        self.window_tables = local.window_tables
+        local.refits.hear = local.sleeper.hear = ranks.hear
+        self._sent_pages = SentPages(self.page_table)
+        self._late = deque[_LateStep]()
+        self._has_one_pool = isinstance(ranks.group, SharedGroup)
+        """Whether all ranks write to the pool of rank 0."""
+        self.facts = local.facts._replace(num_lanes=num_lanes)
+
+    def launch(self, step: StepInput) -> Launched:
+        """Raises RanksLost if a rank is gone."""
+        group, pages = self._ranks.group, self._sent_pages.take()
+        group.post(encode_step(step, pages))
+        late = _LateStep(partial(self._compute, step, pages, group.num_frames), self._come_to)
+        self._late.append(late)
+        scores: Any = _LateScores(late) if step.scores else None
+        slots, positions = _drawing_rows(step)
+        if not len(slots):
+            return Launched(None, scores)
+        rows = late.rows if step.num_verified else None
+        compute = partial(_logits_of, late)
+        return Launched(Logits(compute, slots, positions, rows=rows), scores)
+
+    def _come_to(self, step: _LateStep) -> None:
+        while step.launched is None:
+            self._late.popleft().run()
+
+    def _compute(self, step: StepInput, pages: NewPages, number: int) -> Launched:
+        pages.enter(self._local.page_table)
+        try:
+            launched = self._local.launch(step)
+        except RanksLost:
+            raise
+        except Exception as error:
+            self._ranks.fail(f"rank 0 failed in step {number}: {error}")
+            raise RanksLost(f"rank 0 failed in step {number}: {error}") from error
+        self._ranks.await_stage(number)
+        return launched
+
+    def _settle(self) -> None:
+        """Computes all steps that were launched."""
+        while self._late:
+            self._late.popleft().run()
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        """Does nothing: later steps bring these tokens."""
+
+    def mark(self) -> Mark:
+        return _StageMark(self._local.device, self._late[-1] if self._late else None)
+
+    def order(self, order: Order) -> None:
+        """Waits for all steps so far. Raises RanksLost if a rank is gone."""
+        if not (self._has_one_pool and isinstance(order, PageOrder)):
+            self._ranks.group.post(frame_of_order(order))
+        self._settle()
+        self._local.order(order)
+
+    def check(self) -> None:
+        self._ranks.check()
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+def _logits_of(late: _LateStep) -> torch.Tensor:
+    return late.logits().compute()
+
+
+def _drawing_rows(step: StepInput) -> tuple[Int64Array, Int64Array]:
+    """Slots and positions of `Logits`."""
+    num_drawing = step.counts.copy()
+    num_drawing[step.num_decodes + step.num_verified :] = step.draws
+    slots = np.repeat(step.slots, num_drawing)
+    firsts = step.max_starts + step.counts - num_drawing
+    behind = np.arange(len(slots)) - np.repeat(np.cumsum(num_drawing) - num_drawing, num_drawing)
+    return slots, np.repeat(firsts, num_drawing) + behind + 1
