@@ -39,6 +39,19 @@ GREEDY = SamplingParams(temperature=0.0)
 FULL = pytest.mark.full
 
 
+def most_under_way(llm: LLM) -> list[int]:
+    """Gets, for each step that ends from now on, how many steps were under way."""
+    pipeline, found = llm.engine.pipeline, list[int]()
+    end = pipeline._end
+
+    def note(step: Any) -> None:
+        found.append(1 + pipeline.num_steps)
+        end(step)
+
+    pipeline._end = note  # type: ignore[method-assign]
+    return found
+
+
 def make_llm(folder: Path, **settings: Any) -> LLM:
     sizes = {"page_size": PAGE, "prefill_chunk_tokens": 24, "max_step_tokens": 48, "num_pages": 24}
     # Poisoning waits for the steps under way in every turn, so that few lanes are taken.
@@ -103,12 +116,27 @@ def test_texts_are_those_of_one_process(kind: str, count: int, tmp_path: Path, s
     with make_llm(folder, pp=count) as llm:
         (notice,) = (text for text in llm.engine.info.notices if "pipeline" in text)
         assert f"{count} stages" in notice
+        under_way = most_under_way(llm)
         assert run(llm, prompts, kinds) == alone
         counters = llm.engine.counters()
+    assert max(under_way) == count
     with make_llm(folder, pp=count, poison_free_pages=True) as llm:
         assert run(llm, prompts, kinds) == alone
     for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):
         assert counters[name] > 0, (name, counters)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=FULL)])
+def test_ranks_of_stages_make_the_texts_of_ranks_without(
+    kind: str, tmp_path: Path, seed: int
+) -> None:
+    folder = make_tiny(kind, tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
+    prompts = random_prompts((5, 90, 41, 12))
+    kinds, found = sampled(len(prompts)), []
+    for ranks in ({"tp": 2}, {"tp": 2, "pp": 2, "check_ranks": True}):
+        with make_llm(folder, **ranks) as llm:
+            found.append(run(llm, prompts, kinds))
+    assert found[0] == found[1]
 
 
 @FULL
@@ -270,8 +298,6 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
     folder = make_tiny("llama", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match="has 3 layers; take pp = 1"):
         LLM(folder, pp=4)
-    with pytest.raises(ConfigError, match="pp = 2: must be 1 with tp = 2"):
-        LLM(folder, pp=2, tp=2)
     with pytest.raises(ConfigError, match="1 on GPUs"):
         LLM(folder, pp=2, device="cuda")
     head = make_tiny_draft(tmp_path / "head", folder, 1)

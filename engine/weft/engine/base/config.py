@@ -634,7 +634,7 @@ class EngineConfig(PageConfig):
     def _relations_of_stages(self) -> list[tuple[str, bool, str]]:
         is_divided = self.hosts > 1
         return [
-            ("pp", self.tp == 1, f"1 with tp = {self.tp}: a stage is one process"),
+            ("tp", self.tp == 1 or not is_divided, f"1 with hosts = {self.hosts}"),
             ("pp", not self.is_on_gpu, "1 on GPUs: stages hand rows on through sockets of a host"),
             ("pp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             ("pp", not self.has_head, "1 with a draft head, which reads several stages"),
@@ -667,7 +667,9 @@ class EngineConfig(PageConfig):
     def _relations_of_bindings(self) -> list[tuple[str, bool, str]]:
         nodes, cores, nics = self.numa_bind_nodes, self.numa_bind_cpus, self.nics
         is_named = bool(nodes or cores)
-        divided = f"tp = {self.tp}" if self.pp == 1 else f"pp = {self.pp}"
+        divided = " x ".join(
+            f"{name} = {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1
+        )
         lists = {
             "numa_bind_nodes": nodes.split(","),
             "numa_bind_cpus": cores.split("|"),

@@ -213,9 +213,9 @@ def _load_parts(
     )
     shards: list[str] = []
     if isinstance(ranks, Ranks) and peers is not None:
-        shards = [describe_shards(loaded.config, ranks.pids, config.ep, peers.sums)]
-    elif ranks is not None:
-        shards = [describe_stages(loaded.config, config.pp, ranks.places)]
+        shards = [describe_shards(loaded.config, ranks.pids[: config.tp], config.ep, peers.sums)]
+    if ranks is not None and config.pp > 1:
+        shards += [describe_stages(loaded.config, config.pp, ranks.places, config.tp)]
     pool_tokens = (pools.num_pages - 1) * config.page_size
     max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")

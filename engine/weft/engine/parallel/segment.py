@@ -21,6 +21,7 @@ class Segment:
 
     def __init__(self, number: int, size: int) -> None:
         self.size = size
+        self._begin = 0
         self._file = os.fdopen(number, "r+b", buffering=0)
         self._map = mmap.mmap(number, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -43,13 +44,20 @@ class Segment:
             segment._map.madvise(mmap.MADV_HUGEPAGE)
         return segment
 
+    def part(self, begin: int, size: int) -> Segment:
+        """`size` bytes of it, in the same memory."""
+        part = Segment.__new__(Segment)
+        part.size, part._file, part._map = size, self._file, self._map
+        part._begin, part.address = self._begin + begin, self.address + begin
+        return part
+
     @property
     def number(self) -> int:
         """The file descriptor, to be handed to another process."""
         return self._file.fileno()
 
     def bytes_at(self, begin: int, size: int) -> NDArray[np.uint8]:
-        return np.frombuffer(self._map, np.uint8, size, begin)
+        return np.frombuffer(self._map, np.uint8, size, self._begin + begin)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first bytes of the segment as a tensor."""

@@ -72,7 +72,14 @@ class SharedGroup:
     """How partial sums are added up, in words."""
 
     def __init__(
-        self, segment: Segment, rank: int, size: int, limit_s: float, *, is_checked: bool = False
+        self,
+        segment: Segment,
+        rank: int,
+        size: int,
+        limit_s: float,
+        *,
+        is_checked: bool = False,
+        whole: SharedGroup | None = None,
     ) -> None:
         """Joins a group.
 
@@ -80,6 +87,8 @@ class SharedGroup:
             segment: Segment of `segment_bytes(size)` bytes.
             limit_s: Longest wait for another rank in a step.
             is_checked: Whether ranks compare a hash of each sum at the next one.
+            whole: The group of which this one adds up the sums of some consecutive ranks, and with
+                which it ends; None: this group has all ranks.
 
         Raises:
             ConfigError: The native operations are not available.
@@ -99,7 +108,10 @@ class SharedGroup:
             segment.bytes_at(_ring_at(size) + slot * _SLOT_BYTES, _SLOT_BYTES).view(np.int64)
             for slot in range(_RING_SLOTS)
         ]
-        self._stop = self._counter(size)
+        self._stop = self._counter(size) if whole is None else whole.stop_address
+        self._first_rank = 0 if whole is None else whole.rank - rank
+        self._whole = self if whole is None else whole
+        self._parts: list[SharedGroup] = []
         self._posted = self._counter(size + 1)
         self._taken = [self._counter(size + 2 + other) for other in range(size)]
         self._ended = [self._counter(2 * size + 2 + other) for other in range(size)]
@@ -122,8 +134,13 @@ class SharedGroup:
         self.why: Callable[[], str] = lambda: "the group was stopped"
         """Returns the reason why the group has ended, for error messages."""
         self.limit(limit_s)
+        if whole is not None:
+            self.why = lambda: whole.reason
+            whole._parts.append(self)
 
     def limit(self, seconds: float) -> None:
+        for part in self._parts:
+            part.limit(seconds)
         self.limit_s = seconds
         self._struct.limit_ns = int(seconds * 1e9)
         ctypes.c_int64.from_address(self.limit_address).value = int(seconds * 1e9)
@@ -178,10 +195,10 @@ class SharedGroup:
             number = self._struct.round - self._first_round + 1
             if lost >= _DIFFER:
                 self.fail(
-                    f"rank {lost - _DIFFER} has another stream than rank {self.rank} before sum "
-                    f"{number} of step {self.num_frames}"
+                    f"rank {self._first_rank + lost - _DIFFER} has another stream than rank "
+                    f"{self._whole.rank} before sum {number} of {self._step}"
                 )
-            self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
+            self._lose(lost, self._first_rank + lost - _LATE, f"sum {number} of {self._step}")
 
     def post(self, parts: Sequence[Int64Array | Int32Array]) -> None:
         """Sends a frame, the concatenation of its parts, to all other ranks. Raises RanksLost if a
@@ -197,7 +214,8 @@ class SharedGroup:
                 left -= len(piece)
                 self._fill_slot((piece,), len(piece), left)
         self.num_frames += 1
-        self._first_round = self._struct.round
+        for group in (self, *self._parts):
+            group._first_round = group._struct.round
 
     def _fill_slot(
         self, parts: Sequence[Int64Array | Int32Array], count: int, num_later: int
@@ -243,7 +261,8 @@ class SharedGroup:
             self._num_slots += 1
             self._native.announce(self._taken[self.rank], self._num_slots & 0xFFFFFFFF)
         self.num_frames += 1
-        self._first_round = self._struct.round
+        for group in (self, *self._parts):
+            group._first_round = group._struct.round
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def end(self) -> None:
@@ -254,8 +273,12 @@ class SharedGroup:
         """Waits until all other ranks have finished all frames. Raises RanksLost if a rank is gone,
         or has not finished them in time.
         """
-        for rank in range(1, self.size):
-            self._await(self._ended[rank], self.num_frames, rank, f"the end of {self._step}")
+        self.await_ended_by(range(1, self.size), self.num_frames)
+
+    def await_ended_by(self, ranks: Sequence[int], num_frames: int) -> None:
+        """Waits until these ranks have finished so many frames. Raises as `await_ended` does."""
+        for rank in ranks:
+            self._await(self._ended[rank], num_frames, rank, f"the end of step {num_frames}")
 
     def stop(self) -> None:
         """Ends the group: from now on every wait of every rank fails. Any thread may call this."""
@@ -267,7 +290,7 @@ class SharedGroup:
 
     @property
     def _step(self) -> str:
-        return f"step {self.num_frames}"
+        return f"step {self._whole.num_frames}"
 
     def _counter(self, index: int) -> int:
         return self._segment.address + index * _COUNTER_BYTES
@@ -294,6 +317,6 @@ class SharedGroup:
 
     def fail(self, why: str) -> NoReturn:
         """Ends the group for this reason. Raises RanksLost."""
-        self.why = lambda: why
+        self._whole.why = lambda: why
         self.stop()
         raise RanksLost(why)

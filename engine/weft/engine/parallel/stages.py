@@ -20,9 +20,11 @@ def layers_of_stages(num_layers: int, count: int) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def stage_of_rank(rank: int, count: int) -> int:
-    """Rank 0 has the last stage, since it draws the tokens; the others follow in order."""
-    return (rank - 1) % count
+def stage_of_rank(rank: int, count: int, tp: int = 1) -> int:
+    """The ranks of a stage are consecutive. Rank 0 is in the last stage, since it draws the tokens;
+    the other stages follow in order.
+    """
+    return (rank // tp - 1) % count
 
 
 def check_stages(
@@ -77,20 +79,25 @@ def check_stages(
             )
 
 
-def names_of_neighbours(rank: int, count: int) -> tuple[str, str]:
+def names_of_neighbours(rank: int, count: int, tp: int = 1) -> tuple[str, str]:
     """Names of the stages before and after a rank's, for messages."""
-    stage = stage_of_rank(rank, count)
+    stage, (place, shard) = stage_of_rank(rank, count, tp), divmod(rank, tp)
     before, after = (
-        f"stage {other} (rank {(other + 1) % count})" for other in (stage - 1, stage + 1)
+        f"stage {other} (rank {(place + step) % count * tp + shard})"
+        for other, step in ((stage - 1, -1), (stage + 1, 1))
     )
     return before, after
 
 
-def describe_stages(config: ModelConfig, count: int, places: Sequence[str]) -> str:
+def describe_stages(config: ModelConfig, count: int, places: Sequence[str], tp: int = 1) -> str:
     """The stages in one line, for logs and status. `places` tells where each rank runs."""
     layers = layers_of_stages(config.num_layers, count)
+    first_ranks = sorted(
+        (stage_of_rank(rank, count, tp), rank) for rank in range(0, len(places), tp)
+    )
     told = ", ".join(
-        f"layers {layers[stage].start} to {layers[stage].stop - 1} on {places[rank]}"
-        for stage, rank in sorted((stage_of_rank(rank, count), rank) for rank in range(count))
+        f"layers {layers[stage].start} to {layers[stage].stop - 1} on "
+        f"{' and '.join(places[rank : rank + tp])}"
+        for stage, rank in first_ranks
     )
     return f"pipeline: {count} stages, {told}, which draws"

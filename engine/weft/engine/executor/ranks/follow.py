@@ -67,7 +67,7 @@ from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stage_links import SocketStages, StageEnds
-from weft.engine.parallel.stages import names_of_neighbours
+from weft.engine.parallel.stages import names_of_neighbours, stage_of_rank
 from weft.engine.sampling.device_draws import WAYS
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_ranks=config.tp,
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
-        has_logits=others.neighbours is None,
+        has_logits=stage_of_rank(others.rank, config.pp, config.tp) == config.pp - 1,
         media=media,
         has_axes=config.rotates_by_axes(loaded.config),
         refit=loaded.refit,
@@ -329,7 +329,7 @@ def main(argv: list[str]) -> int:
                 None if number < 0 else socket.socket(fileno=number)
                 for number in hello["stage_ends"]
             )
-            names = names_of_neighbours(rank, config.pp)
+            names = names_of_neighbours(rank, config.pp, config.tp)
             neighbours = SocketStages(StageEnds(before, after), group, names)
         size, store_path = config.num_ranks, hello["store_path"]
         others = FollowerGroup(link, rank, size, group, store_path, neighbours)

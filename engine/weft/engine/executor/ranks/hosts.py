@@ -106,7 +106,7 @@ class HostRanks(RankLeader):
         """Waits for the other hosts. Raises ConfigError if they do not come, or this host cannot
         listen at the rendezvous.
         """
-        super().__init__(config.num_ranks, config.rank_timeout_s, wake)
+        super().__init__(config.num_ranks, config.tp, config.rank_timeout_s, wake)
         self._address = parse_address(config.rendezvous)
         self._hosts: list[_OtherHost] = []
         self._group = HostGroup({}, START_LIMIT_S)

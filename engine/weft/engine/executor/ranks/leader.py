@@ -29,6 +29,7 @@ class RankLeader(ABC):
     """Rank 0's handle on the other ranks of an engine.
 
     Args:
+        tp: Ranks of each stage.
         limit_s: Longest wait for another rank in a step.
         wake: Called from another thread when a rank has ended.
     """
@@ -37,8 +38,9 @@ class RankLeader(ABC):
     store_path = ""
     """File at which the GPUs' ranks find one another."""
 
-    def __init__(self, size: int, limit_s: float, wake: Callable[[], None]) -> None:
+    def __init__(self, size: int, tp: int, limit_s: float, wake: Callable[[], None]) -> None:
         self.size = size
+        self._tp = tp
         self._limit_s = limit_s
         self._wake = wake
         self._why = "the ranks are ending"
@@ -136,6 +138,8 @@ class RankLeader(ABC):
         """Waits until the other ranks of the last stage have done so many frames. Raises RanksLost
         if one is gone, or has not done them in time.
         """
+        if self._tp > 1 and isinstance(self.group, SharedGroup):
+            self.group.await_ended_by(range(1, self._tp), num_frames)
 
     def fail(self, why: str) -> None:
         """Ends all ranks, because one of them has failed."""

@@ -168,7 +168,6 @@ class RankedExecutor:
             self._peers.close()
 
 
-
 class SentPages:
     """What the other ranks have of a page table."""
 

@@ -26,7 +26,7 @@ from weft.engine.model.stage import Neighbours, Stage
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
-from weft.engine.parallel.shared import SharedGroup
+from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stages import layers_of_stages, stage_of_rank
 from weft.engine.transfer.device_pages import DevicePages, PagePart
 from weft.kernels.ops.peers.spec import Peers
@@ -76,7 +76,7 @@ class SharedMemory:
     """
 
     def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers | None) -> None:
-        self.rank, self.size = (0, 1) if peers is None else (others.rank, others.size)
+        self.rank, self.size = (0, 1) if peers is None else (peers.rank, peers.size)
         self.others, self._peers = others, peers
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
@@ -93,7 +93,7 @@ def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Sta
     """The stage of this rank; None: there are no stages."""
     if config.pp == 1:
         return None
-    number = stage_of_rank(others.rank, config.pp)
+    number = stage_of_rank(others.rank, config.pp, config.tp)
     layers = layers_of_stages(model.num_layers, config.pp)[number]
     return Stage(number, config.pp, layers, others.neighbours, has_own_pages=config.hosts > 1)
 
@@ -203,6 +203,8 @@ def peers_of(
     if config.tp == 1:
         return None
     assert isinstance(others.group, SharedGroup), "ranks of one host divide layers"
+    if device.type == "cpu" and config.pp > 1:
+        return _stage_group(others, others.group, config)
     if device.type == "cpu":
         return others.group
     from weft.engine.parallel.device_peers import DevicePeers, join
@@ -214,6 +216,15 @@ def peers_of(
     peers = DevicePeers(others.group, device, ranks, *sizes, others.agree)
     others.agree("peers")
     return peers
+
+
+def _stage_group(others: RankGroup, group: SharedGroup, config: EngineConfig) -> SharedGroup:
+    """The ranks that have this rank's stage. Raises ConfigError if the system refuses memory."""
+    size = segment_bytes(config.tp)
+    stage, shard = divmod(others.rank, config.tp)
+    part = others.share(config.pp * size).part(stage * size, size)
+    limit_s, is_checked = group.limit_s, config.check_ranks
+    return SharedGroup(part, shard, config.tp, limit_s, is_checked=is_checked, whole=group)
 
 
 def pool_of(

@@ -50,7 +50,7 @@ class Ranks(RankLeader):
         the ranks. Raises ConfigError if there is no shared memory, or no native operation to wait
         in it.
         """
-        super().__init__(config.num_ranks, config.rank_timeout_s, wake)
+        super().__init__(config.num_ranks, config.tp, config.rank_timeout_s, wake)
         threads = max(1, (config.num_threads or torch.get_num_threads()) // _sharing_ranks(config))
         torch.set_num_threads(threads)
         config = replace(config, num_threads=threads)
@@ -61,11 +61,12 @@ class Ranks(RankLeader):
         self._group.why = lambda: self._why
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self.store_path = f"{self._folder.name}/store"
-        ends = connected_ends(config.pp) if config.pp > 1 else []
-        if ends:
-            names = names_of_neighbours(0, config.pp)
-            self.neighbours = SocketStages(ends[-1], self.group, names)
-        self._ends = ends
+        self._ends: list[list[StageEnds]] = []
+        """By shard and stage; empty: there is one stage."""
+        if config.pp > 1:
+            self._ends = [connected_ends(config.pp) for _ in range(config.tp)]
+            names = names_of_neighbours(0, config.pp, config.tp)
+            self.neighbours = SocketStages(self._ends[0][-1], self.group, names)
         self._followers: list[_Follower] = []
         self._watcher: threading.Thread | None = None
         try:
@@ -87,7 +88,7 @@ class Ranks(RankLeader):
         command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
         ends = StageEnds(None, None)
         if self._ends:
-            ends = self._ends[stage_of_rank(rank, config.pp)]
+            ends = self._ends[rank % config.tp][stage_of_rank(rank, config.pp, config.tp)]
         numbers = [-1 if end is None else end.fileno() for end in ends]
         with theirs, contextlib.closing(ends):
             process = subprocess.Popen(
@@ -146,8 +147,9 @@ class Ranks(RankLeader):
         for follower in self._followers:
             os.close(follower.pidfd)
         self._followers = []
-        for ends in self._ends:
-            ends.close()
+        for of_shard in self._ends:
+            for ends in of_shard:
+                ends.close()
         self._folder.cleanup()
 
     def _watch(self) -> None:
