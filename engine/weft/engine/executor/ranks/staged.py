@@ -56,7 +56,7 @@ class _LateStep:
 
     def rows(self) -> torch.Tensor:
         rows = self.logits().rows
-        assert rows is not None, "the step verifies drafts"
+        assert rows is not None, "no row of the step is verified"
         return rows()
 
 
