@@ -55,6 +55,18 @@ class AudioProjectorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlignmentConfig:
+    """How a decoder's attention to a clip tells when tokens are spoken."""
+
+    heads: tuple[tuple[int, int], ...]
+    """The layers and heads that follow the speech, in order."""
+    median_width: int
+    """Frames of the median that smooths their attention; odd."""
+    num_frames: int
+    """Frames that the encoder makes of a clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowConfig:
     """How much of a clip an encoder takes at once, and how many rows it makes of that."""
 

@@ -19,7 +19,7 @@ from weft.checkpoint.architectures import (
     is_headless,
     language_model_name,
 )
-from weft.checkpoint.audio_config import AudioConfig
+from weft.checkpoint.audio_config import AlignmentConfig, AudioConfig
 from weft.checkpoint.end_tokens import end_token_ids, tokenizer_end_token
 from weft.checkpoint.fields import Fields, read_json_file
 from weft.checkpoint.latent_config import LatentConfig
@@ -39,6 +39,7 @@ _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = (
     *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names"),
     *("frees_windows", "head", "num_labels", "is_encoder", "mtp", "vision", "audio"),
+    "alignment",
 )
 """Fields that are not in the fingerprint; quantisation and towers have their own."""
 
@@ -171,6 +172,11 @@ class ModelConfig:
     def num_embeddings(self) -> int:
         """Rows of the embedding and of the LM head, which is the number of a token's logits."""
         return self.vocab_size + self.num_added_tokens
+
+    @property
+    def aligned_by(self) -> AlignmentConfig | None:
+        """How tokens are aligned to a clip; None: the model cannot tell."""
+        return None
 
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None = None) -> ModelConfig:
@@ -362,7 +368,7 @@ class ModelConfig:
         """Canonical bytes of every field that changes hidden states, part of the model's digest."""
         values = {**asdict(self), "rope": rope_values(self.rope)}
         for name in _NOT_HIDDEN_STATES:
-            del values[name]
+            values.pop(name, None)
         if self.moe is not None:
             values["moe"] = self.moe.values()
         if self.sliding_window is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.checkpoint.audio_config import AudioConfig, AudioNamesConfig
+from weft.checkpoint.audio_config import AlignmentConfig, AudioConfig, AudioNamesConfig
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.end_tokens import end_token_ids
 from weft.checkpoint.fields import Fields
@@ -24,6 +24,11 @@ class WhisperConfig(ModelConfig):
     max_target_positions: int
     """Most tokens after a clip."""
     scales_embedding: bool
+    alignment: AlignmentConfig
+
+    @property
+    def aligned_by(self) -> AlignmentConfig:
+        return self.alignment
 
 
 def read_whisper_config(
@@ -52,6 +57,10 @@ def read_whisper_config(
         raise fields.error(
             "max_target_positions", f"{longest} is more than the {tower.num_positions} of a clip"
         )
+    layers = fields.positive("decoder_layers", 4)
+    median_width = fields.positive("median_filter_width", 7)
+    if not median_width % 2:
+        raise fields.error("median_filter_width", f"{median_width} is not odd")
     if read_quantization(fields) is not None:
         raise fields.error("quantization_config", "is not supported for this architecture")
     return WhisperConfig(
@@ -59,7 +68,7 @@ def read_whisper_config(
         model_type=fields.text("model_type", ""),
         vocab_size=fields.positive("vocab_size", 51865),
         hidden_size=hidden,
-        num_layers=fields.positive("decoder_layers", 4),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
@@ -84,4 +93,30 @@ def read_whisper_config(
         audio=tower,
         max_target_positions=longest,
         scales_embedding=fields.flag("scale_embedding", False),
+        alignment=AlignmentConfig(
+            heads=_alignment_heads(Fields(generation, "generation_config.json"), layers, heads),
+            median_width=median_width,
+            num_frames=tower.num_positions,
+        ),
     )
+
+
+def _alignment_heads(
+    generation: Fields, num_layers: int, num_heads: int
+) -> tuple[tuple[int, int], ...]:
+    """All heads of the upper half of the layers, as in OpenAI's program, if the model's files name
+    none.
+    """
+    given = generation.get("alignment_heads")
+    if given is None:
+        upper = range(num_layers // 2, num_layers)
+        return tuple((layer, head) for layer in upper for head in range(num_heads))
+    known = {(layer, head) for layer in range(num_layers) for head in range(num_heads)}
+    try:
+        named = {(layer, head) for layer, head in given}
+        is_known = bool(named) and named <= known
+    except (TypeError, ValueError):
+        is_known = False
+    if not is_known:
+        raise generation.error("alignment_heads", "is no list of the decoder's layers and heads")
+    return tuple(sorted(named))

@@ -25,7 +25,7 @@ _DIGESTS = {
     _WEIGHTS: "c0d106ad594d47e65b38633ed9d5a18b651162ad9c01b3dc8c24c1f8edccd0da",
     _TOKENIZER: "66e7ef40c4ddfce4bc956957fcd17d0218aa074395b78ea8ec953d2ab1cfbba5",
 }
-_VERSION = "0.1.0-1"
+_VERSION = "0.1.0-2"
 """Version of the package, then of the conversion: raise the latter when its output changes."""
 _FORMAT = 6
 _FLOAT16 = 4
@@ -106,6 +106,7 @@ def _write(source: Path, folder: Path) -> None:
         "suppress_tokens": given["suppress_ids"],
         "begin_suppress_tokens": given["suppress_ids_begin"],
         "max_initial_timestamp_index": 50,
+        "alignment_heads": given["alignment_heads"],
     }
     tensors = _renamed(_read(source / _WEIGHTS))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

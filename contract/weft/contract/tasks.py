@@ -13,12 +13,20 @@ logits of named tokens after a prompt.
 """
 TASKS: tuple[Task, ...] = ("generate", "embed", "classify", "score")
 Output = Literal[
-    "embedding", "token_embeddings", "sparse", "multi_vector", "classes", "label_logits"
+    "embedding",
+    "token_embeddings",
+    "sparse",
+    "multi_vector",
+    "classes",
+    "label_logits",
+    "alignment",
 ]
 """embedding: one vector per prompt; token_embeddings: one vector per token; sparse: the lexical
 weight of each token, one number; multi_vector: one vector per token from a separate head, for
 late interaction; classes: values of the classification head; label_logits: logits of
-`PoolingParams.label_ids` for the token after the prompt.
+`PoolingParams.label_ids` for the token after the prompt; alignment: for each token from
+`PoolingParams.aligned_from` on, the frame of the clip at which the next token is spoken, as a model
+that transcribes tells it.
 """
 HEADED_OUTPUTS: frozenset[Output] = frozenset({"sparse", "multi_vector"})
 """Outputs for which a model needs a separate head."""
@@ -38,6 +46,7 @@ _TASK_OF: dict[Output, Task] = {
     "multi_vector": "embed",
     "classes": "classify",
     "label_logits": "score",
+    "alignment": "generate",
 }
 
 
@@ -56,6 +65,10 @@ class PoolingParams:
     """Whether embeddings are scaled to length 1; None: the model's files decide."""
     segment_start: int = 0
     """Position of the first token of the second of a pair of texts; 0: there is one text."""
+    aligned_from: int = 0
+    """With alignment: position of the first token that is aligned to the prompt's clip."""
+    num_frames: int = 0
+    """With alignment: the encoder's frames of the clip that are of the file."""
     pooling: Pooling = "last"
     """The hidden states to use; the engine sets this field from the model's files."""
     is_whole: bool = False

@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 )
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.gateway.api.audio import transcribe
 from weft.gateway.api.audio.bodies import SpeechBody
@@ -85,11 +86,16 @@ class Pipeline:
         self._llm = llm
         self.asked: list[tuple[Media, list[int], Any]] = []
         """Clip, prompt after it and first sample of each."""
+        self.aligned: list[tuple[Media, list[int], PoolingParams, list[float]]] = []
+        """Clip, prompt, what was asked and the answer."""
 
     @asynccontextmanager
     async def open(self, raw: Any) -> AsyncIterator[Any]:
         (prompt,), given = raw.prompts, raw.given
         self._llm.put([prompt.clip])
+        if raw.pooling is not None:
+            yield self._aligned(prompt, raw.pooling)
+            return
         sampling = SamplingParams(
             temperature=given["temperature"],
             seed=given["seed"],
@@ -97,13 +103,7 @@ class Pipeline:
             logit_bias=given.get("logit_bias", {}),
             time_tokens=raw.time_tokens,
         )
-        (samples,) = self._llm.generate_all(
-            [list(prompt.ids)],
-            sampling,
-            StopCriteria(max_tokens=given["max_tokens"]),
-            given["top_logprobs"],
-            spans=[[MediaSpan(position=0, length=NUM_ROWS, digest=prompt.clip.digest)]],
-        )
+        samples = self._draw(prompt, sampling, given)
         if raw.time_tokens is not None:
             self.asked.append((prompt.clip, list(prompt.ids[NUM_ROWS:]), samples[0]))
         deltas = [
@@ -117,13 +117,50 @@ class Pipeline:
 
         yield SimpleNamespace(next_deltas=next_deltas)
 
+    def _draw(self, prompt: Any, sampling: SamplingParams, given: Any) -> list[Any]:
+        (samples,) = self._llm.generate_all(
+            [list(prompt.ids)],
+            sampling,
+            StopCriteria(max_tokens=given["max_tokens"]),
+            given["top_logprobs"],
+            spans=[[MediaSpan(position=0, length=NUM_ROWS, digest=prompt.clip.digest)]],
+        )
+        return samples
+
+    def _aligned(self, prompt: Any, wanted: Any) -> Any:
+        """What a gateway has of an answer with vectors."""
+        fields = ("output", "aligned_from", "num_frames")
+        pool = PoolingParams(**{name: getattr(wanted, name) for name in fields})
+        span = MediaSpan(position=0, length=NUM_ROWS, digest=prompt.clip.digest)
+        (made,) = self._llm.pool([list(prompt.ids)], pool, spans=[[span]])
+        self.aligned.append((prompt.clip, list(prompt.ids), pool, made[0].tolist()))
+
+        async def nothing() -> list[Any]:
+            return []
+
+        vectors = SimpleNamespace(values=made.tobytes(), width=made.shape[1])
+        generation = SimpleNamespace(vectors=vectors)
+        return SimpleNamespace(next_deltas=nothing, settle=nothing, generations=[generation])
+
+
+class Scripted(Pipeline):
+    """Has heard random words in each clip."""
+
+    def _draw(self, prompt: Any, sampling: SamplingParams, given: Any) -> list[Any]:
+        words = "".join(random.choices((" a", " weft", "-", ".", " (b)", "\u7ec7"), k=4))
+        ids = [FIRST, *TOKENIZER.encode(words, add_special_tokens=False).ids]
+        ids += random.choice(([FIRST + 60] * 2, [FIRST + NUM_POSITIONS]))
+        return [SimpleNamespace(token_ids=ids, logprobs=[SimpleNamespace(logprob=-0.1)] * len(ids))]
+
 
 class Clips:
     async def clip(self, file: Spectrogram, first: int, config: Any) -> Media:
         return file.clip(first, config.num_frames)
 
 
-def hear(pipeline: Pipeline, folder: Path, samples: np.ndarray) -> tuple[list[Segment], Any]:
+def hear(
+    pipeline: Pipeline, folder: Path, samples: np.ndarray, **fields: Any
+) -> tuple[list[Segment], Any]:
     """Segments of a file, and of the first clip what was decoded."""
     files = [json.loads((folder / name).read_text()) for name in ("config.json",)]
     generation = json.loads((folder / "generation_config.json").read_text())
@@ -133,7 +170,7 @@ def hear(pipeline: Pipeline, folder: Path, samples: np.ndarray) -> tuple[list[Se
 
     async def run() -> list[Segment]:
         order = SpeechOrder(
-            body=SpeechBody(language="en"),
+            body=SpeechBody(language="en", **fields),
             model="m",
             call=CallFacts(request_id="r"),
             translates=False,
@@ -234,3 +271,60 @@ def test_a_long_file_is_heard_as_by_transformers(
             for segment, (start, end, tokens) in zip(found, wanted, strict=True):
                 assert (segment.start_s, segment.end_s) == pytest.approx((start, end), abs=0.011)
                 assert list(segment.ids) == tokens[: len(segment.ids)]
+
+
+def test_words_have_the_times_of_their_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times of all words of a file, from transformers' alignment of what was heard."""
+
+    async def nobody_is_silent(*_: Any) -> float:
+        return 0.0
+
+    monkeypatch.setattr(Transcription, "_no_speech", nobody_is_silent)
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    reference = WhisperForConditionalGeneration.from_pretrained(folder, **options).eval()
+    rng = np.random.default_rng(random.randrange(1 << 30))
+    samples = rng.normal(0, 0.1, random.randint(3 * RATE, 6 * RATE)).astype(np.float32)
+    with LLM(folder, dtype="float32", num_pages=300) as llm:
+        pipeline = Scripted(llm)
+        found, _ = hear(
+            pipeline,
+            folder,
+            samples,
+            response_format="verbose_json",
+            timestamp_granularities=("word",),
+        )
+    layers = reference.config.decoder_layers
+    heads = [
+        (layer, head)
+        for layer in range(layers // 2, layers)
+        for head in range(reference.config.decoder_attention_heads)
+    ]
+    equal = total = 0
+    for media, prompt, pool, answer in pipeline.aligned:
+        ids = torch.tensor([prompt[NUM_ROWS:]])
+        mel = torch.frombuffer(bytearray(media.data), dtype=torch.float32).view(1, 80, FRAMES)
+        with torch.inference_mode():
+            made = reference(input_features=mel, decoder_input_ids=ids, output_attentions=True)
+        outputs: Any = type("Outputs", (dict,), {})()
+        outputs.cross_attentions, outputs.sequences = [made.cross_attentions], ids
+        num_begin = pool.aligned_from - NUM_ROWS
+        times = reference._extract_token_timestamps(
+            outputs,
+            heads,
+            time_precision=1.0,
+            num_frames=2 * pool.num_frames,
+            num_input_ids=num_begin,
+        )[0, num_begin:-1]
+        equal += sum(a == b for a, b in zip(answer, times.tolist(), strict=True))
+        total += len(answer)
+    assert equal >= 0.95 * total
+    assert len(found) == len(pipeline.aligned) >= 2
+    for segment in found:
+        words = segment.words
+        assert "".join([word.text for word in words]) == segment.text
+        clip_end = segment.seek / 100 + 2 * NUM_POSITIONS / 100
+        at = [time for word in words for time in (word.start_s, word.end_s)]
+        assert at == sorted(at)
+        assert segment.seek / 100 <= at[0] <= at[-1] <= clip_end

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from contextlib import suppress
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,9 +14,10 @@ import torch
 from transformers import WhisperForConditionalGeneration
 from weft.contract.errors import InvalidRequest
 from weft.gateway.api.audio.answers import render
-from weft.gateway.api.audio.bodies import read_form
+from weft.gateway.api.audio.bodies import SpeechBody, read_form
 from weft.gateway.api.audio.form import parse_form
 from weft.gateway.api.audio.segments import Decoded, Segment, divide
+from weft.gateway.api.audio.words import Word
 
 FIRST = 100
 
@@ -69,12 +71,18 @@ def segment(start_s: float, end_s: float, text: str) -> Segment:
     return Segment(start_s=start_s, end_s=end_s, text=text, ids=(1, 2), seek=0, clip=clip)
 
 
-SEGMENTS = [segment(0, 61.5, " One --> two."), segment(61.5, 3723.04, " Three.")]
+WORDS = (Word(61.5, 62.25, " Three."),)
+SEGMENTS = [
+    segment(0, 61.5, " One --> two."),
+    replace(segment(61.5, 3723.04, " Three."), words=WORDS),
+]
 
 
 def test_transcripts_have_the_forms_that_clients_ask_for() -> None:
-    def made(form: str) -> str:
-        return render(form, SEGMENTS, 4000.0, "en", "transcribe").decode()
+    def made(form: str, *times: str) -> str:
+        fields = {"response_format": form, "timestamp_granularities": times}
+        body = SpeechBody.model_validate(fields)
+        return render(body, SEGMENTS, 4000.0, "en", "transcribe").decode()
 
     assert made("text") == "One --> two. Three.\n"
     assert made("srt") == (
@@ -91,6 +99,10 @@ def test_transcripts_have_the_forms_that_clients_ask_for() -> None:
     assert verbose["duration"] == 4000.0
     assert [one["id"] for one in verbose["segments"]] == [0, 1]
     assert verbose["segments"][1]["start"] == 61.5
+    words = json.loads(made("verbose_json", "word"))
+    assert words["words"] == [{"word": "Three.", "start": 61.5, "end": 62.25}]
+    assert "segments" not in words
+    assert {"segments", "words"} < json.loads(made("verbose_json", "word", "segment")).keys()
 
 
 def form_of(file: bytes = b"RIFF", **fields: object) -> bytes:
@@ -124,7 +136,6 @@ def test_damaged_forms_are_refused() -> None:
         ({"temperature": "2"}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
-        ({"timestamp_granularities[]": "segment"}, "timestamp_granularities"),
         ({"include[]": "logprobs"}, "include"),
         ({"stream": "true", "response_format": "srt"}, "stream"),
         ({"chunking_strategy": '{"type": "server_vad"}'}, "chunking_strategy"),

@@ -19,6 +19,7 @@ from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout, num_ring_rows
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.alignment import Aligner, Alignments
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
@@ -64,12 +65,12 @@ from weft.engine.executor.refits import WeightRefits
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.sleeping import HostPools, HostWeights, Sleeper, SleepMemory
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
-from weft.engine.executor.step_input import StepInput
+from weft.engine.executor.step_input import PooledRows, StepInput
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.model.refit import Refit
-from weft.engine.model.step import Step
+from weft.engine.model.step import AlignedRows, Step
 from weft.engine.model.weights.packed import PackedTensors
 from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
@@ -187,6 +188,7 @@ class LocalExecutor:
         self._on_capture = on_capture
         heads = PooledHeads(DenseLayers(), None) if heads is None else heads
         width = model.config.hidden_size
+        self._aligner = Aligner(model.config.aligned_by)
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
         self.has_adapters, self.has_head = lora is not None, drafted is not None
@@ -488,7 +490,7 @@ class LocalExecutor:
 
     def _with_more_rows(
         self, step: StepInput, arrays: StepArrays
-    ) -> tuple[torch.Tensor, PromptScores | None, PooledStates | None]:
+    ) -> tuple[torch.Tensor, PromptScores | None, PooledStates | Alignments | None]:
         count, num_scored = len(arrays.logits_rows), sum(len(one.tokens) for one in step.scores)
         wanted = [
             *(
@@ -497,11 +499,13 @@ class LocalExecutor:
             ),
             *((one.request, one.wanted) for one in step.pooled),
         ]
-        rows = np.concatenate([int(arrays.cu_q_lens[at]) + np.array(own) for at, own in wanted])
-        rows = rows.astype(np.int64)
+        rows = np.concatenate(
+            [int(arrays.cu_q_lens[at]) + np.array(own, np.int64) for at, own in wanted]
+        )
+        aligned: Sequence[AlignedRows] = ()
         types, bucket = self._token_types(step, arrays), None
         if self.graphs is not None and not (step.scores or count or step.has_media):
-            bucket = self.graphs.bucket_of(arrays)
+            bucket = self.graphs.bucket_of(arrays) if len(rows) else None
             if bucket is not None and not self._model.config.is_encoder:
                 bucket = bucket if len(rows) <= bucket.columns.max_logits else None
         with torch.inference_mode():
@@ -511,6 +515,7 @@ class LocalExecutor:
                 batch = self._batch(arrays, step)
                 (sent,) = self._batches.send((rows,))
                 batch.logits_rows = torch.cat([batch.logits_rows, sent])
+                batch.aligned = aligned = self._aligned(step.pooled, arrays)
                 if types is not None:
                     (batch.token_types,) = self._batches.send((types,))
                 hidden = self._model.forward(batch, self._own_pool)
@@ -528,9 +533,22 @@ class LocalExecutor:
             return self._logits_of(hidden, own)
 
         scores = PromptScores(step.scores, scored, logits) if step.scores else None
+        if step.pooled and step.pooled[0].pool.output == "alignment":
+            # A model that aligns serves no other vectors.
+            with torch.inference_mode():
+                return hidden, scores, self._aligner.begin(step.pooled, aligned)
         with torch.inference_mode():
             vectors = self._pooler.begin(step.pooled, pooled, logits_of) if step.pooled else None
         return hidden, scores, vectors
+
+    def _aligned(self, pieces: Sequence[PooledRows], arrays: StepArrays) -> list[AlignedRows]:
+        found = []
+        for piece in pieces:
+            if piece.pool.output == "alignment" and (rows := piece.aligned):
+                own = int(arrays.cu_q_lens[piece.request]) + np.array(rows, np.int64)
+                (sent,) = self._batches.send((own,))
+                found.append(AlignedRows(piece.request, sent, piece.pool.num_frames, []))
+        return found
 
     def _token_types(self, step: StepInput, arrays: StepArrays) -> Int64Array | None:
         if not tells_texts_apart(self._model.config):

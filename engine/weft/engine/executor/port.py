@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from weft.contract.arrays import Int64Array
 from weft.engine.base.device_copies import Mark
+from weft.engine.executor.alignment import Alignments
 from weft.engine.executor.orders import Order
 from weft.engine.executor.pooling import PooledStates
 from weft.engine.executor.step_input import StepInput
@@ -46,7 +47,7 @@ class Launched(NamedTuple):
     """
     scores: PromptScores | None = None
     """Log-probabilities of prompts; None: none are wanted."""
-    vectors: PooledStates | None = None
+    vectors: PooledStates | Alignments | None = None
     """Vectors of prompts; None: none are wanted."""
 
 

@@ -55,8 +55,16 @@ class PooledRows(NamedTuple):
         return self.is_whole and is_of_prompt and self.pool.pooling == "first"
 
     @property
+    def aligned(self) -> range:
+        """The rows that are aligned to a clip, counted from the request's own first row."""
+        first = max(self.pool.aligned_from - self.start, 0)
+        return range(self.lead + min(first, self.num_tokens), self.lead + self.num_tokens)
+
+    @property
     def wanted(self) -> range:
         """The rows that are needed, counted from the request's own first row."""
+        if self.pool.output == "alignment":
+            return range(0)
         if self.is_first:
             return range(self.lead, self.lead + 1)
         if self.pool.wants_all_rows:

@@ -289,6 +289,7 @@ def _load_parts(
         loaded.embedding_size,
         encoder_digest=encoder_digest,
         has_uncut_spans=vision is not None and vision.sees_both_ways,
+        aligned_by=loaded.config.aligned_by,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
     prefixes: PrefixTree | None = None

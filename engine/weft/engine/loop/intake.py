@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from weft.checkpoint.audio_config import AlignmentConfig
 from weft.checkpoint.pooling import PoolingConfig
 from weft.contract.errors import ContextTooLong, InvalidRequest
 from weft.contract.handle import KvHandle
@@ -62,7 +63,9 @@ class Intake:
         *,
         encoder_digest: bytes = b"",
         has_uncut_spans: bool = False,
+        aligned_by: AlignmentConfig | None = None,
     ) -> None:
+        self._aligned_by = aligned_by
         self.encoder_digest = encoder_digest
         self._has_uncut_spans = has_uncut_spans
         self._media_names = MediaNames() if encoder_digest else None
@@ -202,6 +205,8 @@ class Intake:
         if any(not 0 <= label < self.vocab_size for label in pool.label_ids):
             message = f"a label is not below the vocabulary size {self.vocab_size}"
             raise InvalidRequest(message, stage="validate", param="label_ids")
+        if pool.output == "alignment":
+            return self._alignment(submit, pool)
         if pool.output in HEADED_OUTPUTS and pool.output not in self._pooling.token_heads:
             message = f"this model has no head for the output {pool.output}"
             raise InvalidRequest(message, stage="validate", param="output")
@@ -222,6 +227,20 @@ class Intake:
             normalises=normalises,
             is_whole=self._pooling.is_encoder,
         )
+
+    def _alignment(self, submit: Submit, pool: PoolingParams) -> PoolingParams:
+        if self._aligned_by is None:
+            message = "this model aligns no tokens to audio"
+            raise InvalidRequest(message, stage="validate", param="output")
+        end_of_clip = max((span.position + span.length for span in submit.spans), default=0)
+        for name, value, least, most in (
+            ("aligned_from", pool.aligned_from, max(1, end_of_clip), len(submit.prompt) - 1),
+            ("num_frames", pool.num_frames, 1, self._aligned_by.num_frames),
+        ):
+            if not least <= value <= most:
+                message = f"must be from {least} to {most}, not {value}"
+                raise InvalidRequest(message, stage="validate", param=name)
+        return pool
 
     def _samples(self, submit: Submit, max_tokens: int) -> dict[int, list[int]]:
         samples: dict[int, list[int]] = {sample: [] for sample in range(submit.sampling.n)}

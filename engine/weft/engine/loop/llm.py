@@ -302,13 +302,18 @@ class LLM:
         return self._finish(submits, max_at_once or len(submits))
 
     def pool(
-        self, prompts: Sequence[Sequence[int]], pool: PoolingParams, adapters: Sequence[bytes] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        pool: PoolingParams,
+        adapters: Sequence[bytes] = (),
+        spans: Sequence[Sequence[MediaSpan]] = (),
     ) -> list[Float32Array]:
         """Makes vectors of prompts of token ids: [n, width] of each prompt, one vector or one for
         each of its tokens.
 
         Args:
             adapters: Digest of each prompt's adapter; empty: the base model.
+            spans: Media of each prompt, which `put` has brought.
 
         Raises:
             WeftError: A prompt was refused. All other prompts are cancelled.
@@ -325,8 +330,14 @@ class LLM:
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,
                 adapter=adapter,
+                spans=list(media),
             )
-            for prompt, adapter in zip(prompts, adapters or [b""] * len(prompts), strict=True)
+            for prompt, adapter, media in zip(
+                prompts,
+                adapters or [b""] * len(prompts),
+                spans or [()] * len(prompts),
+                strict=True,
+            )
         ]
         # Prompts come one step's worth at a time, since taking them in takes long beside their
         # steps.

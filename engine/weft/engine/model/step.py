@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +22,19 @@ class Inserted(NamedTuple):
     """[M, row_width], as an encoder of media made them: embeddings, and additions to the stream
     after each of the first layers.
     """
+
+
+class AlignedRows(NamedTuple):
+    """Rows of a request whose attention to the clip of its prompt is wanted."""
+
+    request: int
+    """Number of the request in the step."""
+    rows: torch.Tensor
+    """[A] int64: numbers of the rows."""
+    num_frames: int
+    """The clip's frames that count."""
+    weights: list[torch.Tensor]
+    """[heads, A, num_frames] float32 of each layer that has such heads, which the model adds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +74,8 @@ class Step:
 
     inserted: Inserted | None = None
     """Rows that come from media; None: all are of tokens."""
+    aligned: Sequence[AlignedRows] = ()
+    """Requests whose tokens are aligned to the clip of their prompt."""
     turned_by: torch.Tensor | None = None
     """[T] int64: each row's row in the tables of rotations, or in `turns`; None: `positions`."""
     axes: torch.Tensor | None = None

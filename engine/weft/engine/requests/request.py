@@ -310,6 +310,8 @@ class Request:
         log-probabilities or vectors of the whole prompt are wanted.
         """
         pool = self.pool
+        if pool is not None and pool.output == "alignment":
+            return pool.aligned_from
         is_computed_anew = pool is not None and (pool.wants_all_rows or pool.is_whole)
         if is_computed_anew or self.prompt_logprobs is not None:
             return 0

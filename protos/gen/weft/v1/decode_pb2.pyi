@@ -40,6 +40,10 @@ class _PoolOutputEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolOutput
     """The lexical weight of each token: one number."""
     POOL_OUTPUT_MULTI_VECTOR: _PoolOutput.ValueType  # 6
     """One vector for each token, from a head of its own."""
+    POOL_OUTPUT_ALIGNMENT: _PoolOutput.ValueType  # 7
+    """Of a prompt that is a clip and its transcript: for each token from `aligned_from` on, the frame at
+    which the next one is spoken.
+    """
 
 class PoolOutput(_PoolOutput, metaclass=_PoolOutputEnumTypeWrapper):
     """What is made of a prompt's hidden states."""
@@ -57,6 +61,10 @@ POOL_OUTPUT_SPARSE: PoolOutput.ValueType  # 5
 """The lexical weight of each token: one number."""
 POOL_OUTPUT_MULTI_VECTOR: PoolOutput.ValueType  # 6
 """One vector for each token, from a head of its own."""
+POOL_OUTPUT_ALIGNMENT: PoolOutput.ValueType  # 7
+"""Of a prompt that is a clip and its transcript: for each token from `aligned_from` on, the frame at
+which the next one is spoken.
+"""
 Global___PoolOutput: _TypeAlias = PoolOutput  # noqa: Y015
 
 @_typing.final
@@ -246,6 +254,8 @@ class PoolOptions(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
     SEGMENT_START_FIELD_NUMBER: _builtins.int
+    ALIGNED_FROM_FIELD_NUMBER: _builtins.int
+    NUM_FRAMES_FIELD_NUMBER: _builtins.int
     output: Global___PoolOutput.ValueType
     dimensions: _builtins.int
     """Leading entries of an embedding that are wanted, before it is normalised; absent: all."""
@@ -255,6 +265,10 @@ class PoolOptions(_message.Message):
     """Position of the first token of the second of a pair of texts, for encoders that tell them apart;
     0: there is one text.
     """
+    aligned_from: _builtins.int
+    """With POOL_OUTPUT_ALIGNMENT: position of the first token that is aligned."""
+    num_frames: _builtins.int
+    """With POOL_OUTPUT_ALIGNMENT: frames of the clip that are of the file."""
     @_builtins.property
     def label_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """With POOL_OUTPUT_LABEL_LOGITS: 1..64 tokens."""
@@ -267,10 +281,12 @@ class PoolOptions(_message.Message):
         dimensions: _builtins.int | None = ...,
         normalize: _builtins.bool | None = ...,
         segment_start: _builtins.int = ...,
+        aligned_from: _builtins.int = ...,
+        num_frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "label_ids", b"label_ids", "normalize", b"normalize", "output", b"output", "segment_start", b"segment_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "aligned_from", b"aligned_from", "dimensions", b"dimensions", "label_ids", b"label_ids", "normalize", b"normalize", "num_frames", b"num_frames", "output", b"output", "segment_start", b"segment_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015

@@ -184,6 +184,9 @@ class PoolingOptions:
     """What makes a document relevant; empty: the model's default."""
     label_ids: tuple[int, ...] = ()
     """Tokens whose logits make scores, set once the model is known."""
+    aligned_from: int = 0
+    num_frames: int = 0
+    """As in `weft.contract.tasks.PoolingParams`, for alignments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ and self-attention the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from weft.contract.layout import CacheLayout, PagedPlane
 from weft.engine.model.audio.parts import mlp, norm, product
 from weft.engine.model.decoder_only import LMHead
 from weft.engine.model.layers.encoder import LayerNorm, PlainMLP, Ragged
-from weft.engine.model.step import Step
+from weft.engine.model.step import AlignedRows, Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.attention import paged_attention
@@ -26,6 +27,7 @@ from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora.spec import LoraStep
+from weft.kernels.ops.pages.scaled_kv import dequantised
 from weft.kernels.ops.rope import rope_and_cache
 
 
@@ -38,6 +40,26 @@ class _Texts(NamedTuple):
     """The decoder's tokens by request."""
     clips: AttentionMetadata
     """The clips by request, all of which each row sees."""
+    aligned: Sequence[_Aligned] = ()
+
+
+class _Aligned(NamedTuple):
+    """Tokens of one request whose attention to its clip is wanted."""
+
+    rows: torch.Tensor
+    """[A] int64: their numbers among the decoder's tokens."""
+    pages: torch.Tensor
+    """[pages] int64: those of the clip."""
+    wanted: AlignedRows
+
+    def note(self, q: torch.Tensor, keys: torch.Tensor, num_positions: int, scale: float) -> None:
+        """Adds the attention of a layer's heads that follow the speech, H of them: `q` is [N, H, D]
+        of all tokens, `keys` [pages, H, P, D] of the clip.
+        """
+        own = q.index_select(0, self.rows).transpose(0, 1).float()
+        of_clip = keys.transpose(0, 1).flatten(1, 2)[:, :num_positions].float()
+        weights = (own * scale @ of_clip.transpose(1, 2)).softmax(-1)
+        self.wanted.weights.append(weights[..., : self.wanted.num_frames])
 
 
 class _Layer(NamedTuple):
@@ -97,6 +119,9 @@ class WhisperForConditionalGeneration:
             dim=config.head_dim,
             scale=config.head_dim**-0.5,
         )
+        self._aligned_heads: dict[int, list[int]] = {}
+        for depth, number in config.alignment.heads:
+            self._aligned_heads.setdefault(depth, []).append(number)
         # Heads are not rotated: one row of cosines 1 and sines 0.
         cosines, sines = torch.ones(config.head_dim // 2), torch.zeros(config.head_dim // 2)
         self._cos_sin = torch.cat((cosines, sines))[None].to(weights.device)
@@ -161,6 +186,10 @@ class WhisperForConditionalGeneration:
         mixed = paged_attention(q, pool, layer.number, spec, texts.own)
         x = linear(mixed, layer.own_out, residual=x)
         q = linear(layer.cross_norm(x), layer.cross_q).view(len(x), spec.heads, spec.dim)
+        if texts.aligned and (heads := self._aligned_heads.get(layer.number)):
+            for one in texts.aligned:
+                keys = dequantised(pool[one.pages][:, heads, layer.number, 0], q.dtype)
+                one.note(q[:, heads], keys, self._num_positions, spec.scale)
         mixed = paged_attention(q, pool, layer.number, spec, texts.clips)
         x = linear(mixed, layer.cross_out, residual=x)
         return layer.mlp(layer.mlp_norm(x), batch).added_to(x)
@@ -206,4 +235,13 @@ class WhisperForConditionalGeneration:
             max_kv_len=self._num_positions,
             key_ends=ends if group.max_q_len > 1 else None,
         )
-        return _Texts(rows, own, clips)
+        return _Texts(rows, own, clips, _aligned(step, rows, of_clip))
+
+
+def _aligned(step: Step, rows: torch.Tensor | None, num_pages: int) -> list[_Aligned]:
+    found = []
+    for wanted in step.aligned:
+        own = wanted.rows if rows is None else torch.searchsorted(rows, wanted.rows)
+        pages = step.groups[0].page_table[wanted.request, :num_pages].long()
+        found.append(_Aligned(own, pages, wanted))
+    return found

@@ -105,6 +105,8 @@ def _pool(pooling: PoolingOptions, prompt: PreparedPrompt) -> decode_pb2.PoolOpt
             dimensions=pooling.dimensions,
             normalises=pooling.normalises,
             segment_start=prompt.segment_start,
+            aligned_from=pooling.aligned_from,
+            num_frames=pooling.num_frames,
         )
     )
 

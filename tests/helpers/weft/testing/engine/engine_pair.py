@@ -16,6 +16,7 @@ from weft.contract.handle import FillEvent
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.submits import Finished, Submit
+from weft.contract.tasks import PooledVectors
 from weft.contract.timeline import FillCandidate
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import load_parts
@@ -99,6 +100,7 @@ class Answer:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
+    vectors: list[PooledVectors] = field(default_factory=list)
     num_starts: int = 0
     """Batches with its tokens that were said to have first ones."""
     num_told_here: int = 0
@@ -235,6 +237,8 @@ class EnginePair:
             if batch.has_first_tokens:
                 for request_id in {tokens.request_id for tokens in batch.all_tokens()}:
                     self.answers[request_id].num_starts += 1
+            for vectors in batch.vectors:
+                self.answers[vectors.request_id].vectors.append(vectors)
             for finished in batch.finished:
                 self.answers[finished.request_id].finished.append(finished)
         for command in outbox.fill_commands:

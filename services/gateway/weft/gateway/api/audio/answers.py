@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pydantic import BaseModel, Field
+from weft.gateway.api.audio.bodies import SpeechBody
 from weft.gateway.api.audio.segments import Segment
 from weft.gateway.api.openai.chunks import to_json
 
@@ -40,6 +41,14 @@ class TranscriptSegment(BaseModel):
     no_speech_prob: float = Field(description="probability that nobody speaks in its clip")
 
 
+class TranscriptWord(BaseModel):
+    """A word of a transcript."""
+
+    word: str
+    start: float = Field(description="seconds")
+    end: float = Field(description="seconds")
+
+
 class TranscriptAnswer(BaseModel):
     """The answer; the last five fields with `verbose_json` alone."""
 
@@ -49,6 +58,7 @@ class TranscriptAnswer(BaseModel):
     language: str | None = Field(default=None, description="code of the spoken language")
     duration: float | None = Field(default=None, description="seconds of the file")
     segments: list[TranscriptSegment] | None = None
+    words: list[TranscriptWord] | None = None
 
 
 class TranscriptEvent(BaseModel):
@@ -76,9 +86,10 @@ def done_event(text: str, duration_s: float) -> bytes:
 
 
 def render(
-    form: str, segments: Sequence[Segment], duration_s: float, language: str, task: str
+    body: SpeechBody, segments: Sequence[Segment], duration_s: float, language: str, task: str
 ) -> bytes:
-    """A transcript in one of the forms."""
+    """A transcript in the form that a body asks for."""
+    form = body.response_format
     if form == "srt":
         return _subtitles(segments, ",").encode()
     if form == "vtt":
@@ -89,7 +100,14 @@ def render(
     answer = TranscriptAnswer(text=text, usage=DurationUsage(seconds=duration_s))
     if form == "verbose_json":
         answer.task, answer.language, answer.duration = task, language, duration_s
-        answer.segments = [_described(number, one) for number, one in enumerate(segments)]
+        if body.wants_segments:
+            answer.segments = [_described(number, one) for number, one in enumerate(segments)]
+        if body.wants_words:
+            answer.words = [
+                TranscriptWord(word=word.text.strip(), start=word.start_s, end=word.end_s)
+                for one in segments
+                for word in one.words
+            ]
     return to_json(answer.model_dump(exclude_none=True))
 
 

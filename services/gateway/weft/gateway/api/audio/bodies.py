@@ -36,7 +36,7 @@ class SpeechBody(BaseModel):
         "itself",
     )
     timestamp_granularities: tuple[Literal["segment", "word"], ...] = Field(
-        (), description="`segment`, with `verbose_json`; times of words are not supported"
+        (), description="`segment` or `word`, with `verbose_json`: whose times the answer has"
     )
     stream: bool = Field(False, description="events as parts of the file are done: json, text")
     include: tuple[str, ...] = Field((), description="not supported")
@@ -44,6 +44,14 @@ class SpeechBody(BaseModel):
     @property
     def is_verbose(self) -> bool:
         return self.response_format == "verbose_json"
+
+    @property
+    def wants_words(self) -> bool:
+        return "word" in self.timestamp_granularities
+
+    @property
+    def wants_segments(self) -> bool:
+        return self.is_verbose and self.timestamp_granularities != ("word",)
 
 
 def read_form(form: Form, *, translates: bool) -> tuple[SpeechBody, bytes]:
@@ -61,8 +69,6 @@ def read_form(form: Form, *, translates: bool) -> tuple[SpeechBody, bytes]:
         raise explain(error.errors(include_url=False)) from None
     if body.include:
         raise unsupported("include", "log-probabilities of transcripts")
-    if "word" in body.timestamp_granularities:
-        raise unsupported("timestamp_granularities", "times of words")
     if body.timestamp_granularities and not body.is_verbose:
         raise invalid("timestamp_granularities", "needs response_format: verbose_json")
     if body.stream and body.response_format not in ("json", "text"):

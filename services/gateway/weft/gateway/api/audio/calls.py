@@ -99,7 +99,7 @@ class AudioCalls:
         segments = [one async for found in work.segments(heard) for one in found]
         task = "translate" if order.translates else "transcribe"
         duration_s = heard.num_samples / SAMPLE_RATE
-        data = render(form, segments, duration_s, work.language, task)
+        data = render(order.body, segments, duration_s, work.language, task)
         await begin_answer(context, order.call.request_id, CONTENT_TYPES[form])
         await context.write(HttpBody(content_type=CONTENT_TYPES[form], data=data))
 

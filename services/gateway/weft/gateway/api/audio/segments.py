@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from weft.gateway.api.audio.words import Word
+
 FRAME_S = 0.01
 """Seconds of a spectrogram's frame."""
 FRAMES_PER_TIME = 2
@@ -44,6 +46,8 @@ class Segment:
     seek: int
     """First frame of the clip in which it was found."""
     clip: Decoded
+    words: tuple[Word, ...] = ()
+    """Empty: they are not wanted."""
 
 
 class Piece(NamedTuple):
@@ -52,6 +56,8 @@ class Piece(NamedTuple):
     start: int
     end: int
     ids: tuple[int, ...]
+    first: int
+    """Number of its first token in the clip."""
 
 
 def divide(ids: Sequence[int], first_time: int, num_frames: int) -> tuple[list[Piece], int]:
@@ -75,7 +81,7 @@ def divide(ids: Sequence[int], first_time: int, num_frames: int) -> tuple[list[P
         pieces, last = [], 0
         for cut in cuts:
             part = tuple(ids[last:cut])
-            pieces.append(Piece(frame(part[0]), frame(part[-1]), part))
+            pieces.append(Piece(frame(part[0]), frame(part[-1]), part, last))
             last = cut
         done = num_frames if ends_once else frame(ids[last - 1])
         return pieces, done if done > 0 else num_frames
@@ -83,4 +89,4 @@ def divide(ids: Sequence[int], first_time: int, num_frames: int) -> tuple[list[P
     times = [one for one in ids if one >= first_time]
     if times and times[-1] != first_time:
         end = frame(times[-1])
-    return [Piece(0, end, tuple(ids))], num_frames
+    return [Piece(0, end, tuple(ids), 0)], num_frames

@@ -17,11 +17,20 @@ from weft.contract.errors import DeadlineExceeded
 from weft.contract.request import MAX_BIAS, TimeTokens
 from weft.contract.spans import Media
 from weft.gateway.api.audio.bodies import SpeechBody
-from weft.gateway.api.audio.segments import FRAME_S, Decoded, Segment, divide
+from weft.gateway.api.audio.segments import (
+    FRAME_S,
+    FRAMES_PER_TIME,
+    Decoded,
+    Piece,
+    Segment,
+    divide,
+)
+from weft.gateway.api.audio.words import Word, split_words
+from weft.gateway.api.pooling.vectors import vectors_of
 from weft.gateway.generation.answer import Delta
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.media.clips import ClipReader, Spectrogram
-from weft.gateway.request import CallFacts, ClipPrompt, RawRequest
+from weft.gateway.request import CallFacts, ClipPrompt, PoolingOptions, RawRequest
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.speech import SpeechTokens
 
@@ -75,6 +84,7 @@ class Transcription:
                 seek += length
                 continue
             pieces, done = divide(decoded.ids, speech.first_time, length)
+            times = await self._times(clip, said, decoded, length)
             found = [
                 Segment(
                     start_s=round((seek + piece.start) * FRAME_S, 2),
@@ -83,6 +93,7 @@ class Transcription:
                     ids=piece.ids,
                     seek=seek,
                     clip=decoded,
+                    words=self._words(piece, times, seek),
                 )
                 for piece in pieces
                 if piece.end > piece.start and (text := self._text(piece.ids)).strip()
@@ -91,6 +102,41 @@ class Transcription:
             said = [] if decoded.temperature > _FORGETS_FROM else said
             yield found
             seek += done
+
+    async def _times(
+        self, clip: Media, said: Sequence[int], decoded: Decoded, num_frames: int
+    ) -> list[int]:
+        """For each token of a text the frame at which the next one is spoken; empty: they are not
+        wanted. The model reads the text once more for it.
+        """
+        if not self._order.body.wants_words or not decoded.ids:
+            return []
+        before = self._prompt(said)
+        wanted = PoolingOptions(
+            output="alignment",
+            aligned_from=self._speech.audio.num_rows + len(before),
+            num_frames=max(1, num_frames // FRAMES_PER_TIME),
+        )
+        raw = self._request(clip, [*before, *decoded.ids], {}, pooling=wanted)
+        async with self._pipeline.open(raw) as answer:
+            while await answer.next_deltas():
+                pass
+            await answer.settle()
+            (generation,) = answer.generations
+            return [FRAMES_PER_TIME * int(frame) for frame in vectors_of(generation)[0]]
+
+    def _words(self, piece: Piece, times: Sequence[int], seek: int) -> tuple[Word, ...]:
+        if not times:
+            return ()
+        texts = [
+            (number, one)
+            for number, one in enumerate(piece.ids, piece.first)
+            if one < self._speech.end
+        ]
+        at = [round((seek + frame) * FRAME_S, 2) for frame in (0, *times)]
+        spoken = [(at[number], at[number + 1]) for number, _ in texts]
+        ids = [one for _, one in texts]
+        return tuple(split_words(ids, spoken, self._text, self.language))
 
     def _begin(self) -> list[int]:
         text = self._order.body.prompt.strip()
@@ -115,13 +161,8 @@ class Transcription:
         return decoded
 
     async def _draw(self, clip: Media, said: Sequence[int], temperature: float) -> Decoded:
-        speech = self._speech
-        task = speech.translate if self._order.translates else speech.transcribe
-        begin = [speech.start]
-        if speech.languages:
-            begin += [speech.languages[self.language], task]
-        before = self._before(said)
-        most = min(speech.max_tokens // 2, speech.max_tokens - len(before) - len(begin))
+        speech, before = self._speech, self._prompt(said)
+        most = min(speech.max_tokens // 2, speech.max_tokens - len(before))
         given = {
             "temperature": temperature,
             "max_tokens": most,
@@ -130,9 +171,18 @@ class Transcription:
             "logit_bias": dict.fromkeys(speech.never, -MAX_BIAS),
         }
         times = TimeTokens(first=speech.first_time, end=speech.end, max_initial=speech.max_initial)
-        samples = await self._run(clip, [*before, *begin], given, times)
+        samples = await self._run(clip, before, given, times)
         made = [self._decoded(deltas, temperature) for deltas in samples]
         return max(made, key=lambda one: one.avg_logprob)
+
+    def _prompt(self, said: Sequence[int]) -> list[int]:
+        """The tokens between a clip and its text."""
+        speech = self._speech
+        begin = [speech.start]
+        if speech.languages:
+            task = speech.translate if self._order.translates else speech.transcribe
+            begin += [speech.languages[self.language], task]
+        return [*self._before(said), *begin]
 
     def _before(self, said: Sequence[int]) -> list[int]:
         room = self._speech.max_tokens // 2 - 1
@@ -172,26 +222,36 @@ class Transcription:
         times: TimeTokens | None = None,
     ) -> list[list[Delta]]:
         """The deltas of each sample."""
+        samples: dict[int, list[Delta]] = {}
+        async with self._pipeline.open(self._request(clip, begin, given, times)) as answer:
+            while deltas := await answer.next_deltas():
+                for delta in deltas:
+                    samples.setdefault(delta.sample, []).append(delta)
+        return [samples[number] for number in sorted(samples)]
+
+    def _request(
+        self,
+        clip: Media,
+        begin: Sequence[int],
+        given: Mapping[str, Any],
+        times: TimeTokens | None = None,
+        pooling: PoolingOptions | None = None,
+    ) -> RawRequest:
         order, num_rows = self._order, self._speech.audio.num_rows
         left_s = order.deadline - asyncio.get_running_loop().time()
         if left_s <= 0:
             raise DeadlineExceeded("the deadline passed between two clips", stage="decode")
         name = f"{order.call.request_id}-{next(self._numbers)}"
         ids = (*[self._speech.end] * num_rows, *begin)
-        raw = RawRequest(
+        return RawRequest(
             call=replace(order.call, request_id=name, timeout_s=left_s),
             model=order.model,
             prompts=(ClipPrompt(ids=ids, clip=clip, num_rows=num_rows),),
             # One seed, so that a file has one text.
             given={**given, "seed": 0, "speculates": False},
             time_tokens=times,
+            pooling=pooling,
         )
-        samples: dict[int, list[Delta]] = {}
-        async with self._pipeline.open(raw) as answer:
-            while deltas := await answer.next_deltas():
-                for delta in deltas:
-                    samples.setdefault(delta.sample, []).append(delta)
-        return [samples[number] for number in sorted(samples)]
 
     def _text(self, ids: Sequence[int]) -> str:
         words = [one for one in ids if one < self._speech.end]
