@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup rest protos wheel serve check check-tests test checked bytecode valkey test-full test-unit \
-	test-engine test-services test-mesh test-chaos test-clients clients test-gpu test-k8s chaos bench lint format docs clean
+	test-engine test-services test-mesh test-chaos test-clients clients converter test-gpu test-k8s chaos bench lint format docs clean
 
 # The first interpreter that Weft runs on.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -74,7 +74,10 @@ check-tests: rest
 test: checked ## Check style, types, imports; run every test but the long ones.
 	$(BIN)/pytest $(TURNS) --durations 20 --ignore tests/clients/test_agents.py $(ARGS)
 
-test-full: checked ## As test, with cross products and storms.
+converter: $(SETUP)
+	@$(BIN)/python scripts/get_gguf_converter.py || true
+
+test-full: checked converter ## As test, with cross products and storms.
 	$(BIN)/pytest $(TURNS) --durations 20 --full $(ARGS)
 
 test-unit: setup ## Only tests that start no process, and those of the sources.

@@ -82,6 +82,11 @@ def _missing_helm() -> str | None:
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
 
 
+def _missing_gguf_converter() -> str | None:
+    is_there = (ROOT / "tests" / "tools" / "gguf-converter" / "conversion").exists()
+    return None if is_there else "it is not there; scripts/get_gguf_converter.py gets it"
+
+
 def _missing_chromium() -> str | None:
     if not importlib.util.find_spec("playwright"):
         return "the package `playwright` is not installed"
@@ -138,6 +143,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cuda": _missing_cuda,
     "envoy": _missing_envoy,
     "fa3": _missing_fa3,
+    "gguf-converter": _missing_gguf_converter,
     "go": _missing_go,
     "helm": _missing_helm,
     "kube-apiserver": _missing_kube_apiserver,

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from weft.checkpoint.files import Progress
-from weft.checkpoint.gguf_metadata import GgufMetadata, split_halves
+from weft.checkpoint.gguf_metadata import GgufMetadata
 from weft.checkpoint.gguf_tokenizer import tokenizer_files
+from weft.checkpoint.gguf_values import split_halves
 from weft.contract.arrays import Float32Array
 from weft.contract.errors import ModelError
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from weft.checkpoint.gguf_archs import ARCHITECTURES, ROTATED_BY_KIND, config_values
+from weft.checkpoint.gguf_values import MADE, PAIRED, MadeTensor
 from weft.contract.errors import ModelError
 
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
-"""`general.architecture` to the name of the class and `model_type`."""
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -38,6 +34,46 @@ OUTER_TENSORS = {
 }
 ROTATION_FACTORS = "rope_freqs.weight"
 """Tensor of divisors of the wavelengths in Llama 3.1's rotation; `rope_parameters` replaces it."""
+
+
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS = (ROTATION_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+"""Tensors that become fields of config.json."""
+_EXPERT = re.compile(
+    r"^(model\.layers\.\d+)\.(?:[a-z_.]+\.experts\.|block_sparse_moe\.|)(\d+)\.(?=[a-z])"
+)
+"""A tensor of one expert, in all spellings that models have."""
+_OTHER_SPELLINGS = re.compile(
+    r"layers\.|tok_embeddings\.|output\.|norm\.|.*\.block_sparse_moe\.(?:input|output)_linear\."
+)
+"""Mistral's own names and Granite's tensors of all experts: files have them as other models do."""
+_SPELLINGS = (
+    (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
+    (re.compile(r"(?:feed_forward|mlp\.gate)\.expert_bias$"), "mlp.gate.e_score_correction.bias"),
+    (re.compile(r"experts\.w1\."), "experts.gate_proj."),
+    (re.compile(r"experts\.w2\."), "experts.down_proj."),
+    (re.compile(r"experts\.w3\."), "experts.up_proj."),
+)
+"""Names of the model that `gguf` knows in another spelling."""
+
+
+class Source(NamedTuple):
+    """Where a file has a tensor of the model."""
+
+    name: str
+    """The file's tensor."""
+    expert: int | None = None
+    """Number of the expert, if the file's tensor has all experts."""
+    half: int | None = None
+    """0: the first half of the rows, 1: the second, where the file joins gate and up."""
+
+
+def tensor_names(architecture: str, layers: int) -> Any:
+    """`gguf.TensorNameMap` of an architecture, from Hugging Face's names to the file's."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return get_tensor_name_map(kind, layers)
 
 
 class GgufMetadata:
@@ -63,6 +99,12 @@ class GgufMetadata:
                 f"{path}: architecture {self.architecture!r} is not supported "
                 f"({', '.join(ARCHITECTURES)} are)"
             )
+        self._names = tensor_names(self.architecture, int(self.own("block_count")))
+        known = {name for _, name in self._names.mapping.values()}
+        for name in self.tensors:
+            if name not in known and name.rpartition(".")[0] not in known:
+                raise ModelError(f"{path}: unexpected tensor {name}")
+        self._made = MADE.get(self.architecture, ())
 
     def __contains__(self, key: str) -> bool:
         return key in self._readers
@@ -80,20 +122,66 @@ class GgufMetadata:
         """A value whose key begins with the architecture's name."""
         return self[f"{self.architecture}.{key}"]
 
+    def own_or(self, key: str, default: Any = None) -> Any:
+        """As `own`, or a default. A float32 is the decimal number that it was written from."""
+        value = self.get(f"{self.architecture}.{key}", default)
+        return self.number(key) if isinstance(value, float) and value != default else value
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file has a tensor of this name of its own, or the number `key[layer]`."""
+        return name in self.tensors or name.partition("[")[0] in self
+
+    def number_of(self, source: str) -> float | None:
+        """The number `key[layer]` of the metadata; None: the source is a tensor."""
+        key, _, layer = source.partition("[")
+        return float(self[key][int(layer.rstrip("]"))]) if layer else None
+
+    def problem(self, text: str) -> ModelError:
+        return ModelError(f"{self.where}: {text}")
+
     def number(self, key: str) -> float:
         """Like `own`, for a float32, as the decimal number that it was written from."""
         return float(str(np.float32(self.own(key))))
 
     def heads_of(self, kind: str) -> int:
-        """Heads whose rows are in GGUF's order in a layer's tensors of this kind; 0: rows are in
-        order.
-
-        Files of the architecture llama put rows that are rotated together next to each other, where
-        Hugging Face pairs row i with i + head_dim / 2.
+        """Heads whose rows are in GGUF's order (`PAIRED`) in a layer's tensors of this kind; 0:
+        rows are in order.
         """
-        if self.architecture != "llama" or kind not in ("attn_q", "attn_k"):
+        if self.architecture not in PAIRED or kind not in ("attn_q", "attn_k"):
             return 0
         return int(self.own("attention.head_count" + ("_kv" if kind == "attn_k" else "")))
+
+    def made_tensor(self, name: str) -> tuple[MadeTensor, tuple[str, ...]] | None:
+        """How a tensor of the model is computed from tensors of the file, and their names; None:
+        it is one of them.
+        """
+        for made in self._made:
+            if (match := made.pattern.match(name)) is not None:
+                return made, tuple(source.format(*match.groups()) for source in made.sources)
+        return None
+
+    def source_of(self, name: str) -> Source | None:
+        """Where the file has a tensor of the model; None: it has no such tensor."""
+        if _OTHER_SPELLINGS.match(name):
+            return None
+        whole, expert = name, None
+        if (found := _EXPERT.search(name)) is not None:
+            whole, expert = _EXPERT.sub(r"\1.mlp.experts.", name), int(found.group(2))
+        for old, new in _SPELLINGS:
+            whole = old.sub(new, whole)
+        own = self._names.get_name(whole, try_suffixes=(".weight", ".bias"))
+        if own is None:
+            return None
+        # Tensors of all experts have no such names: each expert's are read.
+        others = () if ".experts." in whole else (f"{own}.weight", f"{own}.bias")
+        for written in (own, *others):
+            if written in self.tensors:
+                return Source(written, expert)
+        for half, part in enumerate(("ffn_gate_exps", "ffn_up_exps")):
+            joined = own.replace(part, "ffn_gate_up_exps")
+            if joined != own and joined in self.tensors:
+                return Source(joined, expert, half)
+        return None
 
     def hugging_face_name(self, name: str) -> tuple[str, str]:
         """The Hugging Face name of a tensor, and its kind if it belongs to a layer, else ""."""
@@ -106,61 +194,85 @@ class GgufMetadata:
 
     def config(self) -> dict[str, Any]:
         """Content of config.json."""
-        architecture, model_type = ARCHITECTURES[self.architecture]
-        heads, hidden_size = self.own("attention.head_count"), self.own("embedding_length")
-        theta = self.number("rope.freq_base")
-        head_dim = self.get(f"{self.architecture}.attention.key_length", hidden_size // heads)
-        self._refuse("rope.dimension_count", head_dim)
-        self._refuse("attention.sliding_window", 0)
-        self._refuse("attention.value_length", head_dim)
         special = {
             f"{kind}_token_id": self[f"tokenizer.ggml.{name}_token_id"]
             for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
             if f"tokenizer.ggml.{name}_token_id" in self
         }
+        values = config_values(self.architecture, self)
+        rotation = self._rope(values)
         content = {
-            "attention_bias": False,
+            **values,
             "dtype": "float32",
-            "head_dim": head_dim,
-            "hidden_act": "silu",
-            "hidden_size": hidden_size,
-            "intermediate_size": self.own("feed_forward_length"),
-            "max_position_embeddings": self.own("context_length"),
-            "mlp_bias": False,
-            "num_attention_heads": heads,
-            "num_hidden_layers": self.own("block_count"),
-            "num_key_value_heads": self.own("attention.head_count_kv"),
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": {"rope_theta": theta, **self._rotation(theta, head_dim)},
-            "rope_theta": theta,
+            "rope_parameters": rotation,
+            "rope_theta": rotation.get("rope_theta"),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "vocab_size": int(self.tensors["token_embd.weight"].shape[1]),
             **special,
         }
-        return {
-            "architectures": [architecture],
-            "model_type": model_type,
-            **dict(sorted(content.items())),
-        }
+        first = ("architectures", "model_type")
+        return {name: content.pop(name) for name in first} | dict(sorted(content.items()))
 
-    def _refuse(self, key: str, only: int) -> None:
-        """Raises ModelError if a value of the architecture would change the computation."""
-        value = self.get(f"{self.architecture}.{key}", only)
-        if value != only:
-            raise ModelError(
-                f"{self.where}: {self.architecture}.{key} is {value}; only {only} is supported"
-            )
+    def _rope(self, values: dict[str, Any]) -> dict[str, Any]:
+        theta, head_dim = self.own_or("rope.freq_base", 10_000.0), values["head_dim"]
+        rotated = self.own_or("rope.dimension_count", head_dim)
+        share = {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
+        whole = {"rope_theta": theta, **self._rotation(theta, rotated), **share}
+        of_windows = self.own_or("rope.freq_base_swa")
+        if self.architecture not in ROTATED_BY_KIND or of_windows is None:
+            return whole
+        kinds = {
+            "full_attention": whole,
+            "sliding_attention": {"rope_theta": of_windows, "rope_type": "default", **share},
+        }
+        return {name: kinds[name] for name in sorted(set(values["layer_types"]))}
 
     def _rotation(self, theta: float, head_dim: int) -> dict[str, Any]:
-        prefix = f"{self.architecture}.rope.scaling"
-        kind = self.get(f"{prefix}.type", "none")
+        prefix = "rope.scaling"
+        kind = self.own_or(f"{prefix}.type", "none")
         if ROTATION_FACTORS in self.tensors:
             return self._llama3_rotation(theta, head_dim)
-        if kind == "none" or float(self.get(f"{prefix}.factor", 1.0)) == 1.0:
+        if _LONG_FACTORS in self.tensors:
+            return self._long_rotation()
+        factor = self.own_or(f"{prefix}.factor", 1.0)
+        if kind == "none" or float(factor) == 1.0:
             return {"rope_type": "default"}
         if kind == "linear":
-            return {"rope_type": "linear", "factor": self.number("rope.scaling.factor")}
-        raise ModelError(f"{self.where}: {prefix}.type {kind!r} is not supported")
+            return {"rope_type": "linear", "factor": factor}
+        if kind == "yarn":
+            return self._yarn(factor)
+        raise self.problem(f"{self.architecture}.{prefix}.type {kind!r} is not supported")
+
+    def _yarn(self, factor: float) -> dict[str, Any]:
+        named = {
+            "original_max_position_embeddings": "original_context_length",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        found = {own: self.own_or(f"rope.scaling.{key}") for own, key in named.items()}
+        rotation = {name: value for name, value in found.items() if value is not None}
+        scale = self.own_or("rope.scaling.yarn_log_multiplier")
+        if scale is not None:
+            # llama.cpp keeps a tenth of DeepSeek's factor.
+            rotation |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * scale, 6))
+        if self.architecture == "gpt-oss":
+            rotation["truncate"] = False
+        growth = self.own_or("attention.temperature_scale")
+        if growth is not None:
+            rotation["llama_4_scaling_beta"] = growth
+        return {"rope_type": "yarn", "factor": factor, **rotation}
+
+    def _long_rotation(self) -> dict[str, Any]:
+        long, short = (
+            [float(str(value)) for value in np.asarray(self.tensors[name].data).reshape(-1)]
+            for name in (_LONG_FACTORS, _SHORT_FACTORS)
+        )
+        return {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "original_max_position_embeddings": self.own("rope.scaling.original_context_length"),
+        }
 
     def _llama3_rotation(self, theta: float, head_dim: int) -> dict[str, Any]:
         """The parameters of Llama 3.1 and 3.2, if they explain the file's factors."""
@@ -181,9 +293,3 @@ class GgufMetadata:
             "high_freq_factor": high,
             "original_max_position_embeddings": original,
         }
-
-
-def split_halves(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """Undoes GGUF's order of the rows of `heads` heads, which `GgufMetadata.heads_of` describes."""
-    paired = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)

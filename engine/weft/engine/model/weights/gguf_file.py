@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -9,26 +10,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.checkpoint.files import GGUF_FILE, Progress
-from weft.checkpoint.gguf_metadata import ROTATION_FACTORS, GgufMetadata, split_halves
+from weft.checkpoint.gguf_metadata import FACTORS, GgufMetadata, Source
+from weft.checkpoint.gguf_values import split_halves
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 
 GROUP = 32
 """Columns that share a scale, in all types that are kept as integers."""
 _NAMES_SHOWN = 8
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.$")
 
 
 class GgufGroups(NamedTuple):
     """A matrix of scale * number + offset, with one scale and offset per `GROUP` columns."""
 
     numbers: torch.Tensor
-    """[N, K] int8. Of 4 bits: 0 to 15, or without offsets -8 to 7. Of 8 bits: -128 to 127."""
+    """[N, K] int8. Of 4 bits: 0 to 15, or without offsets -8 to 7, or codes of e2m1 from 0 to 15.
+    Of 8 bits: -128 to 127.
+    """
     scales: torch.Tensor
     """[N, K / GROUP] float32."""
     offsets: torch.Tensor | None
     """[N, K / GROUP] float32, or None."""
     bits: int
     """4 or 8."""
+    is_e2m1: bool = False
+    """Whether the numbers are codes of MXFP4."""
 
 
 class GgufFile:
@@ -49,37 +56,39 @@ class GgufFile:
         self._progress, self._done_bytes = progress, 0
         self._metadata = GgufMetadata(model_dir / GGUF_FILE)
         self._where = (model_dir / GGUF_FILE).resolve()
-        self._tensors: dict[str, tuple[Any, int]] = {}
-        for name, tensor in self._metadata.tensors.items():
-            if name != ROTATION_FACTORS:
-                own, kind = self._metadata.hugging_face_name(name)
-                self._tensors[own] = (tensor, self._metadata.heads_of(kind))
-        self._left = set(self._tensors)
+        self._left = set(self._metadata.tensors) - set(FACTORS)
         self._missing: list[str] = []
-        self._total_bytes = sum(int(tensor.n_bytes) for tensor, _ in self._tensors.values())
+        tensors = self._metadata.tensors
+        self._total_bytes = sum(int(tensors[name].n_bytes) for name in self._left)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tensors.clear()
+        """The mapping ends with the last array that is made of it."""
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        if (made := self._metadata.made_tensor(name)) is not None:
+            return all(self._metadata.has_tensor(source) for source in made[1])
+        return self._metadata.source_of(name) is not None
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        if name not in self._tensors:
+        if not self.has(name):
             return None
-        return tuple(int(size) for size in reversed(self._tensors[name][0].shape))
+        if (made := self._metadata.made_tensor(name)) is not None:
+            shapes = [self._shape(source) for source in made[1]]
+            empty = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+            return tuple(made[0].make(empty).shape)
+        source = self._source(name)
+        rows, *others = self._shape(source.name)[source.expert is not None :]
+        return (rows if source.half is None else rows // 2, *others)
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """None: a file's number formats are no dtypes."""
         return None
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
-        from gguf.quants import dequantize
-
-        if part.name not in self._tensors:
+        if not self.has(part.name):
             self._missing.append(part.name)
             out.zero_()
             return
@@ -90,43 +99,85 @@ class GgufFile:
             raise ModelError(
                 f"{self._where}: {part.name} has shape {shape}, its metadata ask for {part.shape}"
             )
-        tensor, heads = self._take(part.name)
-        if out.is_meta:
+        values = self._values(part.name, is_read=not out.is_meta)
+        if values is None:
             return
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        except NotImplementedError as error:
-            kind = tensor.tensor_type.name
-            raise ModelError(f"{self._where}: {part.name}: {kind} is not supported") from error
-        values = split_halves(values, heads) if heads else np.ascontiguousarray(values)
         if not np.isfinite(values).all():
             raise ModelError(f"{self._where}: {part.name}: a number is not finite")
         # Values that are not a copy are mapped from the file and are not writeable.
+        values = np.asarray(values, order="C")
         values = values if values.flags.writeable else values.copy()
         out.copy_(torch.from_numpy(values)[part.slices])
+
+    def _values(self, name: str, *, is_read: bool) -> npt.NDArray[Any] | None:
+        """A tensor of the model in floats; None if it need not be read."""
+        if (made := self._metadata.made_tensor(name)) is not None:
+            for source in made[1]:
+                self._take(source)
+            return made[0].make([self._decoded(one) for one in made[1]]) if is_read else None
+        found = self._source(name)
+        self._take(found.name)
+        if not is_read:
+            return None
+        values = _half(self._decoded(found.name, found.expert), found)
+        heads = self._heads(found.name)
+        return split_halves(values, heads) if heads else values
+
+    def _decoded(self, source: str, expert: int | None = None) -> npt.NDArray[Any]:
+        """A tensor of the file in floats, or that of one expert."""
+        from gguf.quants import dequantize
+
+        if (number := self._metadata.number_of(source)) is not None:
+            return np.float32(number).reshape(1)
+        tensor, shape = self._metadata.tensors[source], self._shape(source)
+        data = tensor.data if expert is None else tensor.data[expert]
+        try:
+            values = dequantize(np.asarray(data), tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ModelError(f"{self._where}: {source}: {kind} is not supported") from error
+        return values.reshape(shape[expert is not None :])
+
+    def _shape(self, source: str) -> tuple[int, ...]:
+        if (tensor := self._metadata.tensors.get(source)) is None:
+            return (1,)  # A number of the metadata.
+        return tuple(int(size) for size in reversed(tensor.shape))
+
+    def _source(self, name: str) -> Source:
+        found = self._metadata.source_of(name)
+        assert found is not None, f"{name} is not in the file"
+        return found
+
+    def _heads(self, source: str) -> int:
+        return self._metadata.heads_of(source.split(".")[2] if source.startswith("blk.") else "")
 
     def groups(self, name: str) -> GgufGroups | None:
         """A matrix as the integers of the file; None if it has another format, or floats. Raises
         ModelError if a scale is not finite.
         """
-        if name not in self._tensors:
+        found = self._metadata.source_of(name)
+        if found is None or self._metadata.made_tensor(name) is not None:
             return None
-        tensor, heads = self._tensors[name]
+        tensor, heads = self._metadata.tensors[found.name], self._heads(found.name)
         decode = _DECODERS.get(tensor.tensor_type.name)
         if decode is None:
             return None
-        self._take(name)
-        numbers, scales, offsets, bits = decode(np.asarray(tensor.data))
+        self._take(found.name)
+        data = _half(tensor.data if found.expert is None else tensor.data[found.expert], found)
+        numbers, scales, offsets, bits = decode(np.asarray(data))
         parts = [numbers, scales, *([] if offsets is None else [offsets])]
         if heads:
             parts = [split_halves(part, heads) for part in parts]
         if not all(np.isfinite(part).all() for part in parts[1:]):
             raise ModelError(f"{self._where}: {name}: a scale is not finite")
         first, second, *rest = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
-        return GgufGroups(first, second, rest[0] if rest else None, bits)
+        is_e2m1 = tensor.tensor_type.name == "MXFP4"
+        return GgufGroups(first, second, rest[0] if rest else None, bits, is_e2m1)
 
     def skip(self, prefix: str) -> None:
-        self._left = {name for name in self._left if not name.startswith(prefix)}
+        layer = _LAYER.match(prefix)
+        own = f"blk.{layer.group(1)}." if layer else prefix
+        self._left = {name for name in self._left if not name.startswith(own)}
 
     def finish(self) -> None:
         for problem, names in (
@@ -139,14 +190,19 @@ class GgufFile:
                     f"{self._where} {problem}: {', '.join(names[:_NAMES_SHOWN])}{more}"
                 )
 
-    def _take(self, name: str) -> tuple[Any, int]:
-        tensor, heads = self._tensors[name]
-        if name in self._left:
-            self._left.remove(name)
-            self._done_bytes += int(tensor.n_bytes)
+    def _take(self, source: str) -> None:
+        if source in self._left:
+            self._left.remove(source)
+            self._done_bytes += int(self._metadata.tensors[source].n_bytes)
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
-        return tensor, heads
+
+
+def _half(rows: npt.NDArray[Any], source: Source) -> npt.NDArray[Any]:
+    if source.half is None:
+        return rows
+    middle = len(rows) // 2
+    return rows[:middle] if source.half == 0 else rows[middle:]
 
 
 _Decoded = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None, int]
@@ -209,5 +265,82 @@ def _q4_k(data: npt.NDArray[Any]) -> _Decoded:
     )
 
 
-_DECODERS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k}
+def _fives(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[.., 16] bytes and [.., 4] bytes of the highest bits -> 32 numbers of 5 bits."""
+    bits = np.unpackbits(high, axis=-1, bitorder="little").astype(np.int8)
+    return np.asarray(_fours(low) | bits << 4)
+
+
+def _q5_0(data: npt.NDArray[Any]) -> _Decoded:
+    """Block of 32: scale, 4 bytes of highest bits, 16 bytes."""
+    blocks = _blocks(data, 22)
+    numbers = _fives(blocks[..., 6:], blocks[..., 2:6]) - 16
+    return numbers.reshape(len(data), -1), _halves(blocks[..., :2])[..., 0], None, 8
+
+
+def _q5_1(data: npt.NDArray[Any]) -> _Decoded:
+    """Block of 32: scale, offset, 4 bytes of highest bits, 16 bytes."""
+    blocks = _blocks(data, 24)
+    both = _halves(blocks[..., :4])
+    numbers = _fives(blocks[..., 8:], blocks[..., 4:8])
+    return numbers.reshape(len(data), -1), both[..., 0], both[..., 1], 8
+
+
+def _q5_k(data: npt.NDArray[Any]) -> _Decoded:
+    """As Q4_K, with 32 bytes before the numbers: bit i of byte j is the highest bit of number j of
+    group i.
+    """
+    blocks = _blocks(data, 176)
+    rest = np.concatenate((blocks[..., :16], blocks[..., 48:]), axis=-1)
+    low, scales, offsets, _ = _q4_k(rest.reshape(len(data), -1))
+    high = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
+    return low | high.reshape(low.shape).astype(np.int8) << 4, scales, offsets, 8
+
+
+_IQ4 = np.array(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=np.int8
+)
+"""The numbers that four bits of IQ4 stand for."""
+
+
+def _iq4_nl(data: npt.NDArray[Any]) -> _Decoded:
+    """Block of 32: scale, 16 bytes."""
+    blocks = _blocks(data, 18)
+    numbers = _IQ4[_fours(blocks[..., 2:])]
+    return numbers.reshape(len(data), -1), _halves(blocks[..., :2])[..., 0], None, 8
+
+
+def _iq4_xs(data: npt.NDArray[Any]) -> _Decoded:
+    """Block of 256: scale of scales, 8 scales of 6 bits (the upper two of all, then the lower
+    four), 8 times 16 bytes.
+    """
+    blocks = _blocks(data, 136)
+    upper = np.ascontiguousarray(blocks[..., 2:4]).view(np.uint16).astype(np.int32)
+    high = upper >> 2 * np.arange(8) & 3
+    low = np.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), axis=-1)
+    scales = (low.reshape(high.shape) | high << 4) - 32
+    numbers = _IQ4[_fours(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))]
+    wide = _halves(blocks[..., :2]) * scales.astype(np.float32)
+    return numbers.reshape(len(data), -1), wide.reshape(len(data), -1), None, 8
+
+
+def _mxfp4(data: npt.NDArray[Any]) -> _Decoded:
+    """Block of 32: exponent of 2 with a bias of 127, 16 bytes."""
+    blocks = _blocks(data, 17)
+    scales = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 127)
+    return _fours(blocks[..., 1:]).reshape(len(data), -1), scales, None, 4
+
+
+_DECODERS = {
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q5_K": _q5_k,
+    "Q8_0": _q8_0,
+}
 """Types of llama.cpp (ggml-quants.c) whose groups the kernels take without conversion."""

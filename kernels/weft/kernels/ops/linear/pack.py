@@ -73,11 +73,11 @@ def packing_copies(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in cpu.DTYPES and cpu.native_cpu() is not None
 
 
-def multiplies_gguf(device: torch.device) -> bool:
-    """Whether a device multiplies the groups of GGUF files, with 4 or 8 bits and offsets, as they
-    are. If not, they become floats at load.
+def multiplies_gguf(device: torch.device, bits: int) -> bool:
+    """Whether a device multiplies groups of GGUF files of so many bits, with offsets or without, as
+    they are. If not, they become floats at load.
     """
-    return device.type == "cpu"
+    return device.type == "cpu" or (device.type == "cuda" and bits == 4)
 
 
 def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:

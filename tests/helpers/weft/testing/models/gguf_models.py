@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    get_tensor_name_map,
+)
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from weft.checkpoint.gguf_metadata import LAYER_TENSORS, OUTER_TENSORS
 from weft.testing.models.quantised_models import copy_of_model
 
 SIZES: dict[str, Any] = {
@@ -22,6 +28,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "tie_word_embeddings": True,
+    "moe_intermediate_size": 256,
 }
 """Of models whose rows are whole blocks of every type; for `make_tiny`."""
 SPECIAL = ("<|begin|>", "<|end|>")
@@ -37,26 +44,29 @@ def gguf_models(source: Path, path: Path, types: dict[str, str]) -> tuple[Path, 
     """
     config = json.loads((source / "config.json").read_text())
     kind = config["model_type"]
-    writer = GGUFWriter(path, kind)
+    writer = GGUFWriter(path, kind.replace("_moe", "moe"))
     _write_metadata(writer, config)
     _write_tokenizer(writer, path, config["vocab_size"])
     wide = {}
-    for name, weight in load_file(source / "model.safetensors").items():
-        own = gguf_name(name)
-        values = weight.numpy().astype(np.float32)
+    tensors = load_file(source / "model.safetensors")
+    for own, names in _named(tensors, kind, config["num_hidden_layers"]).items():
+        values = np.stack([tensors[name].numpy().astype(np.float32) for name in names])
+        values = values if ".experts." in names[0] else values[0]
+        shape = values.shape
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
         part = own.split(".")[2] if own.startswith("blk.") else ""
         count = config[heads[part]] if kind == "llama" and part in heads else 0
         if count:  # llama.cpp's converter pairs neighbours.
             values = values.reshape(count, 2, values.shape[0] // count // 2, -1)
-            values = values.swapaxes(1, 2).reshape(weight.shape)
-        found = next((of for end, of in types.items() if name.endswith(end)), "F32")
+            values = values.swapaxes(1, 2).reshape(shape)
+        found = next((of for end, of in types.items() if names[0].endswith(end)), "F32")
         data, values = _in_type(values, GGMLQuantizationType[found])
         writer.add_tensor(own, data, raw_dtype=GGMLQuantizationType[found])
         if count:
             values = values.reshape(count, values.shape[0] // count // 2, 2, -1)
-            values = values.swapaxes(1, 2).reshape(weight.shape)
-        wide[name] = torch.from_numpy(np.ascontiguousarray(values))
+            values = values.swapaxes(1, 2).reshape(shape)
+        for name, part_of in zip(names, values if len(names) > 1 else [values], strict=True):
+            wide[name] = torch.from_numpy(np.ascontiguousarray(part_of))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -64,14 +74,16 @@ def gguf_models(source: Path, path: Path, types: dict[str, str]) -> tuple[Path, 
     return path, copy_of_model(source, path.with_suffix(".floats"), wide, {})
 
 
-def gguf_name(name: str) -> str:
-    """GGUF's name of a Hugging Face tensor."""
-    outer = {own: gguf for gguf, own in OUTER_TENSORS.items()}
-    if name in outer:
-        return outer[name]
-    _, _, layer, *module, part = name.split(".")
-    kinds = {own: gguf for gguf, own in LAYER_TENSORS.items()}
-    return f"blk.{layer}.{kinds['.'.join(module)]}.{part}"
+def _named(names: Any, kind: str, layers: int) -> dict[str, list[str]]:
+    """GGUF's names, each with the Hugging Face tensors that it holds: one, or all experts'."""
+    arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == kind.replace("_moe", "moe"))
+    known, found = get_tensor_name_map(arch, layers), dict[str, list[str]]()
+    numbers = re.compile(r"\.experts\.(\d+)\.")
+    for name in sorted(names, key=lambda one: [int(n) for n in numbers.findall(one)]):
+        own = known.get_name(numbers.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        found.setdefault(own, []).append(name)
+    return found
 
 
 def source_tokenizer(path: Path) -> Tokenizer:
@@ -81,29 +93,37 @@ def source_tokenizer(path: Path) -> Tokenizer:
 
 def _in_type(values: Any, kind: GGMLQuantizationType) -> tuple[Any, Any]:
     """The file's bytes and the numbers that they stand for."""
-    if kind == GGMLQuantizationType.Q4_K:
-        data = _random_q4_k(values)
-    elif kind == GGMLQuantizationType.Q6_K:
-        data = _random_q6_k(values)
-    else:
-        data = quantize(values, kind)
+    data = _random_blocks(values, kind) if kind.name in _PLACES else quantize(values, kind)
     return data, dequantize(data, kind).reshape(values.shape).astype(np.float32)
 
 
-def _random_q4_k(values: Any) -> Any:
-    """Bytes of numbers about as large as `values`; gguf only reads this type."""
-    blocks = np.random.default_rng().integers(0, 256, (values.size // 256, 144), dtype=np.uint8)
-    factors = np.full((len(blocks), 2), values.std() / 200, np.float16)
-    factors[:, 1] *= 7  # Offsets take about half of what numbers add.
-    blocks[:, :4] = factors.view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+_PLACES = {
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+"""Bytes of a block at which the types that gguf only reads have a factor, a float16 each."""
 
 
-def _random_q6_k(values: Any) -> Any:
-    blocks = np.random.default_rng().integers(0, 256, (values.size // 256, 210), dtype=np.uint8)
-    factors = np.full((len(blocks), 1), values.std() / 1500, np.float16)
-    blocks[:, 208:] = factors.view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+def _random_blocks(values: Any, kind: GGMLQuantizationType) -> Any:
+    """Bytes of numbers about as large as `values`."""
+    per_block, size = GGML_QUANT_SIZES[kind]
+    count, rng = values.size // per_block, np.random.default_rng()
+    blocks = rng.integers(0, 256, (count, size), dtype=np.uint8)
+
+    def with_factors(factor: float) -> Any:
+        for number, place in enumerate(_PLACES[kind.name]):
+            # Scales of offsets: these would be larger than what they are added to.
+            own = np.full((count, 1), factor * (7 if number else 1), np.float16)
+            blocks[:, place : place + 2] = own.view(np.uint8)
+        return dequantize(blocks.reshape(-1), kind)
+
+    with_factors(float(values.std() / with_factors(1.0).std()))
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def _write_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -117,6 +137,10 @@ def _write_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _write_tokenizer(writer: GGUFWriter, path: Path, size: int) -> None:

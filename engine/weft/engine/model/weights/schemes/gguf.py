@@ -13,26 +13,36 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.pack import multiplies_gguf, pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.shared.formats.int_groups import IntGroups, pack_int_groups
+from weft.kernels.shared.formats.int_groups import (
+    IntGroups,
+    join_rows,
+    mxfp4_groups,
+    pack_int_groups,
+)
+
+_FREXP_BIAS = 126
+"""Bias of MXFP4's exponents, where a power of 2 is 0.5 times the next one."""
 
 
 class GgufScheme(QuantisedScheme):
     """A `Scheme` of the number formats of a GGUF file.
 
-    On a CPU, projections of 4 and 8 bits in groups keep their format. If one product has both, its
-    4-bit numbers become 8-bit ones. A product in any other format becomes floats of the model's
-    dtype.
+    Projections of 4 and 8 bits in groups keep their format, of which GPUs multiply 4 bits. If one
+    product has both, its 4-bit numbers become 8-bit ones. A product in any other format becomes
+    floats of the model's dtype.
     """
 
     def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
         shares = spec.weights(weights.shard)
         parts = []
-        for part in shares if multiplies_gguf(weights.device) else ():
+        for part in shares:
             groups = _groups(part.name, part.shape, weights)
             if groups is None or part.size != part.shape:
                 break
             parts.append(groups)
-        if len(parts) < len(shares):
+        bits = max((part.bits for part in parts), default=0)
+        kinds = {part.is_e2m1 for part in parts}
+        if len(parts) < len(shares) or len(kinds) > 1 or not multiplies_gguf(weights.device, bits):
             return weights.read(shares)
         try:
             return _joined(parts)
@@ -42,8 +52,8 @@ class GgufScheme(QuantisedScheme):
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         is_own = weights.has("lm_head.weight")
         name = "lm_head.weight" if is_own else "model.embed_tokens.weight"
-        groups = _groups(name, None, weights) if multiplies_gguf(weights.device) else None
-        if groups is None:
+        groups = _groups(name, None, weights) if multiplies_gguf(weights.device, 8) else None
+        if groups is None or groups.is_e2m1:
             return super().head(matrix, weights)
         added = (0, 0, 0, matrix.shape[0] - groups.numbers.shape[0])
         offsets = None if groups.offsets is None else F.pad(groups.offsets, added)
@@ -67,6 +77,8 @@ def _groups(name: str, shape: tuple[int, ...] | None, weights: Weights) -> GgufG
 
 
 def _joined(parts: Sequence[GgufGroups]) -> IntGroups:
+    if parts[0].is_e2m1:
+        return join_rows([_of_e2m1(part) for part in parts])
     bits = max(part.bits for part in parts)
     has_offsets = any(part.offsets is not None for part in parts)
     numbers, offsets = [], []
@@ -84,3 +96,9 @@ def _joined(parts: Sequence[GgufGroups]) -> IntGroups:
         GROUP,
         4 if bits == 4 else 8,
     )
+
+
+def _of_e2m1(part: GgufGroups) -> IntGroups:
+    pairs = part.numbers.view(torch.uint8).view(len(part.numbers), -1, GROUP // 2, 2)
+    exponents = torch.frexp(part.scales).exponent + _FREXP_BIAS
+    return mxfp4_groups(pairs[..., 0] | pairs[..., 1] << 4, exponents.to(torch.uint8))
