@@ -4,11 +4,12 @@ A layout has groups of planes. Planes of a group share page numbers and page tab
 group is one range of bytes, in which the planes follow one another. The pool of a plane is
 `[num_pages, heads, layers, parts, page_size, dim]`, contiguous within a page: a head range of a
 page is one range of bytes, and each (page, head, layer, part) is a dense `[page_size, dim]` matrix
-for attention. The tensor's first stride is the distance between pages. Most groups have one plane,
-and its pool is contiguous as a whole. Layers with other heads have a separate plane; the pool of a
-group of several planes is `[num_pages, elements]`, and `PlaneInPage` finds a plane in it. Each
-group after the first has a separate pool and separate page numbers; a request keeps only those of
-its pages that its window still reaches.
+for attention. After them a page of the first group may have a `RoutePlane`. The tensor's first
+stride is the distance between pages. Most groups have one plane, and its pool is contiguous as a
+whole. Layers with other heads have a separate plane; the pool of a group of several planes is
+`[num_pages, elements]`, and `PlaneInPage` finds a plane in it. Each group after the first has a
+separate pool and separate page numbers; a request keeps only those of its pages that its window
+still reaches.
 
 Recurrent layers have no pages. Their state at a page border is a block, which never changes once
 it is written: `[num_blocks, layers, ...]` for each part of a `StatePlane`. Their inputs at the
@@ -26,6 +27,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8":
 FP8, INT8 = "fp8_e4m3", "int8"
 """Formats that keep a vector as 8-bit numbers with a scale (`weft.kernels.ops.pages.scaled_kv`)."""
 _SCALE_BYTES = 4
+_ROUTE_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,36 @@ def plane_beside(name: str, heads: int, dim: int) -> str:
     return f"{name}-{heads}x{dim}"
 
 
+class RoutePlane(NamedTuple):
+    """The experts that routers have chosen for each position, at the end of a page:
+    `[page_size, layers, top_k]`, then zeros up to a multiple of 128 bytes.
+    """
+
+    layers: tuple[int, ...]
+    """Numbers of the model's layers with experts, in order."""
+    all_layers: int
+    """Number of all layers of the model."""
+    top_k: int
+    """Experts of each position, whose numbers ascend."""
+    number_bytes: int
+    """Bytes of a number: 1, or 2 with more than 256 experts."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a position."""
+        return len(self.layers) * self.top_k
+
+    def num_bytes(self, page_size: int) -> int:
+        """Bytes that a page has of it."""
+        used = page_size * self.width * self.number_bytes
+        return -(-used // _ROUTE_ALIGNMENT) * _ROUTE_ALIGNMENT
+
+    def describe(self) -> str:
+        """Canonical text of the plane."""
+        layers = ",".join(map(str, self.layers))
+        return f"routes={layers};experts={self.top_k};bytes={self.number_bytes}"
+
+
 @dataclass(frozen=True, slots=True)
 class PageGroup:
     """Planes that share page numbers and page tables."""
@@ -85,6 +117,8 @@ class PageGroup:
     """Planes of the group, in the order in which they lie in a page."""
     reach: int | None = None
     """Most last positions, a row's own included, of which a row needs the entries; None: all."""
+    routes: RoutePlane | None = None
+    """None: pages have no routes of experts."""
 
     @property
     def plane(self) -> PagedPlane:
@@ -96,8 +130,8 @@ class PageGroup:
         return sum(plane.layers for plane in self.planes)
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
-        """Shape of a page: (heads, layers, parts, page_size, elements of a vector) of the plane, or
-        the elements of several planes.
+        """Shape of a page without routes: (heads, layers, parts, page_size, elements of a vector)
+        of the plane, or the elements of several planes.
         """
         if len(self.planes) > 1:
             return (page_size * sum(plane.width for plane in self.planes),)
@@ -106,11 +140,13 @@ class PageGroup:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page, all layers of the group."""
-        return math.prod(self.page_shape(page_size)) * DTYPE_BYTES[self.plane.dtype]
+        of_routes = 0 if self.routes is None else self.routes.num_bytes(page_size)
+        return math.prod(self.page_shape(page_size)) * DTYPE_BYTES[self.plane.dtype] + of_routes
 
     def describe(self, page_size: int) -> str:
         """Canonical text of the group."""
-        return "+".join(_describe(plane, page_size) for plane in self.planes)
+        planes = [_describe(plane, page_size) for plane in self.planes]
+        return "+".join(planes if self.routes is None else [*planes, self.routes.describe()])
 
 
 class StatePart(NamedTuple):
@@ -245,6 +281,16 @@ class CacheLayout:
         return self.groups[0].plane
 
     @property
+    def routes(self) -> RoutePlane | None:
+        """None: pages have no routes of experts."""
+        return self.groups[0].routes
+
+    def with_routes(self, routes: RoutePlane) -> CacheLayout:
+        """The layout whose pages of the first group also have routes."""
+        first, *others = self.groups
+        return replace(self, groups=(replace(first, routes=routes), *others))
+
+    @property
     def page_shape(self) -> tuple[int, ...]:
         """Shape of a page of the first group, by `PageGroup.page_shape`."""
         return self.groups[0].page_shape(self.page_size)
@@ -255,7 +301,7 @@ class CacheLayout:
         return self.groups[0].page_bytes(self.page_size)
 
     def pool_shape(self, num_pages: int, group: int = 0) -> tuple[int, ...]:
-        """Shape of a pool tensor of `num_pages` pages of a group."""
+        """Shape of a pool tensor of `num_pages` pages of a group, without routes."""
         return (num_pages, *self.groups[group].page_shape(self.page_size))
 
     def describe(self) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from weft.contract.handle import ADAPTER_DIGEST_BYTES
 from weft.contract.request import (
     MAX_PRIORITY,
     MAX_SALT_BYTES,
     MAX_SESSION_ID_BYTES,
     MAX_TENANT_BYTES,
+    MAX_TOKENS,
     MAX_TOP_LOGPROBS,
     PromptLogprobs,
     SamplingParams,
@@ -27,6 +30,8 @@ from weft.contract.wire import wire
 MAX_ID_BYTES = 64
 MAX_CANDIDATES = 64
 MAX_TIMEOUT_S = 86_400.0
+MAX_ROUTE_BYTES = 32 << 20
+"""Most bytes of `Routes.numbers` of all samples of a request."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +66,8 @@ class Submit:
         metadata=wire(name="prompt_logprobs.top_logprobs", low=0, high=MAX_TOP_LOGPROBS),
     )
     """Number of alternatives per prompt token; None: no log-probabilities of the prompt."""
+    routes_from: int | None = field(default=None, metadata=wire(low=0, high=MAX_TOKENS))
+    """Position from which on the routes of experts are wanted; None: they are not."""
     pool: PoolingParams | None = None
     """Parameters of a request for vectors; None: the request wants tokens."""
     candidates: list[FillCandidate] = field(
@@ -188,6 +195,32 @@ class TokenColumns(NamedTuple):
             yield Tokens(request_id, attempt, sample, index, [token], logprobs)
 
 
+class Routes(NamedTuple):
+    """The experts of consecutive positions of a sample, sent before its end."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    first_position: int
+    layers: int
+    """All layers of the model; those without experts have zeros."""
+    top_k: int
+    number_bytes: int
+    """1 or 2."""
+    numbers: bytes
+    """[positions, layers, top_k], unsigned, little-endian."""
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of `numbers` for one position."""
+        return self.layers * self.top_k * self.number_bytes
+
+    def array(self) -> NDArray[np.generic]:
+        """[positions, layers, top_k]."""
+        flat = np.frombuffer(self.numbers, f"<u{self.number_bytes}")
+        return flat.reshape(-1, self.layers, self.top_k)
+
+
 @dataclass(slots=True, kw_only=True)
 class Preempted:
     """A running sample was put back into the queue."""
@@ -257,6 +290,7 @@ class GatewayBatch:
     tokens that `columns` has for the same sample."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     vectors: list[PooledVectors] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)
     has_first_tokens: bool = False
     """Whether a sample has its first tokens of this attempt here, or the first after a pre-emption:

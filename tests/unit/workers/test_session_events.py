@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from weft.contract.request import MAX_TOP_LOGPROBS, PromptLogprobs, TokenLogprob
 from weft.contract.submits import (
@@ -15,11 +16,13 @@ from weft.contract.submits import (
     GatewayBatch,
     Pong,
     Preempted,
+    Routes,
     TokenColumns,
     Tokens,
 )
 from weft.contract.timeline import MAX_FILLS, FillRecord, Timeline
 from weft.decode.events import MAX_EVENT_BYTES, batch_to_proto, merge_batches
+from weft.gateway.generation.sample_routes import SampleRoutes
 from weft.v1 import decode_pb2
 
 LARGE = 2**32 - 1
@@ -111,6 +114,23 @@ def test_log_probabilities_of_a_prompt_are_split_and_come_first(num_top: int) ->
     assert got == {one.request_id: [entry.token_id for entry in one.logprobs] for one in sent}
     assert alternatives == sum(counts) * num_top
     assert [len(event.tokens) for event in events] == [0] * (len(events) - 1) + [1]
+
+
+def test_routes_of_experts_are_split_between_positions() -> None:
+    numbers = np.random.default_rng().integers(0, 2**16, (40_000, 3, 5), np.uint16)
+    sent = Routes(request_id(1), LARGE, 2, 7, 3, 5, 2, numbers.tobytes())
+    end = tokens_of(1, 1)
+    events = events_of(merge_batches([GatewayBatch(gateway=1, tokens=[end], routes=[sent])]))
+    assert len(events) > 4
+    found, parts = SampleRoutes(7), [part for event in events for part in event.routes]
+    assert not any(map(found.add, parts))
+    whole = found.array(7 + 40_000 + 1)
+    assert whole is not None
+    assert (whole == numbers).all()
+    assert not found.add(parts[0]), "another owner starts anew"
+    assert found.array(7 + 40_000 + 1) is None
+    assert not found.add(parts[1])
+    assert "after" in found.add(parts[1]), "a part came twice"
 
 
 def test_every_kind_of_entry_counts() -> None:

@@ -88,6 +88,7 @@ def a_submit() -> decode_pb2.Submit:
         adapter={"name": "a", "digest": bytes(range(32))},
         session_id="s" * 128,
         end_session=True,
+        routes_from=3,
         pool={
             "output": decode_pb2.POOL_OUTPUT_LABEL_LOGITS,
             "label_ids": [1, 2],
@@ -164,6 +165,7 @@ def test_every_field_reaches_the_engine() -> None:
         adapter=bytes(range(32)),
         session_id="s" * 128,
         ends_session=True,
+        routes_from=3,
         progress=[SampleProgress(sample=1, tokens=[8, 9], is_finished=True)],
         spans=[MediaSpan(position=5, length=6, digest=bytes(range(32)), offset=7, shape=(4, 5, 3))],
     )

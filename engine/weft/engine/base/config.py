@@ -197,6 +197,11 @@ class EngineConfig(PageConfig):
         None,
         ge=4,
     )
+    enable_return_routed_experts: bool = setting(
+        "keep the numbers of each token's experts in its KV pages, for requests that ask for them "
+        "(docs/dialects.md); workers that exchange pages have the same setting",
+        False,
+    )
     window_pages: Literal["auto", "free", "keep"] = setting(
         "KV pages of layers with a sliding window: auto frees them behind the window where this "
         "worker exchanges no pages; free does so where it exchanges pages with a KV store or "

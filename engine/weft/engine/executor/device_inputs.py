@@ -28,7 +28,7 @@ from weft.engine.executor.ragged_columns import (
 from weft.engine.executor.states import DeviceStates
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.state_step import StateStep
-from weft.engine.model.step import Step
+from weft.engine.model.step import RouteMemory, Step
 from weft.engine.sampling.device_draws import RowsOnDevice
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.lora import sort_tokens
@@ -57,6 +57,7 @@ class DeviceInputs:
         max_tokens: Rows of the largest step with static inputs.
         windows: Page table and pool of each further page group.
         states: None: the model has no recurrent layers.
+        routes: None: experts of rows are not recorded.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DeviceInputs:
         max_tokens: int = 0,
         windows: Sequence[tuple[PageTable, torch.Tensor]] = (),
         states: DeviceStates | None = None,
+        routes: RouteMemory | None = None,
     ) -> None:
         device = known.tokens.device
         self._known = known
@@ -85,6 +87,7 @@ class DeviceInputs:
         self._ragged: torch.Tensor | None = None
         self._ragged_views: dict[RaggedColumns, StepColumns] = {}
         self._states = states
+        self._routes = routes
         self._lora = lora
         if lora is not None:
             columns = LoraColumns.of(max(max_tokens, max_decode_rows), lora.max_slots)
@@ -179,6 +182,7 @@ class DeviceInputs:
             num_earlier=arrays.num_earlier,
         )
         return Step(
+            routes=self._routes,
             token_ids=token_ids,
             positions=positions,
             groups=self._groups(group, positions, rows),
@@ -239,6 +243,7 @@ class DeviceInputs:
             max_kv_len=self._table.shape[1] * self._page_size,
         )
         return Step(
+            routes=self._routes,
             token_ids=step.token_ids,
             positions=step.positions,
             groups=self._groups(group, step.positions, given.slots),
@@ -295,6 +300,7 @@ class DeviceInputs:
             ancestors=views.ancestors,
         )
         return Step(
+            routes=self._routes,
             token_ids=views.token_ids,
             positions=views.positions,
             groups=self._groups(group, views.positions, views.rows),

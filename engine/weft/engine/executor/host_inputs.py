@@ -11,7 +11,7 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_inputs import group_step
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
-from weft.engine.model.step import Step
+from weft.engine.model.step import RouteMemory, Step
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.lora import sort_tokens
 from weft.kernels.ops.lora.spec import LoraSegments, LoraStep
@@ -29,6 +29,7 @@ class HostInputs:
         lora: None: steps have no adapters.
         windows: Page table and pool of each further page group.
         states: None: the model has no recurrent layers.
+        routes: None: experts of rows are not recorded.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class HostInputs:
         lora: LoraPool | None,
         windows: Sequence[tuple[PageTable, torch.Tensor]],
         states: StateMemory | None,
+        routes: RouteMemory | None = None,
     ) -> None:
         self._table = table
         self._page_size = page_size
@@ -46,6 +48,7 @@ class HostInputs:
         self._lora = lora
         self._windows = windows
         self._states = states
+        self._routes = routes
         self._segments: LoraSegments | None = None
         """Segments of the last step that had adapters. Steps of decodes that follow often have the
         same.
@@ -100,6 +103,7 @@ class HostInputs:
             states = self._states.step(arrays.slots, starts, counts, arrays.states)
         slots = arrays.adapter_slots
         return Step(
+            routes=self._routes,
             token_ids=step.token_ids,
             positions=step.positions,
             groups=tuple(groups),

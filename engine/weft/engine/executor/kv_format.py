@@ -10,6 +10,7 @@ import torch
 from weft.contract.errors import ConfigError
 from weft.contract.layout import FP8, INT8, CacheLayout, PagedPlane, in_8_bits
 from weft.engine.base.config import EngineConfig
+from weft.engine.executor.routes import route_plane
 
 if TYPE_CHECKING:
     from weft.engine.model.loader import LoadedModel
@@ -20,10 +21,13 @@ _DTYPES = {FP8: torch.uint8, INT8: torch.int8}
 
 
 def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
-    """Layout of the model's pages in the configured number format. Raises ConfigError if the device
-    lacks the format.
+    """Layout of the model's pages in the configured number format, with routes of experts if the
+    settings ask for them. Raises ConfigError if the device lacks the format, or the model has no
+    experts.
     """
     layout = loaded.model.kv_layout(config.page_size)
+    if config.enable_return_routed_experts:
+        layout = layout.with_routes(route_plane(loaded.config))
     if config.kv_dtype == "auto":
         return layout
     if device.type == "cuda" and config.kv_dtype == FP8:

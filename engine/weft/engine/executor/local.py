@@ -63,6 +63,7 @@ from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
 from weft.engine.executor.refits import WeightRefits
 from weft.engine.executor.rotations import SlotRotations
+from weft.engine.executor.routes import PageRoutes, by_page
 from weft.engine.executor.sleeping import HostPools, HostWeights, Sleeper, SleepMemory
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import PooledRows, StepInput
@@ -109,6 +110,8 @@ class RankPool(NamedTuple):
     """This rank's heads, a view of `whole`."""
     pages: DevicePages | None = None
     """Pages over all ranks, mapped by rank 0, where each rank allocates a separate pool."""
+    memory: torch.Tensor | None = None
+    """[num_pages, bytes of a page] uint8, where pages have more than `whole`; None: they do not."""
 
 
 class LocalExecutor:
@@ -197,18 +200,25 @@ class LocalExecutor:
         is_own = pool is None
         with nullcontext() if sleep.pools is None else sleep.pools.taking():
             if pool is None:
-                whole = _new_pool(layout, 0, num_pages, device)
-                pool = RankPool(whole, whole)
+                pool = _new_pool(layout, 0, num_pages, device)
             further = [
-                _new_pool(layout, group, count, device)
+                _new_pool(layout, group, count, device).whole
                 for group, count in enumerate(window_pages, 1)
             ]
-        self.pool, self._own_pool, pages = pool
+        self.pool, self._own_pool, pages, memory = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
-        self.device_pages = pages or DevicePages.of(self.pool)
+        self._page_rows = _rows(self.pool) if memory is None else memory
+        self.device_pages = pages or DevicePages.of(self._page_rows)
         """Whole pages, with the heads of all ranks."""
         self._pools = (self.pool, *further)
-        own = self._pools if is_own else further
+        self.routes: PageRoutes | None = None
+        """None: pages have no routes of experts."""
+        if layout.routes is not None:
+            begin = self._page_rows.shape[1] - layout.routes.num_bytes(layout.page_size)
+            routes = layout.routes, self._page_rows, begin, layout.page_size
+            self.routes = PageRoutes(*routes)
+        recorded = None if self.routes is None else self.routes.memory
+        own = (self._page_rows, *further) if is_own else further
         self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device)
         self.states: StateMemory | None = None
         """None: the model has no recurrent layers."""
@@ -235,7 +245,7 @@ class LocalExecutor:
         """The host's page table of each page group; changes reach the device with the next step."""
         windows = list(zip(self.window_tables, self._pools[1:], strict=True))
         self._batches: HostInputs | DeviceInputs = HostInputs(
-            self.page_table, self._page_size, self.known, lora, windows, self.states
+            self.page_table, self._page_size, self.known, lora, windows, self.states, recorded
         )
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
@@ -250,6 +260,7 @@ class LocalExecutor:
                 max_step_tokens,
                 windows,
                 self._device_states(max_requests),
+                recorded,
             )
             if cuda_graphs:
                 has_lora = lora is not None
@@ -292,8 +303,8 @@ class LocalExecutor:
     @property
     def pool_bytes(self) -> np.ndarray:
         """The pool as [num_pages, page_bytes] uint8; on a GPU it has no pages."""
-        flat = self.pool.view(torch.uint8).reshape(self.pool.shape[0], -1)
-        return flat.numpy() if self._inputs is None else flat[:0].cpu().numpy()
+        rows = self._page_rows
+        return rows.numpy() if self._inputs is None else rows[:0].cpu().numpy()
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:
         """Digests of pages as they are in the pool now. Waits for the device."""
@@ -586,7 +597,7 @@ class LocalExecutor:
     def order(self, order: Order) -> None:
         match order:
             case CopyPages(sources, destinations):
-                copy_pages(self.pool, sources, destinations)
+                copy_pages(self._page_rows, sources, destinations)
             case ZeroPages(pages, group):
                 self._pools[group].index_fill_(0, page_index(pages, self.device), 0)
             case PoisonPages(pages, group):
@@ -595,10 +606,10 @@ class LocalExecutor:
                 nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else math.nan
                 pool.index_fill_(0, page_index(pages, self.device), nothing)
             case PackPages(pages, group, into, is_each):
-                theirs, own = _rows(self._pools[group]), _rows(self.pool)
+                theirs, own = _rows(self._pools[group]), self._page_rows
                 repack_pages(theirs, pages, own, into, num_runs=len(pages) if is_each else 1)
             case UnpackPages(pages, group, out_of, is_each):
-                theirs, own = _rows(self._pools[group]), _rows(self.pool)
+                theirs, own = _rows(self._pools[group]), self._page_rows
                 repack_pages(own, out_of, theirs, pages, num_runs=len(pages) if is_each else 1)
             case PoisonBlocks(blocks):
                 self._blocks().poison(blocks)
@@ -647,7 +658,7 @@ class LocalExecutor:
 
     @property
     def _whole_pages(self) -> torch.Tensor | DevicePages:
-        return self.device_pages if len(self.device_pages.parts) > 1 else _rows(self.pool)
+        return self.device_pages if len(self.device_pages.parts) > 1 else self._page_rows
 
     def _blocks(self) -> StateMemory:
         assert self.states is not None
@@ -694,15 +705,20 @@ def activations_dtype(model: Model) -> torch.dtype:
     return dtype
 
 
-def _new_pool(
-    layout: CacheLayout, group: int, num_pages: int, device: torch.device
-) -> torch.Tensor:
+def _new_pool(layout: CacheLayout, group: int, num_pages: int, device: torch.device) -> RankPool:
     shape, of_group = layout.pool_shape(num_pages, group), layout.groups[group]
-    dtype = dtype_of(of_group.plane)
+    dtype, taken, taken_dtype = dtype_of(of_group.plane), shape, dtype_of(of_group.plane)
+    if of_group.routes is not None:
+        taken, taken_dtype = (num_pages, of_group.page_bytes(layout.page_size)), torch.uint8
     try:
         if device.type == "cpu":
-            return huge_zeros(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=device)
+            memory = huge_zeros(taken, taken_dtype)
+        else:
+            memory = torch.zeros(taken, dtype=taken_dtype, device=device)
+        if of_group.routes is None:
+            return RankPool(memory, memory)
+        whole = by_page(memory.view(dtype), shape[1:])
+        return RankPool(whole, whole, memory=memory)
     except (RuntimeError, OSError) as error:
         size = num_pages * of_group.page_bytes(layout.page_size)
         raise ConfigError(f"a KV pool of {size:,} bytes does not fit: {error}") from error

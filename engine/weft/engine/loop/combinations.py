@@ -62,6 +62,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
         _check_clips(config, model)
     check_kv_dtype(config.kv_dtype, model)
     _check_drafts(config, model, pooling.task)
+    if config.enable_return_routed_experts:
+        _check_routes(config, pooling.task)
     if config.enable_lora:
         adapted_projections(config, model)
     if config.deterministic:
@@ -126,6 +128,19 @@ def _check_clips(config: EngineConfig, model: ModelConfig) -> None:
     for name, is_wrong, wanted in refused:
         if is_wrong:
             told = f"must be {wanted} for models that attend to clips of audio"
+            raise ConfigError(f"{name} = {getattr(config, name)}: {told}", param=name)
+
+
+def _check_routes(config: EngineConfig, task: Task) -> None:
+    refused = (
+        ("tp", config.tp > 1, "1: ranks divide pages"),
+        ("pp", config.pp > 1, "1: stages divide pages"),
+        ("draft_width", config.draft_width > 1, "1: rows of trees move between pages"),
+        ("task", task != "generate", "generate"),
+    )
+    for name, is_wrong, wanted in refused:
+        if is_wrong:
+            told = f"with enable_return_routed_experts it must be {wanted}"
             raise ConfigError(f"{name} = {getattr(config, name)}: {told}", param=name)
 
 

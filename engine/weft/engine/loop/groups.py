@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.contract.clock import Clock
 from weft.contract.errors import Draining, WeftError
+from weft.engine.executor.routes import PageRoutes
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.requests.request import Request, RequestKey, State, end_of
@@ -21,12 +22,14 @@ class RequestGroups:
         constraints: MaskSource,
         out: Outgoing,
         clock: Clock,
+        routes: PageRoutes | None = None,
     ) -> None:
         self._intake = intake
         self._scheduler = scheduler
         self._constraints = constraints
         self._out = out
         self._clock = clock
+        self._routes = routes
         self._groups: dict[RequestKey, list[Request]] = {}
         self._forking: set[RequestKey] = set()
         """Requests whose samples are still to be forked. A request that was forked may still be in
@@ -116,8 +119,17 @@ class RequestGroups:
         request.timeline.finish_s = self._clock() - request.timeline.submitted_at
         if request.unforked_samples:
             self.fork(request, self._clock())
+        if request.routes_from is not None and request.state is State.RUNNING:
+            self._report_routes(request, request.routes_from)
         self._out.finished(request, reason, stop_token_id)
         self._scheduler.finish(request)
+
+    def _report_routes(self, request: Request, begin: int) -> None:
+        assert self._routes is not None, "the intake refuses such requests"
+        # The last token has not been through the model.
+        end = min(request.num_tokens - 1, request.num_computed)
+        if begin < end:
+            self._out.routes(request, begin, self._routes.read(request.held.pages, begin, end))
 
     def fail(self, key: RequestKey, error: WeftError) -> None:
         """Fails a whole request: one event, and all its samples end."""

@@ -15,7 +15,7 @@ from weft.contract.keys import MediaNames, PageKeys, PromptMedia, namespace_dige
 from weft.contract.layout import CacheLayout
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import MediaSpan
-from weft.contract.submits import SampleProgress, Submit
+from weft.contract.submits import MAX_ROUTE_BYTES, SampleProgress, Submit
 from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, PoolingParams, Task
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import TokenIds, are_below, token_ids
@@ -71,6 +71,7 @@ class Intake:
         self._media_names = MediaNames() if encoder_digest else None
         self._page_size = config.page_size
         self._layout = layout.describe()
+        self._routes = layout.routes
         # The projections decide which tensors a lenient load ignores, and so an adapter's pages.
         self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
         self.model_digest = model_digest
@@ -160,6 +161,7 @@ class Intake:
             top_logprobs=submit.top_logprobs,
             scales_logprobs=submit.scales_logprobs,
             prompt_logprobs=submit.prompt_logprobs if num_prompt > 1 else None,
+            routes_from=self._routes_from(submit, max_tokens),
             keys=self._keys(namespace, submit.prompt, submit.spans),
             arrival=next(self._arrivals),
             first_token_deadline=now + submit.first_token_timeout_s,
@@ -187,6 +189,31 @@ class Intake:
             return PageKeys(namespace, self._page_size, packed)
         media = PromptMedia(spans, self.encoder_digest)
         return PageKeys(namespace, self._page_size, packed, media, self._media_names)
+
+    def _routes_from(self, submit: Submit, max_tokens: int) -> int | None:
+        if (first := submit.routes_from) is None:
+            return None
+        plane, param = self._routes, "return_routed_experts"
+        if plane is None:
+            message = (
+                "this worker keeps no routes of experts: start it with "
+                "--enable-return-routed-experts"
+            )
+            raise InvalidRequest(message, stage="validate", param=param)
+        num_prompt = len(submit.prompt)
+        if first > num_prompt:
+            message = f"routes from position {first} on, of a prompt of {num_prompt} tokens"
+            raise InvalidRequest(message, stage="validate", param="routed_experts_start_len")
+        num_bytes = plane.all_layers * plane.top_k * plane.number_bytes * submit.sampling.n
+        num_bytes *= num_prompt + max_tokens - first
+        if num_bytes > MAX_ROUTE_BYTES:
+            message = (
+                f"routes of up to {num_prompt + max_tokens - first:,} positions take "
+                f"{num_bytes:,} bytes, of at most {MAX_ROUTE_BYTES:,}: ask from a later position "
+                "on, or lower max_tokens"
+            )
+            raise InvalidRequest(message, stage="validate", param=param)
+        return first
 
     def _pool(self, submit: Submit) -> PoolingParams | None:
         """None: the submit wants tokens."""
@@ -282,6 +309,7 @@ class Intake:
             seed=derive_seed(first.params.seed, sample),
             top_logprobs=first.top_logprobs,
             scales_logprobs=first.scales_logprobs,
+            routes_from=first.routes_from,
             keys=self._keys(first.namespace, token_ids(), first.spans),
             arrival=next(self._arrivals),
             first_token_deadline=first.first_token_deadline,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from weft.checkpoint.adapters.digest import adapter_digest
 from weft.contract.adapters import AdapterOrder
 from weft.contract.arrays import Float32Array
@@ -52,6 +53,8 @@ class GeneratedSample:
     """Log-probabilities of the prompt's tokens except the first."""
     vectors: list[Float32Array] = field(default_factory=list)
     """[n, width] each: vectors of the prompt, if they were wanted."""
+    routes: list[NDArray[np.generic]] = field(default_factory=list)
+    """[n, layers, k] each: experts of consecutive positions, if they were wanted."""
     finish_reason: str = ""
     timeline: Timeline | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
@@ -220,6 +223,7 @@ class LLM:
         spans: Sequence[Sequence[MediaSpan]] = (),
         *,
         scales_logprobs: bool = False,
+        routes_from: int | None = None,
     ) -> list[GeneratedSample]:
         """Runs prompts of token ids to their end and returns the first sample of each.
 
@@ -234,6 +238,8 @@ class LLM:
             spans: Media of each prompt, whose content `put` has brought; empty: there are none.
             scales_logprobs: Whether log-probabilities of generated tokens are of logits divided by
                 the temperature.
+            routes_from: Position from which on the experts of tokens are wanted, which needs
+                `enable_return_routed_experts`; None: they are not.
 
         Raises:
             ValueError: `max_at_once` is less than one.
@@ -249,6 +255,7 @@ class LLM:
             prompt_logprobs,
             spans,
             scales_logprobs=scales_logprobs,
+            routes_from=routes_from,
         )
         return [group[0] for group in groups]
 
@@ -264,6 +271,7 @@ class LLM:
         spans: Sequence[Sequence[MediaSpan]] = (),
         *,
         scales_logprobs: bool = False,
+        routes_from: int | None = None,
     ) -> list[list[GeneratedSample]]:
         """`generate` with all `n` samples of each prompt."""
         if max_at_once is not None and max_at_once < 1:
@@ -285,6 +293,7 @@ class LLM:
                 top_logprobs=top_logprobs,
                 scales_logprobs=scales_logprobs,
                 prompt_logprobs=prompt_logprobs,
+                routes_from=routes_from,
                 first_token_timeout_s=NO_TIMEOUT_S,
                 total_timeout_s=NO_TIMEOUT_S,
                 adapter=adapter,
@@ -404,6 +413,8 @@ def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list
         num_known = sum(map(len, held)) - vectors.first_row
         assert num_known >= 0, "vectors are missing"
         held.append(made[num_known:])
+    for routes in batch.routes:
+        groups[routes.request_id][routes.sample].routes.append(routes.array())
     for tokens in batch.all_tokens():
         sample = groups[tokens.request_id][tokens.sample]
         sample.token_ids += tokens.ids

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from weft.contract.adapters import AdapterReply
 from weft.contract.arrays import Float32Array
 from weft.contract.errors import WeftError
@@ -16,6 +18,7 @@ from weft.contract.submits import (
     Finished,
     GatewayBatch,
     Preempted,
+    Routes,
     TokenColumns,
     Tokens,
     VersionSpan,
@@ -102,6 +105,16 @@ class Outgoing:
         values = vectors.astype("<f4", copy=False).tobytes()
         event = PooledVectors(key.request_id, key.attempt, first_row, vectors.shape[1], values)
         self.gateway(key.gateway).vectors.append(event)
+
+    def routes(self, request: Request, first_position: int, found: NDArray[np.generic]) -> None:
+        """Reports the experts of a sample's positions, [positions, layers, k], from
+        `first_position` on.
+        """
+        key, (_, layers, top_k) = request.key, found.shape
+        names = key.request_id, key.attempt, request.sample
+        sizes = layers, top_k, found.itemsize
+        event = Routes(*names, first_position, *sizes, found.tobytes())
+        self.gateway(key.gateway).routes.append(event)
 
     def all_tokens(self, request: Request) -> None:
         """Reports all tokens that a sample has generated. Their log-probabilities are not kept."""

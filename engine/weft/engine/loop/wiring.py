@@ -113,8 +113,9 @@ class EngineWiring:
         sampler = parts.sampler or Sampler(parts.info.vocab_size, config.max_running_requests)
         self.step_sampler = StepSampler(sampler, parts.constraints)
         self.scheduler = self._make_scheduler(drafts_on_device=sampler.is_on_device)
+        routes = parts.local.routes
         self.groups = RequestGroups(
-            parts.intake, self.scheduler, parts.constraints, self.out, clock
+            parts.intake, self.scheduler, parts.constraints, self.out, clock, routes
         )
         self.new_tokens = OutputProcessor(self.out, self.scheduler.running_plans)
         parts.adapters.attach(self.scheduler.waitlist, self.out.adapter_reply, self.fail)

@@ -200,6 +200,7 @@ class Stack:
         # one that sees later rows.
         last = self._last
         takes_all = 2 * rows.shape[0] > hidden.shape[0] or step.has_trees or step.sees_behind
+        takes_all |= step.routes is not None  # Rows have experts in the last layers too.
         if last is None or takes_all:
             hidden = run_all(self._whole, hidden, step, pool, taps, peers)
             return self._end(hidden.index_select(0, rows))

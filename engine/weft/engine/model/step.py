@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from weft.engine.model.state_step import StateStep
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.lora.spec import Group, LoraAddition, LoraStep
+from weft.kernels.ops.routes import RouteRecord
 
 
 class Inserted(NamedTuple):
@@ -35,6 +36,15 @@ class AlignedRows(NamedTuple):
     """The clip's frames that count."""
     weights: list[torch.Tensor]
     """[heads, A, num_frames] float32 of each layer that has such heads, which the model adds."""
+
+
+class RouteMemory(NamedTuple):
+    """Where the experts of all rows are recorded."""
+
+    routes: torch.Tensor
+    """As `RouteRecord.routes`."""
+    layers: Mapping[int, int]
+    """Index in `routes` of each layer with experts, by the layer's number."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +94,15 @@ class Step:
     """
     turns: torch.Tensor | None = None
     """[rows, D] float32: rotations of this step in place of the layers' tables, or None."""
+
+    routes: RouteMemory | None = None
+    """Where the experts of all rows are recorded; None: they are not."""
+
+    def record_of(self, layer: int) -> RouteRecord | None:
+        """Where a layer's routes go; None: they are not recorded."""
+        if self.routes is None or (index := self.routes.layers.get(layer)) is None:
+            return None
+        return RouteRecord(self.routes.routes, self.groups[0].places, index)
 
     def added(self, group: Group, layer: int) -> LoraAddition | None:
         """The step's addition to a product of a layer (LoRA), or None."""

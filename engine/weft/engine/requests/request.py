@@ -196,6 +196,8 @@ class Request:
     """Number of alternatives wanted for each prompt token; the prompt is then computed again. None:
     no log-probabilities are wanted, or all have been sent.
     """
+    routes_from: int | None = None
+    """Position from which on routes of experts are reported at its end; None: they are not."""
     keys: PageKeys
     arrival: int
     """Order of submission over the engine's life."""

@@ -135,6 +135,7 @@ class Submit(_message.Message):
     END_SESSION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    ROUTES_FROM_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 64 bytes."""
@@ -161,6 +162,10 @@ class Submit(_message.Message):
     """
     end_session: _builtins.bool
     """The chat is over with this request."""
+    routes_from: _builtins.int
+    """Position from which on the experts that each token was routed to are wanted; absent: they are
+    not. A worker whose pages do not have them fails the request.
+    """
     @_builtins.property
     def prompt(self) -> _common_pb2.TokenIds:
         """The prompt, or its first part when prompt_length is larger; the rest follows in PromptPart."""
@@ -231,13 +236,16 @@ class Submit(_message.Message):
         end_session: _builtins.bool = ...,
         prompt_logprobs: _common_pb2.LogprobOptions | None = ...,
         pool: Global___PoolOptions | None = ...,
+        routes_from: _builtins.int | None = ...,
         spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "pool", b"pool", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from", "adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "pool", b"pool", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "routes_from", b"routes_from", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "pool", b"pool", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "spans", b"spans", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "pool", b"pool", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routes_from", b"routes_from", "sampling", b"sampling", "session_id", b"session_id", "spans", b"spans", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__routes_from: _TypeAlias = _typing.Literal["routes_from"]  # noqa: Y015
+    _WhichOneofArgType__routes_from: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__routes_from) -> _WhichOneofReturnType__routes_from | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
@@ -764,6 +772,51 @@ class SessionEvent(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class Routes(_message.Message):
+        """The experts of consecutive positions of a sample, in order. They come before its Finished."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REQUEST_ID_FIELD_NUMBER: _builtins.int
+        ATTEMPT_FIELD_NUMBER: _builtins.int
+        SAMPLE_FIELD_NUMBER: _builtins.int
+        FIRST_POSITION_FIELD_NUMBER: _builtins.int
+        LAYERS_FIELD_NUMBER: _builtins.int
+        TOP_K_FIELD_NUMBER: _builtins.int
+        NUMBER_BYTES_FIELD_NUMBER: _builtins.int
+        NUMBERS_FIELD_NUMBER: _builtins.int
+        request_id: _builtins.str
+        attempt: _builtins.int
+        sample: _builtins.int
+        first_position: _builtins.int
+        """Position of the first of them; 0 is the first token of the prompt."""
+        layers: _builtins.int
+        """All layers of the model; those without experts have zeros."""
+        top_k: _builtins.int
+        """Experts of each token, whose numbers ascend."""
+        number_bytes: _builtins.int
+        """Of a number, 1 or 2."""
+        numbers: _builtins.bytes
+        """Positions, layers, experts; unsigned, little-endian."""
+        def __init__(
+            self,
+            *,
+            request_id: _builtins.str = ...,
+            attempt: _builtins.int = ...,
+            sample: _builtins.int = ...,
+            first_position: _builtins.int = ...,
+            layers: _builtins.int = ...,
+            top_k: _builtins.int = ...,
+            number_bytes: _builtins.int = ...,
+            numbers: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_position", b"first_position", "layers", b"layers", "number_bytes", b"number_bytes", "numbers", b"numbers", "request_id", b"request_id", "sample", b"sample", "top_k", b"top_k"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Preempted(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -908,6 +961,7 @@ class SessionEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     VECTORS_FIELD_NUMBER: _builtins.int
     COMPUTED_HERE_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___SessionEvent.Welcome: ...
     @_builtins.property
@@ -932,6 +986,8 @@ class SessionEvent(_message.Message):
         worker has anything to do for them now.
         """
 
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.Routes]: ...
     def __init__(
         self,
         *,
@@ -945,10 +1001,11 @@ class SessionEvent(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___SessionEvent.PromptLogprobs] | None = ...,
         vectors: _abc.Iterable[Global___SessionEvent.Vectors] | None = ...,
         computed_here: _abc.Iterable[Global___Attempt] | None = ...,
+        routes: _abc.Iterable[Global___SessionEvent.Routes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "pong", b"pong", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "computed_here", b"computed_here", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "vectors", b"vectors", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "computed_here", b"computed_here", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "routes", b"routes", "tokens", b"tokens", "vectors", b"vectors", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pong: _TypeAlias = _typing.Literal["pong"]  # noqa: Y015
     _WhichOneofArgType__pong: _TypeAlias = _typing.Literal["_pong", b"_pong"]  # noqa: Y015

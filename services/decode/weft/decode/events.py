@@ -9,7 +9,15 @@ from weft.contract.codec.pairs import ACCEPTED, FINISHED, PREEMPTED
 from weft.contract.codec.walk import duration
 from weft.contract.errors import WeftError, error_class
 from weft.contract.request import PromptLogprobs, TokenLogprob
-from weft.contract.submits import Failed, Finished, GatewayBatch, Pong, TokenColumns, Tokens
+from weft.contract.submits import (
+    Failed,
+    Finished,
+    GatewayBatch,
+    Pong,
+    Routes,
+    TokenColumns,
+    Tokens,
+)
 from weft.contract.tasks import PooledVectors
 from weft.v1 import decode_pb2
 
@@ -62,6 +70,7 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
         merged.computed_here += batch.computed_here
         merged.prompt_logprobs += batch.prompt_logprobs
         merged.vectors += batch.vectors
+        merged.routes += batch.routes
         for tokens in batch.all_tokens():
             key = (tokens.request_id, tokens.attempt, tokens.sample)
             known = last.get(key)
@@ -88,8 +97,8 @@ def batch_to_proto(
     batch: GatewayBatch, worker_id: str, loop_age_s: float
 ) -> Iterator[decode_pb2.SessionEvent]:
     """Converts a batch to events below the size limit: log-probabilities of prompts, then tokens,
-    then ends. There may be very many log-probabilities, so each event is converted when it is asked
-    for.
+    then routes of experts, then ends. There may be very many log-probabilities, so each event is
+    converted when it is asked for.
     """
     events = _Events()
     for accepted in batch.accepted:
@@ -106,6 +115,9 @@ def batch_to_proto(
         _add_tokens(events, tokens)
     for columns in batch.columns:
         _add_columns(events, columns)
+    for routes in batch.routes:
+        for _ in _add_routes(events, routes):
+            yield from events.take_full()
     for preempted in batch.preempted:
         events.room(_KEY_BYTES).preempted.add(**PREEMPTED.plain(preempted))
     for finished in batch.finished:
@@ -174,6 +186,17 @@ def _add_vectors(events: _Events, vectors: PooledVectors) -> Iterator[None]:
             width=width,
             values=some,
         )
+        yield
+
+
+def _add_routes(events: _Events, routes: Routes) -> Iterator[None]:
+    """Yields after each entry."""
+    count = max(1, (MAX_EVENT_BYTES - _KEY_BYTES) // routes.position_bytes)
+    for start in range(0, len(routes.numbers), count * routes.position_bytes):
+        some = routes.numbers[start : start + count * routes.position_bytes]
+        first = routes.first_position + start // routes.position_bytes
+        part = routes._replace(first_position=first, numbers=some)
+        events.room(_KEY_BYTES + len(some)).routes.add(**part._asdict())
         yield
 
 

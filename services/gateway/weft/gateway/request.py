@@ -287,6 +287,8 @@ class RawRequest:
     """
     pooling: PoolingOptions | None = None
     """Vectors that are wanted; None: tokens are."""
+    routes_from: int | None = None
+    """Position of the first token whose experts are wanted; None: they are not."""
 
     def name_of(self, parameter: str) -> str:
         """The client's name of a parameter, or of the constraint."""

@@ -485,7 +485,7 @@ def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weight
     router = f"{names.moe.router}.weight"
     found = next((feed for feed in feeds if feed.has(router)), feeds[0])
     if not moe.is_gated:
-        return PlainSparseMLP.read(moe, config.hidden_size, found, names.moe)
+        return PlainSparseMLP.read(moe, index, config.hidden_size, found, names.moe)
     return SparseMLP.read(moe, index, config.hidden_size, found, names.moe, weights)
 
 

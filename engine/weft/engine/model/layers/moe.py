@@ -81,7 +81,8 @@ class SparseMLP:
         return cls(layer, weight, shared, weights.linear(gate))
 
     def __call__(self, x: Normed, step: Step) -> Combine | SharedCombine:
-        routed = Combine(x, self.weight, step.lora, self.layer)
+        record = step.record_of(self.layer)
+        routed = Combine(x, self.weight, step.lora, self.layer, record=record)
         if self.shared is None:
             return routed
         shared = self.shared.unchanged(x)

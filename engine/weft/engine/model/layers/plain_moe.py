@@ -30,6 +30,7 @@ class PlainSparseMLP:
     `FeedForward`.
     """
 
+    layer: int
     config: MoEConfig
     router: LinearWeight
     """[E, H]."""
@@ -44,7 +45,7 @@ class PlainSparseMLP:
 
     @classmethod
     def read(
-        cls, config: MoEConfig, hidden: int, weights: Weights, names: MoENamesConfig
+        cls, config: MoEConfig, layer: int, hidden: int, weights: Weights, names: MoENamesConfig
     ) -> PlainSparseMLP:
         width, inner = config.latent_size or hidden, config.intermediate_size
 
@@ -86,6 +87,7 @@ class PlainSparseMLP:
             tuple(product(part, names.experts, number) for number in numbers) for part in (up, down)
         )
         return cls(
+            layer=layer,
             config=config,
             router=product(router),
             form=router_form(config, weights, names),
@@ -103,6 +105,7 @@ class PlainSparseMLP:
             renormalise=config.norm_topk_prob,
             form=self.form,
             placement=self.experts.placement,
+            record=step.record_of(self.layer),
         )
         rows = x.value if self.latent is None else x.linear(self.latent[0], None)
         made = plain_experts(rows, routing, self.experts)

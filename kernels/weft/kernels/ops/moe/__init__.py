@@ -10,14 +10,13 @@ from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.moe.cpu import native_moe
 from weft.kernels.ops.moe.reference import moe_reference, route_reference
 from weft.kernels.ops.moe.spec import SOFTMAX, ExpertParts, ExpertWeights, RouterForm, Routing
+from weft.kernels.ops.routes import RouteRecord, record_routes
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
     from weft.kernels.ops.moe import gpu as _gpu
-    from weft.kernels.ops.moe import triton_route as _triton_route
 else:
     _gpu = deferred(__name__, "weft.kernels.ops.moe.gpu")
-    _triton_route = deferred(__name__, "weft.kernels.ops.moe.triton_route")
 
 
 def route(
@@ -27,6 +26,7 @@ def route(
     renormalise: bool,
     form: RouterForm = SOFTMAX,
     placement: torch.Tensor | None = None,
+    record: RouteRecord | None = None,
 ) -> Routing:
     """Scores all experts and keeps the `top_k` best of each row.
 
@@ -35,10 +35,13 @@ def route(
         top_k: 1 to the number of experts in the groups that a row may choose from.
         renormalise: Whether shares add up to 1, apart from the form's scale.
         placement: [experts of all ranks] int32: each expert's place on this rank; None: it has all.
+        record: Where the experts, by their numbers among all ranks, are written too.
     """
     if logits.is_cuda:
-        return Routing(*_triton_route.route(logits, top_k, renormalise, form, placement))
+        return Routing(*_gpu.recorded_route(logits, top_k, renormalise, form, placement, record))
     ids, shares = route_reference(logits, top_k, renormalise=renormalise, form=form)
+    if record is not None:
+        record_routes(record, ids)
     return Routing(ids if placement is None else placement[ids], shares)
 
 

@@ -38,6 +38,7 @@ from weft.kernels.ops.moe.triton_products import multiply_sorted
 from weft.kernels.ops.moe.triton_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.ops.moe.triton_sort import Blocks, sort_pairs
 from weft.kernels.ops.norm.triton_rms import add_rms_norm
+from weft.kernels.ops.routes import RouteRecord, record_routes
 from weft.kernels.shared.dependent_launch import LaunchOptions, launch_options
 from weft.kernels.shared.formats.packed_groups import PackedExperts
 from weft.kernels.shared.formats.quantised import Fp8Experts
@@ -70,6 +71,22 @@ class _Sorted(NamedTuple):
     folded: Folded | None
     options: LaunchOptions
     """Options of the launch that sums them."""
+
+
+def recorded_route(
+    logits: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    form: RouterForm,
+    placement: torch.Tensor | None,
+    record: RouteRecord | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.ops.moe.route` for CUDA tensors: ids [T, k] int32 and shares [T, k] float32."""
+    if record is None:
+        return route(logits, top_k, renormalise, form, placement)
+    ids, shares = route(logits, top_k, renormalise, form)
+    record_routes(record, ids)
+    return (ids if placement is None else placement[ids]), shares
 
 
 def begin_ranks(
@@ -115,6 +132,7 @@ def routed_moe(
     more: ExpertParts = PLAIN_EXPERTS,
     shared: SharedExpert | None = None,
     is_fixed: bool = False,
+    record: RouteRecord | None = None,
 ) -> torch.Tensor:
     """Routing and `moe` of a layer, with the norm that follows it, in as few launches as possible.
 
@@ -125,6 +143,7 @@ def routed_moe(
         ranks: From `begin_ranks` of the same arguments.
         shared: Shared expert that is added too, where `moe_direct.joins_shared` holds, with the
             requirements of `direct_moe`.
+        record: Where the rows' experts are written too.
 
     Returns:
         [T, H]: the sum of each row's experts, or with `after` the norm's result.
@@ -132,7 +151,7 @@ def routed_moe(
     rows, experts = x.shape[0], w2.shape[0]
     if _is_direct(rows, w13) or is_fixed:
         # Squares are added in one order only if one kernel computes all norms.
-        routed = route(logits, top_k, renormalise, form, more.placement)
+        routed = recorded_route(logits, top_k, renormalise, form, more.placement, record)
         if shared is None:
             out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
         else:
@@ -141,16 +160,17 @@ def routed_moe(
             out = direct_moe(x, *routed, w13, w2, None, None, more, shared)
         return out if after is None else add_rms_norm(out, *after)[0]
     if lora is None and _is_few_packed(x, w13, w2):
-        routed = route(logits, top_k, renormalise, form, more.placement)
+        routed = recorded_route(logits, top_k, renormalise, form, more.placement, record)
         return _few_packed(x, *routed, w13, w2, None, after, more)
     tiles, blocks = _tiles(x, top_k, w2, lora, more), None
-    if form.jitter is None and is_sorted_at_once(rows, logits.shape[1]):
+    is_alone = form.jitter is None and record is None
+    if is_alone and is_sorted_at_once(rows, logits.shape[1]):
         ids, shares, blocks = route_and_sort(
             logits, top_k, tiles.rows, renormalise=renormalise, form=form,
             placement=more.placement, own=experts,
         )  # fmt: skip
     else:
-        ids, shares = route(logits, top_k, renormalise, form, more.placement)
+        ids, shares = recorded_route(logits, top_k, renormalise, form, more.placement, record)
     return sorted_moe(
         x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after, more=more
     )

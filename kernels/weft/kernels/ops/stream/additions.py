@@ -10,6 +10,7 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora.spec import LoraAddition, LoraStep, addition_to, experts_addition
 from weft.kernels.ops.moe import by_pair, moe, route
 from weft.kernels.ops.moe.spec import SparseMlpWeight
+from weft.kernels.ops.routes import RouteRecord
 
 
 class Normed:
@@ -85,6 +86,8 @@ class Combine(NamedTuple):
     """Index of the layer, for `lora`."""
     router_x: Normed | None = None
     """Input of the router; None: `x`."""
+    record: RouteRecord | None = None
+    """Where the rows' experts are written too; None: nowhere."""
 
     def router_logits(self) -> torch.Tensor:
         """[T, E] float32."""
@@ -108,6 +111,7 @@ class Combine(NamedTuple):
             renormalise=w.renormalise,
             form=w.form,
             placement=w.experts.placement,
+            record=self.record,
         )
         to_experts = experts_addition(self.lora, self.layer)
         if not w.form.scales_input:

@@ -348,4 +348,5 @@ def _combine(pending: Combine | SharedCombine, after: NormAfter | None) -> torch
         more=ExpertParts(experts.gating, experts.biases, experts.placement),
         shared=joined,
         is_fixed=is_fixed,
+        record=pending.record,
     )

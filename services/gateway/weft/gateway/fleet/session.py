@@ -58,6 +58,9 @@ class SessionHandler(Protocol):
     def on_vectors(self, event: decode_pb2.SessionEvent.Vectors, now: float) -> None:
         """Called with vectors of a prompt; `now` is the event loop's time."""
 
+    def on_routes(self, event: decode_pb2.SessionEvent.Routes) -> None:
+        """Called with experts of a sample's tokens, before its end in the same message."""
+
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
         """Called with new tokens of one sample; `now` is the event loop's time."""
 
@@ -274,6 +277,11 @@ class DecodeSession:
                     if silent:
                         silent.discard(request_id)
                     handler.on_tokens(tokens, now)
+        for routes in event.routes:
+            handler = handlers.get(routes.request_id)
+            if handler is not None and handler.attempt == routes.attempt:
+                self._silent.discard(routes.request_id)
+                handler.on_routes(routes)
         for finished in event.finished:
             handler = handlers.get(finished.request_id)
             if handler is not None and handler.attempt == finished.attempt:

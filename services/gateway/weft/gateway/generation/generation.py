@@ -23,6 +23,7 @@ from weft.contract.errors import (
 from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_outputs import PromptScores, PromptVectors
+from weft.gateway.generation.sample_routes import SampleRoutes
 from weft.gateway.generation.submit import submit_messages
 from weft.gateway.request import GenerateRequest, PreparedPrompt
 from weft.gateway.routing import RoutingRequest
@@ -63,6 +64,8 @@ class SampleOutput:
     last_token_time: float = 0.0
     weight_versions: Sequence[decode_pb2.SessionEvent.VersionSpan] = ()
     """Which weights have drawn its tokens, once it has ended; empty: those of the start."""
+    routes: SampleRoutes | None = None
+    """The experts of its tokens; None: they are not wanted."""
 
     @property
     def pace_s(self) -> float | None:
@@ -254,6 +257,9 @@ class Generation:
         self.samples = [
             SampleOutput(first_index + i, SampleRenderer(plan)) for i in range(request.sampling.n)
         ]
+        if (begin := request.raw.routes_from) is not None:
+            for sample in self.samples:
+                sample.routes = SampleRoutes(begin)
         self.prompt_scores = None if request.prompt_logprobs is None else PromptScores(prompt.ids)
         """Log-probabilities of the prompt's tokens; None: they are not wanted."""
         self.vectors = (
@@ -418,6 +424,14 @@ class Generation:
             self._violated(problem)
         elif not self._has_proven:
             self._prove(now)
+
+    def on_routes(self, event: decode_pb2.SessionEvent.Routes) -> None:
+        routes = None
+        if event.sample < len(self.samples):
+            routes = self.samples[event.sample].routes
+        problem = f"routes of sample {event.sample}" if routes is None else routes.add(event)
+        if problem:
+            self._violated(problem)
 
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
         if event.sample >= len(self.samples):

@@ -85,6 +85,8 @@ def submit_messages(
     if prompt_logprobs is not None:
         submit.prompt_logprobs.top_logprobs = prompt_logprobs
         submit.prompt_logprobs.SetInParent()
+    if request.raw.routes_from is not None:
+        submit.routes_from = request.raw.routes_from
     if request.pooling is not None:
         submit.pool.CopyFrom(_pool(request.pooling, prompt))
     generated_parts = _add_progress(submit, samples, _MAX_TOKENS_PER_MESSAGE - len(first))

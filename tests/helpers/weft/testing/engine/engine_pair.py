@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from weft.contract.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer, LeaseQuery
 from weft.contract.handle import FillEvent
 from weft.contract.messages import Inbox, Outbox
@@ -99,6 +101,7 @@ class Answer:
     """Outcome of a submit."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    routes: list[NDArray[np.generic]] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     vectors: list[PooledVectors] = field(default_factory=list)
     num_starts: int = 0
@@ -239,6 +242,8 @@ class EnginePair:
                     self.answers[request_id].num_starts += 1
             for vectors in batch.vectors:
                 self.answers[vectors.request_id].vectors.append(vectors)
+            for routes in batch.routes:
+                self.answers[routes.request_id].routes.append(routes.array())
             for finished in batch.finished:
                 self.answers[finished.request_id].finished.append(finished)
         for command in outbox.fill_commands:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from weft.contract.request import LogprobsMode
 from weft.gateway.api.openai.answers import PromptLogprobAnswers, WeightSpan
@@ -55,6 +60,12 @@ class MetaInfo(BaseModel):
         None, description="from `logprob_start_len` on; null for the prompt's first token"
     )
     input_top_logprobs: list[list[SglangLogprob] | None] | None = None
+    routed_experts: str | None = Field(
+        None,
+        description="base64 of int32, little-endian, [tokens - 1, layers, k]: the experts of each "
+        "token of prompt and sample but the last, in ascending order, from "
+        "`routed_experts_start_len` on; zeros in layers without experts",
+    )
 
 
 class TokensAnswer(BaseModel):
@@ -98,6 +109,12 @@ class TokensChoice(BaseModel):
     stop_reason: str | int | None = None
     weight_versions: list[WeightSpan] | None = Field(
         None, description="at its end, once weights were changed"
+    )
+    routed_experts: str | None = Field(
+        None,
+        description="base64 of a .npy file, uint8, or uint16 with more than 256 experts, "
+        "[tokens - 1, layers, k]: the experts of each token of prompt and sample but the last, in "
+        "ascending order, from `routed_experts_prompt_start` on; zeros in layers without experts",
     )
 
 
@@ -146,8 +163,17 @@ class _Writer:
 
     @property
     def num_tokens(self) -> int:
-        """Entries that the answer shows, of all samples."""
-        return sum(len(one.ids) + len(one.logprobs) for one in self._samples)
+        """Entries that the answer shows, of all samples; one for each layer that has experts."""
+        shown = sum(len(one.ids) + len(one.logprobs) for one in self._samples)
+        routes = (self._routes(number) for number in range(len(self._samples)))
+        return shown + sum(math.prod(one.shape[:2]) for one in routes if one is not None)
+
+    def _routes(self, number: int) -> NDArray[np.generic] | None:
+        """[tokens - 1, layers, k]; None: they are not wanted, or were lost with their worker."""
+        generation, output = self._place(number)
+        if output.routes is None:
+            return None
+        return output.routes.array(len(generation.prompt.ids) + len(output.ids))
 
     def _place(self, number: int) -> tuple[Generation, SampleOutput]:
         generation = self._answer.generations[number // self._n]
@@ -213,6 +239,11 @@ class SglangWriter(_Writer):
             **({"weight_versions": spans} if spans else {}),
             "e2e_latency": time.monotonic() - self._begin,
         }
+        if output.routes is not None:
+            routes = self._routes(number)
+            told["routed_experts"] = (
+                None if routes is None else _base64(routes.astype("<i4").tobytes())
+            )
         if request.top_logprobs is None:
             return told
         told["logprobs_mode"] = request.logprobs_mode
@@ -244,6 +275,18 @@ class SglangWriter(_Writer):
 
     def _text(self, token_id: int) -> str | None:
         return self._answer.card.vocabulary.token_text(token_id) if self._shows_texts else None
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _npy(routes: NDArray[np.generic] | None) -> str | None:
+    if routes is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, routes, allow_pickle=False)
+    return _base64(file.getvalue())
 
 
 def _finish(sample: _Sample) -> dict[str, object] | None:
@@ -319,7 +362,10 @@ class VllmWriter(_Writer):
             "finish_reason": None if reason is None else _FINISH[reason],
             "stop_reason": None if last is None else last.stop_reason,
         }
-        spans = _spans(self._place(number)[1])
+        output = self._place(number)[1]
+        if output.routes is not None:
+            choice["routed_experts"] = _npy(self._routes(number))
+        spans = _spans(output)
         return {**choice, **({"weight_versions": spans} if spans and reason is not None else {})}
 
     def _entry(self, entry: common_pb2.TokenLogprob) -> dict[str, object]:

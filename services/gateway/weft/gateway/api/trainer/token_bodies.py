@@ -78,8 +78,14 @@ class GenerateTokensBody(_SglangBody):
     lora_path: str | None = Field(None, description="an adapter's name, in place of `model`")
     token_ids_logprob: list[Any] | None = refused("log-probabilities of given tokens")
     return_hidden_states: bool | str | None = refused("hidden states")
-    return_routed_experts: bool | None = refused("routes of experts")
-    routed_experts_start_len: Int | None = unused("routes of experts are not returned")
+    return_routed_experts: bool | None = Field(
+        None,
+        description="return which experts each token was routed to; needs workers with "
+        "--enable-return-routed-experts, not streamed",
+    )
+    routed_experts_start_len: Int | None = Field(
+        None, description="position of the first token whose experts are returned; default 0"
+    )
     return_indexer_topk: bool | None = refused("choices of an index")
     return_sampling_mask: bool | None = refused("masks of sampling")
     return_entropy: bool | None = refused("entropies")
@@ -178,4 +184,11 @@ class ContinueTokensBody(_VllmBody):
     features: Any = refused("images; use /v1/chat/completions")
     kv_transfer_params: dict[str, Any] | None = left_out(_SHIPPED)
     ec_transfer_params: dict[str, Any] | None = left_out(_SHIPPED)
-    routed_experts_prompt_start: Int | None = unused("routes of experts are not returned")
+    return_routed_experts: bool | None = Field(
+        None,
+        description="return which experts each token was routed to; needs workers with "
+        "--enable-return-routed-experts, not streamed; `routed_experts_prompt_start` asks too",
+    )
+    routed_experts_prompt_start: Int | None = Field(
+        None, description="position of the first token whose experts are returned; default 0"
+    )

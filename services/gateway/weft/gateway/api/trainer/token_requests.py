@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.contract.request import CallParams, Constraint
+from weft.contract.request import MAX_TOKENS, CallParams, Constraint
 from weft.gateway.api.answer import field_names
 from weft.gateway.api.call import check_client_id
 from weft.gateway.api.openai.constrain import GivenConstraint, structured_constraint
@@ -17,7 +17,7 @@ from weft.gateway.api.trainer.token_bodies import (
     SglangParams,
 )
 from weft.gateway.request import CallFacts, Prompt, RawRequest, TextPrompt, TokenPrompt
-from weft.gateway.validate import check_not_streamed, invalid
+from weft.gateway.validate import check_not_streamed, check_range, invalid
 
 _PREFIX, _STRUCTURED = "sampling_params.", "structured_outputs"
 _SGLANG_TOKENS, _VLLM_TOKENS = 128, 16
@@ -78,6 +78,10 @@ def generate_request(body: GenerateTokensBody, facts: CallFacts) -> RawRequest:
         check_not_streamed("logprob_start_len", bool(body.stream))
         given["prompt_logprobs"] = given["top_logprobs"]
     prompts = _prompts(body)
+    routes_from = None
+    if body.return_routed_experts:
+        routes_from = _routes_from("routed_experts_start_len", body.routed_experts_start_len)
+        _check_routes(is_streamed=bool(body.stream))
     rid = body.rid
     if isinstance(rid, list) and len(rid) != len(prompts):
         raise invalid("rid", f"{len(rid)} names for {len(prompts)} prompts")
@@ -95,7 +99,19 @@ def generate_request(body: GenerateTokensBody, facts: CallFacts) -> RawRequest:
         given=given,
         names=names,
         constraint=None if constraint is None else constraint.value,
+        routes_from=routes_from,
     )
+
+
+def _routes_from(name: str, given: int | None) -> int:
+    start = given or 0
+    check_range(name, start, 0, MAX_TOKENS)
+    return start
+
+
+def _check_routes(*, is_streamed: bool) -> None:
+    if is_streamed:
+        raise invalid("return_routed_experts", "experts are not streamed; leave out stream")
 
 
 def _prompts(body: GenerateTokensBody) -> tuple[Prompt, ...]:
@@ -136,6 +152,10 @@ def continue_request(body: ContinueTokensBody, facts: CallFacts) -> RawRequest:
         given["prompt_logprobs"] = params.prompt_logprobs
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
+    start, routes_from = body.routed_experts_prompt_start, None
+    if body.return_routed_experts or (body.return_routed_experts is None and start is not None):
+        routes_from = _routes_from("routed_experts_prompt_start", start)
+        _check_routes(is_streamed=bool(body.stream))
     if body.request_id:
         check_client_id("request_id", body.request_id)
     names, constraint = dict(VLLM_NAMES), None
@@ -152,4 +172,5 @@ def continue_request(body: ContinueTokensBody, facts: CallFacts) -> RawRequest:
         given=given,
         names=names,
         constraint=constraint,
+        routes_from=routes_from,
     )
