@@ -12,8 +12,10 @@ measures the new one first. Weights are random, in the model's real shape, witho
 `rest` sends bursts of requests to a mesh of one decode worker, with the clients of this tree.
 `engine` runs batches in a process of each tree (`pair_worker.py`), by that tree's own
 `bench/gpu_engine.py`. The table shows medians, and the ratio new / old of the pairs with its 10th
-and 90th percentile. A note says how many greedy answers are the same: those to three prompts one by
-one with `rest`, those to a batch of each size with `engine`.
+and 90th percentile. Notes say how many greedy answers are the same, of both systems and of each of
+them when asked twice: those to three prompts one by one with `rest`, those to a batch of each size
+with `engine`. Steps are made up by measured times, so a batch's answers in 16 bits may differ from
+one time to the next where two logits nearly tie.
 
 With `--adapters` the requests of `engine` take random adapters in turn; with `--drafts` a random
 EAGLE-3 head drafts so many tokens in each step, which are not accepted.
@@ -81,6 +83,8 @@ class System:
     """Sends a burst or batch of so many requests; returns its figures by name."""
     answers: list[list[int]]
     """Tokens of greedy answers, in the same order for both systems."""
+    repeated: list[list[int]]
+    """Tokens of a second answer to each of the same prompts."""
 
 
 @contextmanager
@@ -92,7 +96,8 @@ def mesh_of(tree: Path, model: Path, options: argparse.Namespace) -> Iterator[Sy
     mesh = MeshProcess(str(model), options.dtype, flags, tree_environment(tree))
     try:
         mesh.wait_until_ready()
-        answers = answers_of(mesh, prompts_of(CHECKED, options.vocab, 3))
+        prompts = prompts_of(CHECKED, options.vocab, 3)
+        answers, repeated = (answers_of(mesh, prompts) for _ in range(2))
 
         def measure(count: int) -> Measured:
             tokens = options.tokens or TOKENS_OF_BURST.get(count, 256)
@@ -109,7 +114,7 @@ def mesh_of(tree: Path, model: Path, options: argparse.Namespace) -> Iterator[Sy
                 "between tokens p50, ms": row.itl_p50,
             }
 
-        yield System(measure, answers)
+        yield System(measure, answers, repeated)
     finally:
         mesh.stop()
 
@@ -161,9 +166,10 @@ def engine_of(tree: Path, model: Path, options: argparse.Namespace) -> Iterator[
         def measure(count: int) -> Measured:
             return dict(ask({"batch": count}))
 
-        yield System(
-            measure, [tokens for count in options.batches for tokens in ask({"answers_to": count})]
-        )
+        def answers() -> list[list[int]]:
+            return [tokens for count in options.batches for tokens in ask({"answers_to": count})]
+
+        yield System(measure, answers(), answers())
     finally:
         send.close()
         worker.wait()
@@ -185,9 +191,14 @@ def pairs(run: Run) -> None:
     old_tree = options.old.resolve()
     run.keep(old_commit=options.old_commit or commit_of(old_tree))
     old, new = (run.stack.enter_context(start(tree, model, options)) for tree in (old_tree, ROOT))
-    answers = list(zip(old.answers, new.answers, strict=True))
-    num_equal = sum(before == after for before, after in answers)
-    run.note(f"{num_equal} of {len(answers)} greedy answers are the same")
+    pairs_of = {
+        "both systems": (old.answers, new.answers),
+        "the old one twice": (old.answers, old.repeated),
+        "the new one twice": (new.answers, new.repeated),
+    }
+    for who, (left, right) in pairs_of.items():
+        num_equal = sum(one == other for one, other in zip(left, right, strict=True))
+        run.note(f"{num_equal} of {len(left)} greedy answers of {who} are the same")
     for load in options.bursts if options.kind == "rest" else options.batches:
         ways = {"old": lambda n=load: old.measure(n), "new": lambda n=load: new.measure(n)}
         found = in_turns(ways, options.pairs)
