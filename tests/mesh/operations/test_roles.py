@@ -149,6 +149,7 @@ async def test_a_planner_gives_workers_roles_and_its_end_takes_them_back(
         *(*WEFT, "serve", "planner", "--gateway", mesh.service("gateway")["admin_address"]),
         *("--admin-token-file", str(mesh.state / "admin-token"), "--planner-id", "planner-0"),
         *("--act", "roles", "--first-token-s", "5", "--inter-token-s", "2", "--interval-s", "1"),
+        *("--calm-s", "10"),
     ]
     log = tmp_path / "planner.log"
     with log.open("wb") as out:

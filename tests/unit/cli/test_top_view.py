@@ -182,3 +182,28 @@ def test_plans_are_told_in_a_line(acts: bool) -> None:
     assert told.endswith(
         "alarm: nothing is heard; last: worker-0: prefill (was both); prompts keep 1.8 workers busy"
     )
+
+
+def test_the_page_of_plans_has_every_word_of_them() -> None:
+    picture = mesh(2)
+    why = " ".join(f"word-{at}" for at in range(60))
+    picture.newest.plans.add(
+        planner_id="planner-0", model="m", acts=True, wanted_decode=3, seen_decode=2, why=why
+    ).alarms.append(HOSTILE)
+    page = lines(picture, TopState(shows_plans=True), 60, 40)
+    assert all(cell_len(line) <= 60 for line in page)
+    assert "m, by planner-0, which acts" in page[2]
+    told = " ".join(line.strip() for line in page)
+    assert all(f"word-{at}" in told.split() for at in range(60))
+    assert "decode-0" not in told, "members have the other page"
+    assert not any("\x1b" in line or "\x07" in line for line in page)
+    # Where nobody can press a key, both are shown.
+    whole = " ".join(lines(picture, TopState(), 60, 40, is_whole=True))
+    assert "word-59" in whole
+    assert "decode-0" in whole
+
+
+def test_without_planners_the_page_says_how_to_have_one() -> None:
+    assert any(
+        "weft serve planner" in line for line in lines(mesh(1), TopState(shows_plans=True), 80, 24)
+    )

@@ -103,6 +103,11 @@ def test_changes_come_before_renewals_and_decoders_first() -> None:
     assert orders[0] == RoleOrder("w2", "decode")
 
 
+def test_workers_that_are_not_apart_all_have_both_roles_and_none_loses_one_first() -> None:
+    members = [member("w0", PREFILL), member("w1", DECODE), member("d", DECODE, able=False)]
+    assert role_orders(members, None) == [RoleOrder("w0", "both"), RoleOrder("w1", "both")]
+
+
 @pytest.mark.parametrize(("able", "prefill"), [(1, 0), (2, 1), (4, 3)])
 def test_one_worker_always_decodes(able: int, prefill: int) -> None:
     members = [member(f"w{at}", BOTH) for at in range(able)]

@@ -231,6 +231,42 @@ def test_roles_change_before_workers_start() -> None:
     assert after.total == before.total
 
 
+def of_both_roles(told: Told) -> None:
+    """Roles follow the plan, as the roles' actuator sets them."""
+    total, plan = told.seen.able, told.plan
+    prefill = min(plan.prefill, total - 1) if plan.apart else 0
+    both = 0 if plan.apart else total
+    told.seen = replace(told.seen, prefill=prefill, decode=total - prefill, both=both)
+
+
+def test_workers_get_a_role_each_once_that_surely_suffices_and_not_again_after_a_doubt() -> None:
+    told = Told(prefill=0, decode=3)
+    told.seen = replace(told.seen, able=3, both=3)
+    apart: list[bool] = []
+
+    def run(span_s: float, requests_per_s: float) -> Plan:
+        for _ in range(int(span_s / INTERVAL_S)):
+            told.run(INTERVAL_S, requests_per_s, obeys=False)
+            apart.append(told.plan.apart)
+            of_both_roles(told)
+        return told.plan
+
+    assert not run(60, 0.4).apart, "it is not sure yet"
+    assert run(120, 0.4).apart
+    assert (told.seen.prefill, told.seen.decode) == (1, 2)
+    # More comes than two prefill workers could surely take: at once all do whatever comes.
+    assert not run(2 * INTERVAL_S, 2.4).apart
+    assert "might not suffice" in told.plan.why
+    assert not run(1800, 0.4).apart
+    assert run(3600, 0.4).apart
+    assert apart.count(True) < len(apart) / 2
+    assert not any(alarm.name == "foreign_edit" for alarm in told.plan.alarms)
+
+
+def test_workers_of_one_role_are_always_apart() -> None:
+    assert Told().run(60, 50.0).apart
+
+
 def test_a_restarted_gateway_counts_anew() -> None:
     told = Told(prefill=3, decode=1)
     plan = told.run(600, 3.0)

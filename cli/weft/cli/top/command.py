@@ -193,6 +193,8 @@ class _Screen:
             state.sort = SORTS[(SORTS.index(state.sort) + 1) % len(SORTS)]
         elif key == "r":
             state.reverses = not state.reverses
+        elif key == "p":
+            state.shows_plans = not state.shows_plans
         elif key in ("up", "k"):
             state.first_member = max(0, state.first_member - 1)
         elif key in ("down", "j"):
@@ -208,7 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft top",
         description="Members, flows and requests of a mesh, live. Keys: q ends it, s sorts the "
-        "members by another column, r reverses them, arrows scroll them.",
+        "members by another column, r reverses them, arrows scroll them, p shows all that planners "
+        "want and did.",
     )
     add_gateway_flags(parser)
     parser.add_argument(

@@ -50,6 +50,8 @@ class TopState:
     reverses: bool = False
     first_member: int = 0
     """Number of members above the first one shown."""
+    shows_plans: bool = False
+    """Whether the screen is that of the planners, and not the mesh's."""
     notice: str = ""
     """Why the picture is stale; empty: it is fresh."""
 
@@ -69,6 +71,11 @@ class TopView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
+        if self._state.shows_plans:
+            yield from self._title_lines(width)
+            yield Text()
+            yield _plan_page(self._picture.newest.plans)
+            return
         left = 10_000 if self._is_whole else options.height or console.height
         header = self._header(width)
         left -= len(header)
@@ -92,6 +99,18 @@ class TopView:
         if requests and (newest := requests[: max(0, left - 2)]):
             yield Text()
             yield _request_table(newest, width)
+        if self._is_whole and (plans := self._picture.newest.plans):
+            yield Text()
+            yield _plan_page(plans)
+
+    def _title_lines(self, width: int) -> list[Text]:
+        clock = self._picture.newest.time.ToDatetime().strftime("%H:%M:%S UTC")
+        title = Text.assemble((printable(self._title), "bold"), f"  {clock}")
+        title.append("  q quit  p the mesh", "dim")
+        lines = [title, Text(printable(self._state.notice), "yellow")]
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        return lines if self._state.notice else lines[:1]
 
     def _header(self, width: int) -> list[Text]:
         picture, newest = self._picture, self._picture.newest
@@ -101,7 +120,8 @@ class TopView:
         title = Text.assemble((printable(self._title), "bold"), f"  {clock}")
         if not self._is_whole:
             order = self._state.sort + (" reversed" if self._state.reverses else "")
-            title.append(f"  q quit  s sort: {order}  r reverse  ↑↓ scroll", "dim")
+            plans = "  p plans" if newest.plans else ""
+            title.append(f"  q quit{plans}  s sort: {order}  r reverse  ↑↓ scroll", "dim")
         goodput = f"  goodput {point.goodput:.0%}" if point.HasField("goodput") else ""
         lines = [
             title,
@@ -122,7 +142,7 @@ class TopView:
                 + describe_latency("ITL", picture.latency("between_tokens"))
             ),
             *self._charts(width),
-            *(Text(describe_plan(plan)) for plan in newest.plans),
+            *(Text(describe_plan(plan)) for plan in newest.plans if not self._is_whole),
         ]
         if self._state.notice:
             lines.append(Text(printable(self._state.notice), "yellow"))
@@ -228,6 +248,25 @@ def describe_plan(plan: mesh_pb2.MeshPlan) -> str:
         f"plan{what} {plan.model}: {wanted[0]} prefill, {wanted[1]} decode, "
         f"{there}{alarms}{done}{why}"
     )
+
+
+def _plan_page(plans: Sequence[mesh_pb2.MeshPlan]) -> Table:
+    """All that planners want and did, wrapped."""
+    page = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
+    page.add_column(no_wrap=True, style="bold")
+    page.add_column(overflow="fold")
+    if not plans:
+        page.add_row("plans", "No planner has told what it wants: weft serve planner.")
+    for plan in plans:
+        does = "acts" if plan.acts else "advises"
+        page.add_row("plan", Text(printable(f"{plan.model}, by {plan.planner_id}, which {does}")))
+        page.add_row("  wants", f"{plan.wanted_prefill} prefill, {plan.wanted_decode} decode")
+        page.add_row("  there are", f"{plan.seen_prefill} prefill, {plan.seen_decode} decode")
+        for alarm in plan.alarms:
+            page.add_row("  alarm", Text(printable(alarm), "red"))
+        page.add_row("  why", Text(printable(plan.why)))
+        page.add_row("  last act", Text(printable(plan.last_act) or "none"))
+    return page
 
 
 def _name(member: mesh_pb2.MeshMember) -> Text:

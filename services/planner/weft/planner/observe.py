@@ -113,6 +113,8 @@ class MeshPicture:
             prefill=sum(one.role in PREFILLS for one in members),
             decode=sum(one.role in DECODES for one in members),
             ready=len(healthy),
+            able=sum(one.HasField("role_state") for one in members),
+            both=sum(one.role == mesh_pb2.MEMBER_ROLE_BOTH for one in members),
             speed=_speed(healthy),
             worst_share=max(shares, default=0.0),
             mean_share=sum(shares) / len(shares) if shares else 0.0,

@@ -199,11 +199,11 @@ class MeshPlanner:
         for model, plan in self.plans.items():
             if any(alarm.name == "no_data" for alarm in plan.alarms):
                 continue
-            counts, workers = Counts(plan.prefill, plan.decode), self._picture.workers(model)
+            counts, workers = plan.counts, self._picture.workers(model)
             for actuator in self._actuators:
                 try:
                     async with asyncio.timeout(CALL_TIMEOUT_S):
-                        done = await actuator.order(model, counts, workers)
+                        done = await actuator.order(model, counts, workers, apart=plan.apart)
                 except (WeftError, TimeoutError) as error:
                     text = f"an order failed: {str(error) or 'no answer in time'}"
                     self._alarm(model, Alarm(name="no_effect", text=text))

@@ -3,6 +3,7 @@
 demand of the last minute misses with what is there          -> more, at once
 the worst demand of a window would be met with one less      -> less
 one role has too many and the other too few                  -> roles change, at once
+the workers there surely suffice with a role each            -> they are apart; else, at once, not
 no data | a change had no effect | somebody else changed it  -> nothing changes, and it is told
 """
 
@@ -25,6 +26,9 @@ from weft.planner.forecast import (
 )
 from weft.planner.recent import Lengths
 
+_AGAIN = 30
+"""After a doubt, workers get a role each only when they have sufficed for so many times as long."""
+
 AlarmName = Literal["no_data", "no_effect", "foreign_edit", "over_budget", "uneven"]
 
 
@@ -36,7 +40,7 @@ class Rules:
     """Arrivals of so long are looked at: of any of them for more workers, of the longest for
     fewer."""
     hold_s: float = 120.0
-    """Demand must have been low for so long before there are fewer."""
+    """Demand must have been low for so long before there are fewer, or workers get a role each."""
     role_calm_s: float = 60.0
     """The same before a worker of a role that has too many changes to the other."""
     effect_s: float = 600.0
@@ -73,6 +77,10 @@ class Observation:
     ready: int
     """Workers of both roles that serve."""
     speed: Speed
+    able: int = 0
+    """Workers whose role may change."""
+    both: int = 0
+    """Of these, those that have both roles now. They are among the decode workers."""
     ordered: Counts | None = None
     """Numbers that are ordered now, whoever has ordered them; None: it is not known."""
     own_order: Counts | None = None
@@ -96,6 +104,13 @@ class Plan:
     decode: int
     why: str
     alarms: tuple[Alarm, ...] = ()
+    apart: bool = True
+    """Whether workers that can have both roles get one each. Of both roles, they do whatever comes,
+    though prompts then delay the tokens of answers."""
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.prefill, self.decode)
 
     @property
     def total(self) -> int:
@@ -127,6 +142,10 @@ class ModelPlanner:
     """What was ordered when it was last looked at."""
     _wanted: deque[tuple[float, Counts]] = field(default_factory=deque)
     """Numbers that were wanted lately, and since when."""
+    _short_at: float | None = None
+    """When the workers there last did not surely suffice with a role each."""
+    _was_doubted: bool = False
+    """Whether they had a role each, and that became unsure."""
     num_changes: int = 0
     """Times that the wanted numbers changed."""
 
@@ -183,6 +202,9 @@ class ModelPlanner:
         if (prefill, decode) != (self._plan.prefill, self._plan.decode):
             self.num_changes += 1
             self._take(now_s, prefill, decode, why)
+        self._plan = replace(self._plan, apart=self._may_be_apart(now_s, seen))
+        if not self._plan.apart:
+            why += "; workers keep both roles, as they might not suffice with one each"
         alarms += self._find_ineffective(now_s, seen)
         if seen.worst_share > 0.9 and seen.mean_share < 0.5:
             text = (
@@ -193,6 +215,34 @@ class ModelPlanner:
         self._seen = Counts(seen.prefill, seen.decode)
         self._plan = replace(self._plan, why=why, alarms=tuple(alarms))
         return self._plan
+
+    def _may_be_apart(self, now_s: float, seen: Observation) -> bool:
+        """Whether the workers there surely suffice with a role each, and have for long. To give
+        them both roles takes no time, and a doubt is enough for it.
+        """
+        if not seen.able:
+            return True
+        assert self._plan is not None
+        if self._short_at is None:
+            self._short_at = now_s
+        was_apart = self._plan.apart and seen.both < seen.able
+        sureness = self.rules.caution if was_apart else self.rules.sureness
+        if not self._suffice_apart(seen, sureness):
+            self._short_at = now_s
+            self._was_doubted |= was_apart
+            return False
+        calm_s = self.rules.hold_s * (_AGAIN if self._was_doubted else 1)
+        return was_apart or now_s - self._short_at > calm_s
+
+    def _suffice_apart(self, seen: Observation, deviations: float) -> bool:
+        least = Counts(self.rules.least_prefill, self.rules.least_decode)
+        for lengths, span_s in itertools.product(seen.lengths, self.rules.demand_s):
+            high = self._demand(seen, lengths, span_s, deviations)
+            found = need(high, seen.speed, self.targets)
+            least = Counts(max(least.prefill, found.prefill), max(least.decode, found.decode))
+            if least.total > seen.prefill + seen.decode:
+                return False
+        return True
 
     def _count(self, seen: Observation) -> None:
         self._counts.append((seen.time_s, seen.requests))
@@ -279,9 +329,14 @@ class ModelPlanner:
             text = f"{seen.ordered} are ordered, and this planner has ordered {seen.own_order}"
             return Alarm(name="foreign_edit", text=text)
         before, now = self._seen, Counts(seen.prefill, seen.decode)
+        if seen.able:
+            # Roles are this planner's own, and end with their leases: the sum is what counts.
+            before, now = Counts(0, before.total), Counts(0, now.total)
         while len(self._wanted) > 1 and now_s - self._wanted[1][0] > self.rules.effect_s:
             self._wanted.popleft()
         wanted = Counts(*map(max, zip(*(one for _, one in self._wanted), strict=True)))
+        if seen.able:
+            wanted = Counts(0, max(one.total for _, one in self._wanted))
         if now.prefill <= max(before.prefill, wanted.prefill) and (
             now.decode <= max(before.decode, wanted.decode)
         ):
@@ -293,7 +348,12 @@ class ModelPlanner:
         """Numbers have neither been there nor come nearer for long, however wishes changed."""
         plan, before = self._plan, self._seen
         assert plan is not None
-        if _distance(seen, plan) == 0 or _distance(seen, plan) < _distance(before, plan):
+        is_enough = not plan.apart and seen.prefill + seen.decode == plan.total
+        if (
+            is_enough
+            or _distance(seen, plan) == 0
+            or _distance(seen, plan) < _distance(before, plan)
+        ):
             self._effective_at = now_s
             return []
         if now_s - self._effective_at <= self.rules.effect_s:
@@ -308,7 +368,8 @@ class ModelPlanner:
     def _take(self, now_s: float, prefill: int, decode: int, why: str) -> None:
         if self._plan is None:
             self._effective_at = now_s
-        self._plan = Plan(prefill=prefill, decode=decode, why=why)
+        apart = self._plan is None or self._plan.apart
+        self._plan = Plan(prefill=prefill, decode=decode, why=why, apart=apart)
         self._wanted.append((now_s, Counts(prefill, decode)))
 
     def _alarmed(self, name: AlarmName, text: str, seen: Observation | None) -> Plan:

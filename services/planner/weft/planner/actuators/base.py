@@ -33,9 +33,11 @@ class Actuator(Protocol):
         """
         ...
 
-    async def order(self, model: str, wanted: Counts, workers: Members) -> str:
+    async def order(
+        self, model: str, wanted: Counts, workers: Members, *, apart: bool = True
+    ) -> str:
         """Orders numbers of workers. It is called again and again with the same numbers, and only
-        by the planner that may act.
+        by the planner that may act. Without `apart`, workers that can have both roles keep both.
 
         Returns what it has changed, in words for operators; empty: nothing.
         """

@@ -96,7 +96,9 @@ class KubernetesActuator:
             counts[target.role] = (await self._read(target)).spec.replicas
         return Counts(**counts) if targets else None
 
-    async def order(self, model: str, wanted: Counts, workers: Members) -> str:
+    async def order(
+        self, model: str, wanted: Counts, workers: Members, *, apart: bool = True
+    ) -> str:
         steps = []
         for target in self._targets_of(model):
             scale = await self._read(target)

@@ -50,7 +50,9 @@ class ProcessActuator:
         prefill = min(sum(one.role in PREFILLS for one in workers.values()), total - 1)
         return Counts(prefill, total - prefill)
 
-    async def order(self, model: str, wanted: Counts, workers: Members) -> str:
+    async def order(
+        self, model: str, wanted: Counts, workers: Members, *, apart: bool = True
+    ) -> str:
         known = await self._show(model)
         if known is None:
             raise ConfigError(

@@ -31,10 +31,12 @@ class RoleActuator:
         """None: a role belongs to its worker, and ends with it or with its lease."""
         return None
 
-    async def order(self, model: str, wanted: Counts, workers: Members) -> str:
+    async def order(
+        self, model: str, wanted: Counts, workers: Members, *, apart: bool = True
+    ) -> str:
         done: list[str] = []
         failed: list[str] = []
-        for order in role_orders(workers.values(), wanted):
+        for order in role_orders(workers.values(), wanted if apart else None):
             try:
                 before = await self._calls.set_role(order.member_id, order.role, self._lease_s)
             except WeftError as error:
@@ -50,15 +52,17 @@ class RoleActuator:
         pass
 
 
-def role_orders(members: Iterable[mesh_pb2.MeshMember], wanted: Counts) -> list[RoleOrder]:
+def role_orders(members: Iterable[mesh_pb2.MeshMember], wanted: Counts | None) -> list[RoleOrder]:
     """The roles that workers of both should have, those first that change. The idlest change, and
     all are told, since each order renews a lease. With fewer workers than wanted, both roles lack
-    alike, and one always decodes.
+    alike, and one always decodes. None: all have both roles.
     """
     known = list(members)
     able = [one for one in known if one.HasField("role_state") and one.healthy]
     if not able:
         return []
+    if wanted is None:
+        return [RoleOrder(one.member_id, "both") for one in able]
     fixed = [one for one in known if not one.HasField("role_state")]
     fixed_prefill = sum(one.role in PREFILLS for one in fixed)
     fixed_decode = sum(one.role in DECODES for one in fixed)
