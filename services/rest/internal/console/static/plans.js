@@ -9,8 +9,9 @@ const numbers = (prefill, decode) => `${prefill ?? 0} prefill, ${decode ?? 0} de
 export function makePlans() {
   const body = h("tbody");
   const heads = COLUMNS.map((name) => h("th", { scope: "col" }, name));
-  const panel = h("section", { class: "panel scroll", "aria-label": "Plans", hidden: true },
-    h("h2", {}, "Plans"), h("table", {}, h("thead", {}, h("tr", {}, heads)), body));
+  const table = h("table", {}, h("thead", {}, h("tr", {}, heads)), body);
+  const panel = h("section", { class: "panel", "aria-label": "Plans", hidden: true },
+    h("h2", {}, "Plans"), h("div", { class: "scroll" }, table));
   panel.show = (plans) => {
     panel.hidden = !plans.length;
     reconcile(body, plans, (plan) => `${plan.planner_id} ${plan.model}`,
