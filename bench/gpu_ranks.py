@@ -2,6 +2,7 @@
 
     python bench/gpu_ranks.py --only sums [--ranks 2 4]
     python bench/gpu_ranks.py --only engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts]
+    python bench/gpu_ranks.py --only engine --model llama-3.1-8b --cp 2 --batches
 
 Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
 time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s (H200:
@@ -85,6 +86,9 @@ harness = Harness(__file__, __doc__)
 harness.flag("--model", choices=[*MODELS, *LARGE_MODELS], default="llama-3.1-8b")
 harness.flag("--tp", type=int, default=1)
 harness.flag("--ep", type=int, default=1)
+harness.flag("--pp", type=int, default=1)
+harness.flag("--cp", type=int, default=1)
+harness.flag("--lengths", nargs="*", type=int, default=[2048, 8192], help="of lone prompts")
 harness.flag("--batches", nargs="*", type=int, default=[1, 64, 256])
 harness.flag("--long", type=int, default=0, help="requests of a step of long ones")
 harness.flag("--parts", action="store_true", help="also times by kind of kernel")
@@ -112,7 +116,7 @@ KINDS = {
 HOST_CALLS: dict[str, tuple[Any, str]] = {
     "graphs launched": (torch.cuda.CUDAGraph, "replay"),
     "frames made": (ranked, "encode_step"),
-    "pages told": (ranked.RankedExecutor, "_new_pages"),
+    "pages told": (ranked.SentPages, "take"),
     "frames posted": (SharedGroup, "post"),
 }
 """Calls of a step on the host by what they do: where each is looked up."""
@@ -162,7 +166,7 @@ def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
 
 def pages_of(case: Options) -> int:
     """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
-    prompts = case.prompts * 4_096 // 16
+    prompts = max(case.prompts * 4_096, *case.lengths, 0) // 16
     rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
     long = case.long * (LONG_TOKENS + long_new_tokens(case.long)) // 16
     pages = 640 + max(prompts, rows, long) // 16 * 16
@@ -180,9 +184,10 @@ def long_new_tokens(requests: int) -> int:
 def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
     """Measures one model on some GPUs."""
     case, name = run.options, run.options.model
-    tp, ep = case.tp, case.ep
+    ranks = {"tp": case.tp, "ep": case.ep, "pp": case.pp, "cp": case.cp}
+    cards = case.tp * case.pp * case.cp
     began = time.perf_counter()
-    run.keep(model=name, tp=tp, ep=ep, quantization=case.quantization)
+    run.keep(model=name, **ranks, quantization=case.quantization)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_config(Path(folder), name, **changed)
         config = ModelConfig.load(model_dir)
@@ -190,13 +195,13 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
             **GPU_SETTINGS,
             "device": case.device,
             "num_pages": pages_of(case),
-            "max_context_tokens": 8_448,
+            "max_context_tokens": max(8_192, *case.lengths) + 256,
             "max_running_requests": max(64, case.long, *case.batches),
             "rank_timeout_s": 60.0,
             "quantization": case.quantization,
         }
         sizes = weight_bytes(config, case.quantization)
-        with LLM(model_dir, **settings, tp=tp, ep=ep) as llm:
+        with LLM(model_dir, **settings, **ranks) as llm:
             gc.collect()
             gc.freeze()
             free = torch.cuda.mem_get_info()[0] / 2**30
@@ -205,7 +210,7 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
                 gate.wait()
             measuring = time.perf_counter()
             card = H200 if "H200" in torch.cuda.get_device_name() else CARD
-            rates = Rates(card.bytes_per_s * tp, card.flop_per_s * tp)
+            rates = Rates(card.bytes_per_s * cards, card.flop_per_s * cards)
             for batch in case.batches:
                 figures = decode(llm, config, batch, PROMPT_TOKENS, rates, sizes, case.quick)
                 if case.quick:
@@ -259,7 +264,7 @@ def prompts(run: Run, llm: LLM, config: ModelConfig, rates: Rates) -> float | No
         for batch, length in ((1, 2048), (1, 8192), (2, 4096)):
             run_batch(llm, batch, length, 2)
         return None
-    for length in (2048, 8192):
+    for length in run.options.lengths:
         times = [run_batch(llm, 1, length, 2).first_token_s for _ in range(4)]
         found, roof = spread(times[1:], 1e3), prompt_work(config, [length]).seconds(rates)
         share = 1e3 * roof / found.median
@@ -284,7 +289,8 @@ def long_answers(
     row = decode(llm, config, count, LONG_TOKENS, rates, sizes, False, long_new_tokens(count))
     answer_s = ANSWER_TOKENS * row["step_ms"] / 1e3 / count
     prompt_s = ANSWER_TOKENS / prompt_rate if prompt_rate else 0.0
-    rate = ANSWER_TOKENS / (answer_s + prompt_s) / run.options.tp
+    cards = run.options.tp * run.options.pp * run.options.cp
+    rate = ANSWER_TOKENS / (answer_s + prompt_s) / cards
     run.row(row, table="1,024 tokens in and out", requests=count, tok_s_card=rate)
 
 

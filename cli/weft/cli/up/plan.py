@@ -35,7 +35,7 @@ _DISCOVERY_S = 0.5
 """Time between two looks of a gateway at the workers that `weft up` lists."""
 _STEMS = {"both": "worker"}
 """What the names of workers begin with, where it is not their role."""
-_KEEPERS = frozenset(("draft-width", "tp", "pp", "window-pages", "config"))
+_KEEPERS = frozenset(("draft-width", "tp", "pp", "cp", "window-pages", "config"))
 """Flags of workers with which they may keep all pages of layers with sliding windows."""
 
 

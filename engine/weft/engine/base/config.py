@@ -102,6 +102,13 @@ class EngineConfig(PageConfig):
         ge=1,
         le=64,
     )
+    cp: int = setting(
+        "ranks of the engine, processes that each hold all weights and divide the tokens of long "
+        "prompts: context parallelism, for prefill workers",
+        1,
+        ge=1,
+        le=64,
+    )
     hosts: int = setting(
         "hosts of the engine, with one stage on each: as many as pp",
         1,
@@ -613,10 +620,16 @@ class EngineConfig(PageConfig):
         of_all = [
             ("hosts", self.hosts in (1, self.pp), f"1, or as many as pp = {self.pp}"),
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
-            ("device", devices in (1, self.tp), f"one device, or one for each of tp = {self.tp}"),
+            (
+                "device",
+                devices in (1, self.num_ranks),
+                f"one device, or {self.num_ranks}, one a rank",
+            ),
         ]
         if self.pp > 1:
             of_all += self._relations_of_stages()
+        if self.cp > 1:
+            of_all += self._relations_of_context()
         if self.tp == 1:
             return [*of_all, ("check_ranks", not self.check_ranks, "off with tp = 1")]
         return [
@@ -664,16 +677,37 @@ class EngineConfig(PageConfig):
             ("hosts", not (is_divided and self.enable_lora), "1 with adapters"),
         ]
 
+    def _relations_of_context(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("cp", self.tp == self.pp == 1, "1 with tp or pp"),
+            ("cp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
+            ("cp", self.drafter == "none" and not self.has_head, "1 with drafts"),
+            (
+                "cp",
+                not (self.enable_lora and (self.is_on_gpu or self.lora_whole_matrices)),
+                "1 with lora_whole_matrices, or with adapters on GPUs",
+            ),
+            (
+                "cp",
+                not (self.is_on_gpu and self.moves_pages)
+                or (self.role == "prefill" and not (self.has_tiers or self.has_store)),
+                "1 on GPUs of workers whose pages others fill: take prefill workers without tiers "
+                "and KV store",
+            ),
+        ]
+
     @property
     def num_ranks(self) -> int:
         """Processes that run the steps."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
 
     def _relations_of_bindings(self) -> list[tuple[str, bool, str]]:
         nodes, cores, nics = self.numa_bind_nodes, self.numa_bind_cpus, self.nics
         is_named = bool(nodes or cores)
         divided = " x ".join(
-            f"{name} = {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1
+            f"{name} = {size}"
+            for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
+            if size > 1
         )
         lists = {
             "numa_bind_nodes": nodes.split(","),

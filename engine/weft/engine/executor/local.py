@@ -71,7 +71,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.model.refit import Refit
-from weft.engine.model.step import AlignedRows, Step
+from weft.engine.model.step import AlignedRows, Gather, Step
 from weft.engine.model.weights.packed import PackedTensors
 from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
@@ -112,6 +112,8 @@ class RankPool(NamedTuple):
     """Pages over all ranks, mapped by rank 0, where each rank allocates a separate pool."""
     memory: torch.Tensor | None = None
     """[num_pages, bytes of a page] uint8, where pages have more than `whole`; None: they do not."""
+    of_ranks: Sequence[torch.Tensor] = ()
+    """The pools of all ranks, where each has all pages and all map them."""
 
 
 class LocalExecutor:
@@ -183,6 +185,8 @@ class LocalExecutor:
         self._model = model
         self._peers = peers
         self._has_logits = has_logits and model.config.head == "tokens"
+        self.gather: Gather | None = None
+        """For steps whose rows ranks divide; None: there are none."""
         self.media = media
         self.rotations: SlotRotations | None = None
         """None: rotations are by tokens' positions alone."""
@@ -205,7 +209,7 @@ class LocalExecutor:
                 _new_pool(layout, group, count, device).whole
                 for group, count in enumerate(window_pages, 1)
             ]
-        self.pool, self._own_pool, pages, memory = pool
+        self.pool, self._own_pool, pages, memory, _ = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
         self._page_rows = _rows(self.pool) if memory is None else memory
         self.device_pages = pages or DevicePages.of(self._page_rows)
@@ -475,7 +479,8 @@ class LocalExecutor:
         """
         with torch.inference_mode():
             bucket = None
-            if self.graphs is not None and not (step is not None and step.has_media):
+            is_usual = step is None or not (step.has_media or step.is_divided)
+            if self.graphs is not None and is_usual:
                 bucket = self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
                 return self.graphs.forward(arrays, bucket), bucket
@@ -488,6 +493,8 @@ class LocalExecutor:
             batch.inserted = self.media.of(step.inserted)
             if step.inserted.ends is not None:
                 self._set_key_ends(batch, batch.inserted.rows, step.inserted.ends)
+        if step is not None and step.is_divided:
+            batch.gather = self.gather
         if self.rotations is not None:
             self.rotations.turn(batch, None if step is None else step.turned)
         return batch

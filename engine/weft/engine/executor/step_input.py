@@ -157,6 +157,9 @@ class StepInput:
     turned: TurnedRows | None = None
     """Rows whose rotations do not follow from position and slot; None: there are none."""
 
+    is_divided: bool = False
+    """Whether these are a rank's rows of a step that ranks divide by rows."""
+
     @property
     def has_media(self) -> bool:
         """Whether some rows come from media or are among them, for which no step is captured."""

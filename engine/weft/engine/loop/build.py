@@ -45,12 +45,15 @@ from weft.engine.executor.memory_plan import (
     time_token,
 )
 from weft.engine.executor.peer_weights import peer_weights
+from weft.engine.executor.ranks.context import ContextExecutor
 from weft.engine.executor.ranks.hosts import HostRanks
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import RankedExecutor
 from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
+    context_peers_of,
+    gather_of,
     has_companions,
     media_of,
     num_slot_rows,
@@ -192,6 +195,7 @@ def _load_parts(
     progress: Progress,
 ) -> EngineComponents:
     peers = None if ranks is None else peers_of(ranks, config, device)
+    context = None if ranks is None else context_peers_of(ranks, config, device)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         models = _load_models(config, model, device, ranks, peers, progress)
@@ -214,17 +218,23 @@ def _load_parts(
     shards: list[str] = []
     if isinstance(ranks, Ranks) and peers is not None:
         shards = [describe_shards(loaded.config, ranks.pids[: config.tp], config.ep, peers.sums)]
+    if isinstance(ranks, Ranks) and config.cp > 1:
+        pids = ", ".join(map(str, ranks.pids))
+        shards = [f"context parallel: {config.cp} ranks (processes {pids}) divide long prompts"]
     if ranks is not None and config.pp > 1:
         shards += [describe_stages(loaded.config, config.pp, ranks.places, config.tp)]
     pool_tokens = (pools.num_pages - 1) * config.page_size
     max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
-        config, models, pools, max_tokens, device, lora, shared, peers, progress, media, sleep
+        *(config, models, pools, max_tokens, device, lora, shared, peers, context),
+        *(progress, media, sleep),
     )
-    ranked: RankedExecutor | StagedExecutor | None = None
+    ranked: RankedExecutor | StagedExecutor | ContextExecutor | None = None
     if ranks is not None and config.pp > 1:
         ranked = StagedExecutor(executor, ranks, config.pp)
+    elif ranks is not None and config.cp > 1:
+        ranked = ContextExecutor(executor, ranks, context)
     elif ranks is not None:
         ranked = RankedExecutor(executor, ranks, _device_peers(peers))
     progress(0, 0, "timing steps")
@@ -419,13 +429,14 @@ def _make_executor(
     lora: LoraPool | None,
     shared: SharedMemory | None,
     peers: SharedGroup | DevicePeers | None,
+    context: DevicePeers | None,
     progress: Progress,
     media: MediaEmbeddings | None,
     sleep: SleepMemory,
 ) -> LocalExecutor:
     layout, pool, blocks = models.layout, None, None
     if shared is not None:
-        layout, pool = pool_of(config, shared, layout, pools.num_pages)
+        layout, pool = pool_of(config, shared, layout, pools.num_pages, context)
         blocks = blocks_of(config, shared, layout, pools.num_blocks)
     executor = LocalExecutor(
         models.loaded.model,
@@ -459,6 +470,7 @@ def _make_executor(
         sleep=sleep,
     )
     if shared is not None:
+        executor.gather = gather_of(config, shared.others, context, pool)
         shared.others.agree("pool")
     return executor
 

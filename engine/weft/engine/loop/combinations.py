@@ -55,6 +55,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     check_ranks(folder, model, config.task, config.quantization, config.tp, config.ep)
     has_images, has_hosts = config.has_tower(model), config.hosts > 1
     check_stages(folder, model, config.task, config.pp, has_images=has_images, has_hosts=has_hosts)
+    if config.cp > 1:
+        _check_context(config, model)
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
     _check_pages_of_ranks(config, model)
@@ -69,6 +71,28 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if config.deterministic:
         _check_determinism(config, model, pooling, dtype)
     return model
+
+
+def _check_context(config: EngineConfig, model: ModelConfig) -> None:
+    parts = model.decoder
+    planes = [plane for _, planes in model.page_planes for plane in planes]
+    reasons = (
+        (
+            isinstance(model, TransformersConfig),
+            "transformers' code, which is not divided, runs it",
+        ),
+        (
+            parts is not None and bool(parts.recurrent_layers),
+            "recurrent layers pass a state from token to token; take pp, which divides the layers",
+        ),
+        (config.has_tower(model) or model.attends_to_clips, "its prompts bring media"),
+        (config.is_on_gpu and len(planes) > 1, "its layers have heads of several shapes"),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            raise ConfigError(
+                f"cp = {config.cp}: must be 1 for {model.architecture}: {reason}", param="cp"
+            )
 
 
 def _check_transformers(config: EngineConfig, model: TransformersConfig) -> None:

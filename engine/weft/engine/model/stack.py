@@ -41,6 +41,7 @@ class Run:
             self._dense is None
             or not self._dense.fits(pool)
             or step.turns is not None
+            or step.gather is not None
             or (peers is not None and peers.device_type != "cpu")
         ):
             return self.by_operation(stream, step, pool)
@@ -58,7 +59,10 @@ class Run:
             stream.enter(layer.number)
             x = layer.begin(stream)
             step = layer.mixer.prepare(step, rows, pool)
-            layer.finish(stream, layer.mixer.write(x, step, pool), step, pool)
+            query = layer.mixer.write(x, step, pool)
+            if step.gather is not None and layer.mixer.has_own_kv:
+                step.gather(layer.mixer, step, pool)
+            layer.finish(stream, query, step, pool)
         return step
 
 
@@ -208,6 +212,8 @@ class Stack:
         stream = Stream(run_all(self._before_last, hidden, step, pool, taps, peers), taps, peers)
         stream.enter(last.number)
         query = last.mixer.write(last.begin(stream), step, pool)
+        if step.gather is not None:
+            step.gather(last.mixer, step, pool)
         if rows.shape[0] == 0:
             return hidden.new_empty((0, self.embed_tokens.shape[1]))
         query, stream, wanted = query.of_rows(rows), stream.of_rows(rows), step.one_row_requests()

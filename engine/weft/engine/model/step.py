@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from weft.engine.model.state_step import StateStep
@@ -45,6 +45,16 @@ class RouteMemory(NamedTuple):
     """As `RouteRecord.routes`."""
     layers: Mapping[int, int]
     """Index in `routes` of each layer with experts, by the layer's number."""
+
+
+class Gather(Protocol):
+    """Where ranks divide a step's rows."""
+
+    def __call__(self, mixer: Any, step: Step, pool: torch.Tensor) -> None:
+        """Makes what `mixer` has written for this rank's rows known to all ranks, and waits for
+        that of theirs.
+        """
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,6 +113,9 @@ class Step:
         if self.routes is None or (index := self.routes.layers.get(layer)) is None:
             return None
         return RouteRecord(self.routes.routes, self.groups[0].places, index)
+
+    gather: Gather | None = None
+    """Called between a layer's `write` and its `attend`; None: this process has all rows."""
 
     def added(self, group: Group, layer: int) -> LoraAddition | None:
         """The step's addition to a product of a layer (LoRA), or None."""

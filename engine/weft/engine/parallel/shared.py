@@ -184,6 +184,11 @@ class SharedGroup:
         self.check(status)
         return out
 
+    def meet(self) -> None:
+        """Waits until all ranks have come to this call. Raises as `add_sum` does."""
+        nothing = torch.zeros(1)
+        self.add_sum(nothing, nothing)
+
     def native(self) -> cpu.PeersStruct:
         return self._struct
 

@@ -13,7 +13,9 @@ import logging
 import signal
 import socket
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,7 +38,8 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     time_token,
 )
-from weft.engine.executor.port import Logits
+from weft.engine.executor.port import Launched, Logits
+from weft.engine.executor.ranks.context import launch_share
 from weft.engine.executor.ranks.frames import (
     Barrier,
     DraftOrder,
@@ -51,6 +54,8 @@ from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
 from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
+    context_peers_of,
+    gather_of,
     load_share,
     media_of,
     peers_of,
@@ -149,6 +154,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     torch.set_num_threads(config.num_threads)
     device = find_device(config)
     peers = peers_of(others, config, device)
+    context = context_peers_of(others, config, device)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         loaded, drafted = load_share(config, others, peers)
@@ -182,7 +188,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
-    own, pool = pool_of(config, shared, layout, num_pages)
+    own, pool = pool_of(config, shared, layout, num_pages, context)
     media = media_of(config, loaded, layout, device, peers)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
@@ -210,6 +216,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         packed=loaded.packed,
         sleep=sleep,
     )
+    executor.gather = gather_of(config, others, context, pool)
     executor.refits.tell = executor.sleeper.tell = others.tell
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
@@ -228,7 +235,10 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
 
 
 def follow(
-    executor: LocalExecutor, drafting: Drafting | None, group: SharedGroup | HostGroup
+    executor: LocalExecutor,
+    drafting: Drafting | None,
+    group: SharedGroup | HostGroup,
+    launch: Callable[[StepInput], Launched | None],
 ) -> None:
     """Runs the frames that rank 0 sends, until the group ends, which raises RanksLost."""
     logits: Logits | None = None
@@ -241,7 +251,8 @@ def follow(
                 if draft_limits is not None:
                     assert drafting is not None
                     step.drafts = drafting.later(step, draft_limits)
-                logits = executor.launch(step).logits
+                launched = launch(step)
+                logits = None if launched is None else launched.logits
             case DraftOrder(lasts, counts, pages):
                 assert drafting is not None
                 pages.enter(executor.page_table)
@@ -270,7 +281,10 @@ def take_part(config: EngineConfig, others: FollowerGroup) -> None:
     others.agree("ready")
     # Rank 0 has half this limit, so that it times out first and reports the error.
     others.group.limit(2 * config.rank_timeout_s)
-    follow(executor, drafting, others.group)
+    launch: Callable[[StepInput], Launched | None] = executor.launch
+    if config.cp > 1:
+        launch = partial(launch_share, executor, rank=others.rank, size=others.size)
+    follow(executor, drafting, others.group, launch)
 
 
 def follow_host(config: EngineConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.peer_weights import peer_weights
+from weft.engine.executor.ranks.context import DeviceGather, HostGather
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
 from weft.engine.model.heads.drafted import DraftedModel
@@ -207,13 +208,31 @@ def peers_of(
         return _stage_group(others, others.group, config)
     if device.type == "cpu":
         return others.group
+    return _device_peers(others, others.group, config, device)
+
+
+def context_peers_of(
+    others: RankGroup, config: EngineConfig, device: torch.device
+) -> DevicePeers | None:
+    """Where the GPUs of ranks that divide prompts meet; None: there are none. Raises ConfigError if
+    the GPUs cannot map each other's memory.
+    """
+    if config.cp == 1 or device.type == "cpu":
+        return None
+    assert isinstance(others.group, SharedGroup), "ranks of one host divide prompts"
+    return _device_peers(others, others.group, config, device)
+
+
+def _device_peers(
+    others: RankGroup, group: SharedGroup, config: EngineConfig, device: torch.device
+) -> DevicePeers:
     from weft.engine.parallel.device_peers import DevicePeers, join
 
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     sizes = model.hidden_size, dtype, model.num_embeddings
     ranks = join(others.rank, others.size, others.store_path)
-    peers = DevicePeers(others.group, device, ranks, *sizes, others.agree)
+    peers = DevicePeers(group, device, ranks, *sizes, others.agree)
     others.agree("peers")
     return peers
 
@@ -227,18 +246,43 @@ def _stage_group(others: RankGroup, group: SharedGroup, config: EngineConfig) ->
     return SharedGroup(part, shard, config.tp, limit_s, is_checked=is_checked, whole=group)
 
 
+def gather_of(
+    config: EngineConfig,
+    others: RankGroup,
+    context: DevicePeers | None,
+    pool: RankPool | None,
+) -> HostGather | DeviceGather | None:
+    """How ranks that divide prompts exchange K and V; None: there are none."""
+    if config.cp == 1:
+        return None
+    if context is None:
+        assert isinstance(others.group, SharedGroup), "ranks of one host divide prompts"
+        return HostGather(others.group)
+    assert pool is not None
+    return DeviceGather(context, pool.of_ranks)
+
+
 def pool_of(
-    config: EngineConfig, shared: SharedMemory, layout: CacheLayout, num_pages: int
+    config: EngineConfig,
+    shared: SharedMemory,
+    layout: CacheLayout,
+    num_pages: int,
+    context: DevicePeers | None = None,
 ) -> tuple[CacheLayout, RankPool | None]:
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
     On a CPU all ranks of a host share one pool, in which each has its heads or layers of every
     page. On GPUs each rank has a separate pool, and rank 0 maps the pools of all ranks if pages
     leave the GPUs. So code that moves whole pages need not know of ranks. Ranks of several hosts
-    have a pool each. Raises ConfigError if the pool does not fit,
-    or pages cannot leave these GPUs.
+    have a pool each, and so have GPUs that divide prompts (`context`).
+    Raises ConfigError if the pool does not fit, or pages cannot leave these GPUs.
     """
     others = shared.others
+    if context is not None:
+        pools = _mapped(context.memory, layout, num_pages)
+        others.agree("memory")
+        mine = pools[context.rank]
+        return layout, RankPool(mine, mine, of_ranks=pools)
     if config.hosts > 1:
         return layout, None
     if config.is_on_gpu and not config.moves_pages:
@@ -258,13 +302,7 @@ def _mapped_pool(
 ) -> tuple[CacheLayout, RankPool]:
     size, plane = shared.size, layout.plane
     own = layout_of_rank(layout, size)
-    dtype = dtype_of(plane)
-    try:
-        memory = shared.memory(num_pages * own.page_bytes)
-    except RuntimeError as error:
-        wanted = num_pages * own.page_bytes
-        raise ConfigError(f"a KV pool of {wanted:,} bytes does not fit: {error}") from error
-    pools = [flat.view(dtype).view(own.pool_shape(num_pages)) for flat in memory]
+    pools = _mapped(shared.memory, own, num_pages)
     heads = [kv_heads_of(plane.heads, rank, size).start for rank in range(size)]
     head_bytes = layout.page_bytes // plane.heads
     parts = [
@@ -273,6 +311,18 @@ def _mapped_pool(
     ]
     mine = pools[shared.rank]
     return own, RankPool(mine, mine, DevicePages(parts))
+
+
+def _mapped(
+    memory: Callable[[int], Sequence[torch.Tensor]], layout: CacheLayout, num_pages: int
+) -> list[torch.Tensor]:
+    """The pools of all ranks. Raises ConfigError."""
+    num_bytes, shape = num_pages * layout.page_bytes, layout.pool_shape(num_pages)
+    try:
+        flats = memory(num_bytes)
+    except RuntimeError as error:
+        raise ConfigError(f"a KV pool of {num_bytes:,} bytes does not fit: {error}") from error
+    return [flat.view(dtype_of(layout.plane)).view(shape) for flat in flats]
 
 
 def blocks_of(

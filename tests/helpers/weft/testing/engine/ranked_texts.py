@@ -9,6 +9,7 @@ Settings, prompts and folders of adapters are JSON, as are the results on standa
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -144,7 +145,8 @@ def ranked(
 ) -> dict[str, Any]:
     """Starts the process; its results."""
     if "device" not in settings:
-        settings["device"] = gpus_of_ranks(settings.get("tp", 1))
+        sizes = (settings.get(name, 1) for name in ("tp", "pp", "cp"))
+        settings["device"] = gpus_of_ranks(math.prod(sizes))
     command = [sys.executable, "-m", __name__, what, str(folder)]
     command += [json.dumps(settings, default=str), json.dumps(prompts)]
     command += [json.dumps([str(path) for path in adapters])]

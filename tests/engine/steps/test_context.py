@@ -1,0 +1,232 @@
+"""Prefill workers whose ranks divide prompts fill the pages that one process fills."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ConfigError, RanksLost
+from weft.engine.base.config import EngineConfig
+from weft.engine.executor.ranks.context import LEAST_ROWS, is_divided, share_of
+from weft.engine.executor.step_input import StepInput
+from weft.engine.loop.combinations import check_combination
+from weft.engine.loop.engine import Engine
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.fp8_models import fp8_copy
+from weft.testing.models.lora_reference import PeftModels, load
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.reference_models import make_reference
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE = 8
+FULL = pytest.mark.full
+
+
+def turn_on_and_on(engine: Engine) -> None:
+    deadline = time.monotonic() + 120.0
+    while time.monotonic() < deadline:
+        engine.turn()
+
+
+class Divided:
+    """A decode worker and a prefill worker with ranks."""
+
+    def __init__(self, folder: Path, cp: int, **settings: Any) -> None:
+        one = {"num_threads": 1} | settings
+        clock = ManualClock()
+        own = {"worker_id": "p0", "prefill_chunk_tokens": 128, "max_step_tokens": 256}
+        self.filler = make_engine(folder, "prefill", clock, cp=cp, **own, **one)
+        self.pair = EnginePair(make_engine(folder, "decode", clock, **one), [self.filler], clock)
+        self.rows = list[int]()
+        """Rows of rank 0 in each divided step."""
+        local = self.filler.parts.local
+        launch = local.launch
+
+        def note(step: StepInput) -> Any:
+            if step.is_divided:
+                self.rows.append(step.num_rows)
+            return launch(step)
+
+        local.launch = note  # type: ignore[method-assign]
+
+    def check(self, prompt: Sequence[int], **asked: Any) -> None:
+        """The text after a shipped prompt is the decode worker's own."""
+        pair = self.pair
+        (alone,) = pair.finish(pair.submit(list(prompt), candidates=[], **asked))
+        pair.owner.memory.flush_cache()
+        request_id = pair.submit(list(prompt), **asked)
+        assert pair.finish(request_id) == [alone]
+        (fill,) = pair.answers[request_id].finished[0].timeline.fills
+        assert fill.failure == ""
+        assert fill.accepted_tokens >= (len(prompt) - 1) // PAGE * PAGE
+
+
+def random_prompt(length: int, vocab: int = 250) -> list[int]:
+    return [random.randrange(3, vocab) for _ in range(length)]
+
+
+def check_model(folder: Path, cp: int, vocab: int = 250, **settings: Any) -> None:
+    workers = Divided(folder, cp, **settings)
+    try:
+        prompt = random_prompt(random.randint(290, 400), vocab)
+        workers.check(prompt)
+        workers.check(prompt[:200] + random_prompt(150, vocab))  # After a prefix hit.
+        workers.check(random_prompt(20, vocab))  # Too short to be divided.
+        assert len(workers.rows) >= 2
+        assert max(workers.rows) <= -(-256 // cp) + LEAST_ROWS
+        workers.pair.settle()
+    finally:
+        workers.pair.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cp"),
+    [("llama", 2), *(pytest.param(*one, marks=FULL) for one in [("mistral", 3), ("qwen3_moe", 2)])],
+)
+def test_shipped_prompts_have_the_text_of_one_process(
+    kind: str, cp: int, tmp_path: Path, seed: int
+) -> None:
+    check_model(make_tiny(kind, tmp_path, seed), cp)
+
+
+@FULL
+@pytest.mark.parametrize("name", [*FAMILIES, *MOE_FAMILIES])
+def test_prompts_of_other_families_have_the_text_of_one_process(
+    name: str, tmp_path: Path, seed: int
+) -> None:
+    """With latents, windows, experts and heads of several shapes."""
+    folder = tmp_path / "model"
+    if name in FAMILIES:
+        make_family(name, folder, seed)
+    else:
+        kind, fields = MOE_FAMILIES[name]
+        make_reference(kind, folder, seed, **fields)
+    settings = {"language_model_only": True}
+    try:
+        check_combination(EngineConfig(model_dir=folder, role="prefill", cp=2, **settings))
+    except ConfigError as error:
+        pytest.skip(f"not divided: {error}")
+    most = ModelConfig.load(folder).max_position_embeddings
+    if most < 450:
+        pytest.skip(f"prompts of {most} tokens are not long")
+    check_model(folder, 2, **settings)
+
+
+@FULL
+@pytest.mark.parametrize("form", ["fp8", "int8", "8-bit KV"])
+def test_prompts_of_quantised_models(form: str, tmp_path: Path, seed: int) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 128}
+    folder = make_tiny("llama", tmp_path / "model", seed, **sizes)
+    if form == "fp8":
+        check_model(fp8_copy(folder, tmp_path / "fp8", "blocks")[0], 2)
+    elif form == "int8":
+        check_model(folder, 2, quantization="int8")
+    else:
+        check_model(folder, 2, kv_dtype="int8")
+
+
+@FULL
+def test_prompts_with_adapters(tmp_path: Path, seed: int) -> None:
+    folder = make_tiny("llama", tmp_path / "model", seed)
+    models = PeftModels(folder, tmp_path)
+    models.add(seed, r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    workers = Divided(folder, 2, enable_lora=True, max_loras=2, lora_projections=names)
+    try:
+        (digest,) = models.digests
+        for engine in (workers.pair.owner, workers.filler):
+            load(engine, next(iter(models.directories.values())))
+        workers.check(random_prompt(300), adapter=digest)
+    finally:
+        workers.pair.close()
+
+
+def test_a_lost_rank_ends_the_worker(tmp_path: Path, seed: int) -> None:
+    folder, before = make_tiny("llama", tmp_path, seed), psutil.Process().children()
+    clock = ManualClock()
+    engine = make_engine(folder, "prefill", clock, cp=2, num_threads=1)
+    try:
+        (rank,) = [one for one in psutil.Process().children() if one not in before]
+        rank.kill()
+        with pytest.raises(RanksLost, match=r"rank 1.*signal 9"):
+            turn_on_and_on(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_have_all_rows_between_them_and_about_as_much_attention(size: int) -> None:
+    counts = np.array([1, random.randint(1, 20), random.randint(400, 900), 500], np.int64)
+    starts = np.array([random.randrange(1000) for _ in counts], np.int64)
+    tokens = np.arange(int(counts.sum()))
+    step = StepInput(
+        slots=np.arange(4),
+        starts=starts,
+        max_starts=starts,
+        counts=counts,
+        draws=np.array([1, 0, 1, 0]),
+        recomputed_rows=np.array([0, 0, 60, 0]),
+        tokens=tokens,
+    )
+    assert is_divided(step, size)
+    assert not is_divided(StepInput(**{**_fields(step), "counts": np.minimum(counts, 20)}), size)
+    found, attended = list[tuple[int, int, int]](), list[int]()
+    for rank in range(size):
+        share = share_of(step, rank, size)
+        assert share is not None
+        own = [
+            (slot, int(position))
+            for slot, start, count in zip(share.slots, share.starts, share.counts, strict=True)
+            for position in range(int(start), int(start + count))
+        ]
+        found += [(*row, int(token)) for row, token in zip(own, share.tokens, strict=True)]
+        if rank:
+            assert not share.draws.any()
+        else:
+            assert share.slots[share.draws > 0].tolist() == [0, 2]
+        long = [(slot, position) for slot, position in own if slot > 1]
+        attended.append(sum(position for _, position in long))
+    wanted = [
+        (slot, int(position))
+        for slot in range(4)
+        for position in range(int(starts[slot]), int(starts[slot] + counts[slot]))
+    ]
+    assert sorted(found) == [(*row, token) for row, token in zip(wanted, tokens, strict=True)]
+    assert max(attended) < 1.1 * min(attended)
+    recomputed = 0
+    for rank in range(size):
+        share = share_of(step, rank, size)
+        assert share is not None
+        recomputed += int(share.recomputed_rows.sum())
+    assert recomputed == 60
+
+
+def _fields(step: StepInput) -> dict[str, Any]:
+    names = ("slots", "starts", "max_starts", "counts", "draws", "recomputed_rows", "tokens")
+    return {name: getattr(step, name) for name in names}
+
+
+def test_what_ranks_do_not_divide_is_refused_with_its_reason(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "llama", 0)
+    clock = ManualClock()
+    with pytest.raises(ConfigError, match="1 with drafts"):
+        make_engine(folder, "decode", clock, cp=2, drafter="ngram")
+    with pytest.raises(ConfigError, match="take prefill workers without tiers"):
+        make_engine(folder, "decode", clock, cp=2, device="cuda")
+    with pytest.raises(ConfigError, match="1 with tp or pp"):
+        make_engine(folder, "prefill", clock, cp=2, tp=2)
+    hybrid = tmp_path / "hybrid"
+    make_family("nemotron_h", hybrid, 0)
+    with pytest.raises(ConfigError, match=r"recurrent layers pass a state.*take pp"):
+        make_engine(hybrid, "prefill", clock, cp=2)
