@@ -681,6 +681,11 @@ class EngineConfig(PageConfig):
         return [
             ("cp", self.tp == self.pp == 1, "1 with tp or pp"),
             ("cp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
+            (
+                "cp",
+                not (self.enable_return_routed_experts and self.is_on_gpu),
+                "1 on GPUs with enable_return_routed_experts",
+            ),
             ("cp", self.drafter == "none" and not self.has_head, "1 with drafts"),
             (
                 "cp",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -192,6 +192,11 @@ class StepInput:
         all rows.
         """
         return self.draft_limits is not None
+
+    def of_requests(self, requests: Sequence[int]) -> StepInput:
+        """A copy with the slots and adapters of these requests; all else is the caller's to set."""
+        adapters = None if self.adapters is None else self.adapters[requests]
+        return replace(self, slots=self.slots[requests], adapters=adapters)
 
     def row_adapters(self) -> Int32Array | None:
         """[T]: the adapter slot of each row."""

@@ -52,9 +52,9 @@ def share_of(step: StepInput, rank: int, size: int) -> StepInput | None:
     num_first = step.num_decodes + step.num_verified
     first_rows = int(step.counts[step.num_decodes : num_first].sum())
     first = slice(0, num_first if rank == 0 else 0)
-    pieces: list[tuple[int, int, int, int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     tokens: list[Int64Array] = [step.tokens[:first_rows] if rank == 0 else NO_NUMBERS]
-    adapters: list[int] = [] if step.adapters is None else step.adapters[first].tolist()
+    sources = list(range(first.stop))
     at = first_rows
     for index in range(num_first, len(step.slots)):
         start, count = int(step.starts[index]), int(step.counts[index])
@@ -63,19 +63,17 @@ def share_of(step: StepInput, rank: int, size: int) -> StepInput | None:
         for begin, end in _segments(count, rank, size):
             known = min(max(recomputed - begin, 0), end - begin)
             is_last = draws and end == count
-            pieces.append((int(step.slots[index]), start + begin, end - begin, is_last, known))
+            pieces.append((start + begin, end - begin, is_last, known))
             tokens.append(step.tokens[at + begin : at + end])
-            if step.adapters is not None:
-                adapters.append(int(step.adapters[index]))
+            sources.append(index)
         at += count
     if not pieces and not first.stop:
         return None
-    columns = np.array(pieces, np.int64).reshape(-1, 5)
-    slots, starts, counts, draws_of, recomputed_of = columns.T
+    columns = np.array(pieces, np.int64).reshape(-1, 4)
+    starts, counts, draws_of, recomputed_of = columns.T
     starts = np.concatenate([step.max_starts[first], starts])
     return replace(
-        step,
-        slots=np.concatenate([step.slots[first], slots]),
+        step.of_requests(sources),
         starts=starts,
         max_starts=starts,
         counts=np.concatenate([step.counts[first], counts]),
@@ -84,7 +82,6 @@ def share_of(step: StepInput, rank: int, size: int) -> StepInput | None:
         draws=np.ascontiguousarray(draws_of),
         recomputed_rows=np.ascontiguousarray(recomputed_of),
         tokens=np.concatenate(tokens),
-        adapters=None if step.adapters is None else np.array(adapters, np.int32),
         is_divided=True,
     )
 
