@@ -379,3 +379,24 @@ def test_an_edge_that_picks_knows_its_flags(rest_binary: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "/etc/weft/tls/tls.crt" in done.stderr
+
+
+def test_edges_of_a_plain_pool_serve_http_and_are_asked_so(rest_binary: Path) -> None:
+    objects = mesh("inference-pool", "inference-pool-http")
+    item = named(objects, "Deployment", "weft-rest")
+    (container,) = item["spec"]["template"]["spec"]["containers"]
+    flags = Workload(item).flags(objects)
+    assert "--insecure" in flags
+    assert not [flag for flag in flags if flag.startswith("--https")]
+    # The calls to gateways keep their certificates.
+    assert {"--tls-cert=/etc/weft/tls/tls.crt", "--tls-key=/etc/weft/tls/tls.key"} <= set(flags)
+    probes = [container[f"{name}Probe"]["httpGet"] for name in ("liveness", "readiness")]
+    assert [probe["scheme"] for probe in probes] == ["HTTP", "HTTP"]
+    for name in ("weft-rest", "weft-rest-edges"):
+        (port,) = named(objects, "Service", name)["spec"]["ports"]
+        assert port["appProtocol"] == "http"
+    done = subprocess.run(
+        [str(rest_binary), *flags], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "/etc/weft/tls/" in done.stderr
