@@ -55,6 +55,7 @@ MAX_GROUP_SIZE = 65_536
 GROUP_WAIT_S = 300.0
 """Longest wait for a group to form, and for each broadcast in it."""
 NCCL_ID_BYTES = 128
+CUDA_HANDLE_BYTES = 64
 MODEL_DIGEST_BYTES = PACKED_DIGEST_BYTES = 32
 MAX_PACKED_TENSORS = 1_000_000
 MAX_RANKS = 1024
@@ -105,6 +106,33 @@ class WeightGroup:
             raise InvalidRequest(message, stage="validate", param="master_address")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHandle:
+    """Where a tensor lies that a trainer on the same machine lends. Raises InvalidRequest unless it
+    names memory of a GPU or of the host.
+    """
+
+    gpu: str = ""
+    """UUID of the GPU; empty: the host's memory."""
+    handle: bytes = b""
+    """The CUDA driver's handle of the allocation, 64 bytes."""
+    shm: str = ""
+    """Name of a piece of POSIX shared memory, without the slash."""
+    offset: int = 0
+    """Of the tensor's first byte."""
+
+    def __post_init__(self) -> None:
+        is_of_gpu = bool(self.gpu) and len(self.handle) == CUDA_HANDLE_BYTES and not self.shm
+        is_of_host = bool(self.shm) and not self.gpu and not self.handle
+        if not (is_of_gpu or is_of_host) or self.offset < 0:
+            raise InvalidRequest(
+                f"handles: give `gpu` and a `handle` of {CUDA_HANDLE_BYTES} bytes, or `shm`; and "
+                "an offset from 0",
+                stage="validate",
+                param="handles",
+            )
+
+
 @dataclass(slots=True, kw_only=True)
 class SentTensor:
     """A tensor that a trainer sends."""
@@ -113,6 +141,8 @@ class SentTensor:
     dtype: str
     """Name of a torch dtype, such as bfloat16."""
     shape: list[int]
+    handles: list[TensorHandle] = field(default_factory=list)
+    """Where it lies, one for each GPU; empty: a group brings it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

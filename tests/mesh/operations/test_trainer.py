@@ -18,6 +18,7 @@ from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, SHAPE, TinyMesh
+from weft.testing.models.lenders import lent_by_host
 from weft.testing.models.senders import Sender, free_port, packed, tensors_of
 from weft.testing.models.tiny_models import make_tiny
 
@@ -238,10 +239,29 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
     mesh.post("shutdown_weight_transfer_engine")
     sender.close()
     assert mesh.texts() == before
+    # A trainer on this machine lends tensors, in both forms.
+    with lent_by_host(new) as tensors:
+        info = {
+            "names": [one.name for one in tensors],
+            "shapes": [one.shape for one in tensors],
+            "handles": [[{"shm": h.shm, "offset": h.offset} for h in t.handles] for t in tensors],
+        }
+        dtypes = [one.dtype for one in tensors]
+        lent = {**info, "dtypes": dtypes, "weight_version": "lent"}
+        assert mesh.post("update_weights_from_tensor", lent)["weight_version"] == "lent"
+        assert mesh.texts() == right
+        mesh.post("start_weight_update")
+        mesh.post("update_weights", {"update_info": {**info, "dtype_names": dtypes}})
+        mesh.post("finish_weight_update", {"weight_version": "again"})
+        assert mesh.texts() == right
     # What would have to be unpickled is refused by name.
-    refused = mesh.call("POST", "update_weights_from_tensor", {"serialized_named_tensors": ["x"]})
-    assert refused.status_code == 400
-    assert "pickled" in refused.text
+    for path, body in (
+        ("update_weights_from_tensor", {"serialized_named_tensors": ["x"]}),
+        ("update_weights_from_ipc", {"zmq_handles": {}}),
+        ("update_weights", {"update_info": {**info, "dtype_names": dtypes, "ipc_handles": "x"}}),
+    ):
+        refused = mesh.call("POST", path, body)
+        assert (refused.status_code, "pickled" in refused.text) == (400, True), refused.text
 
 
 def test_trls_client_gets_what_it_reads(mesh: TrainedMesh) -> None:

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
-from weft.contract.weights import SentTensor, WeightGroup, WeightOffer
+from weft.contract.weights import SentTensor, TensorHandle, WeightGroup, WeightOffer
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
+from weft.engine.executor.shared_tensors import check_lent, opened
 from weft.engine.executor.weight_groups import Broadcasts, join
 from weft.engine.model.refit import Refit
 from weft.engine.model.weights.packed import Origin, PackedTensors
@@ -227,28 +229,41 @@ class WeightRefits:
     def _receive(
         self, name: str, tensors: Sequence[SentTensor], packed_bytes: int, ends: bool
     ) -> RefitResult:
-        if name not in self._groups:
+        is_lent = check_lent(tensors)
+        if not is_lent and name not in self._groups:
             raise GroupFailed(f"this worker is in no group {name!r}: join it first")
-        group, member = self._groups[name]
         if self._update is None:
             self._update = _Update(self._possible)
         update = self._update
         try:
             update.sent.check(tensors)
-            most = group.packed_bytes if packed_bytes == AS_GROUP else packed_bytes
-            for part in _divided(tensors, most):
-                for one, tensor in zip(part, _received(member, part, most), strict=True):
-                    update.check()
-                    update.sent.put(one.name, tensor)
+            found = self._lent(tensors) if is_lent else self._sent(name, tensors, packed_bytes)
+            for one, tensor in found:
+                update.check()
+                update.sent.put(one.name, tensor)
             if not ends or update.sent.lacking:
                 return RefitResult()
             digest = update.end()
         except Exception:
             # What the trainer still sends belongs to nothing.
-            self.leave(name)
+            if not is_lent:
+                self.leave(name)
             raise
         self._update = None
         return RefitResult(digest=digest)
+
+    def _sent(
+        self, name: str, tensors: Sequence[SentTensor], packed_bytes: int
+    ) -> Iterator[tuple[SentTensor, torch.Tensor]]:
+        group, member = self._groups[name]
+        most = group.packed_bytes if packed_bytes == AS_GROUP else packed_bytes
+        for part in _divided(tensors, most):
+            yield from zip(part, _received(member, part, most), strict=True)
+
+    def _lent(self, tensors: Sequence[SentTensor]) -> Iterator[tuple[SentTensor, torch.Tensor]]:
+        with opened(self._device) as shared:
+            for one in tensors:
+                yield one, shared.read(one)
 
     def _end(self, is_given_up: bool) -> RefitResult:
         if self._update is None:
@@ -270,11 +285,17 @@ def _decode_group(text: str) -> WeightGroup:
 
 
 def encode_tensors(tensors: Sequence[SentTensor]) -> str:
-    return json.dumps([(one.name, one.dtype, one.shape) for one in tensors])
+    return json.dumps([asdict(one) for one in tensors], default=bytes.hex)
 
 
 def _decode_tensors(text: str) -> list[SentTensor]:
-    return [SentTensor(name=row[0], dtype=row[1], shape=row[2]) for row in json.loads(text)]
+    def handle(found: dict[str, Any]) -> TensorHandle:
+        return TensorHandle(**(found | {"handle": bytes.fromhex(found["handle"])}))
+
+    return [
+        SentTensor(**(row | {"handles": [handle(one) for one in row["handles"]]}))
+        for row in json.loads(text)
+    ]
 
 
 def _divided(tensors: Sequence[SentTensor], packed_bytes: int) -> Iterator[list[SentTensor]]:

@@ -78,6 +78,65 @@ class DeviceMemory:
         return _EXPORT.pack(whole, self._nonce, self._num_bytes)
 
 
+class ForeignMemory:
+    """Memory of a GPU that another process has allocated and exported, by the driver's handle,
+    until `close`. PyTorch makes tensors of it without a copy. The process may have allocated it by
+    itself: only memory of `cuMemAlloc`, and not expandable segments, has such handles.
+
+    Args:
+        handle: 64 bytes.
+        device_id: Ordinal of the GPU.
+
+    Raises:
+        TransferError: The driver refuses the handle, as that of this process's own memory.
+    """
+
+    def __init__(self, handle: bytes, device_id: int) -> None:
+        driver, address = _driver(), c_uint64()
+        begin, size = c_uint64(), c_size_t()
+        self._device_id = device_id
+        with driver.on(device_id):
+            copied = _IpcHandle.from_buffer_copy(handle)
+            driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), copied, _LAZY_PEER_ACCESS)
+            self._address = address.value
+            try:
+                found = ctypes.byref(begin), ctypes.byref(size)
+                driver.call("cuMemGetAddressRange_v2", *found, address)
+            except TransferError:
+                self.close()
+                raise
+        left = begin.value + size.value - self._address
+        self.__cuda_array_interface__ = {
+            "shape": (left,),
+            "typestr": "|u1",
+            "data": (self._address, False),
+            "version": 3,
+        }
+
+    def close(self) -> None:
+        """No work on the memory may be under way."""
+        driver = _driver()
+        with driver.on(self._device_id):
+            driver.call("cuIpcCloseMemHandle", c_uint64(self._address))
+
+
+def exported(address: int, device_id: int) -> tuple[bytes, int]:
+    """The driver's handle of the memory that has this address, 64 bytes, and the offset of the
+    address in it: for another process's `ForeignMemory`.
+
+    Raises:
+        TransferError: The driver refuses.
+    """
+    driver, handle = _driver(), _IpcHandle()
+    begin, size = c_uint64(), c_size_t()
+    with driver.on(device_id):
+        found = ctypes.byref(begin), ctypes.byref(size)
+        driver.call("cuMemGetAddressRange_v2", *found, c_uint64(address))
+        driver.call("cuIpcGetMemHandle", ctypes.byref(handle), begin)
+    whole = ctypes.string_at(ctypes.addressof(handle), ctypes.sizeof(handle))
+    return whole, address - begin.value
+
+
 class DeviceCopy:
     """Copies that a GPU was told to make, to be polled until they end."""
 
@@ -204,6 +263,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoD_v2": (c_uint64, c_char_p, c_size_t),
     "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
     "cuIpcOpenMemHandle_v2": (c_void_p, _IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/weights.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\"Z\n\x0cPauseRequest\x12 \n\x04mode\x18\x01 \x01(\x0e\x32\x12.weft.v1.PauseMode\x12(\n\x05limit\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\rPauseResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\x0f\n\rResumeRequest\"7\n\x0eResumeResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"M\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12\x0c\n\x04tags\x18\x02 \x03(\t\x12 \n\x04mode\x18\x03 \x01(\x0e\x32\x12.weft.v1.PauseMode\"6\n\rSleepResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\x1b\n\x0bWakeRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"5\n\x0cWakeResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"=\n\x0cRefitRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\"6\n\rRefitResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\xf7\x01\n\x0bWeightGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\x12&\n\x07\x62\x61\x63kend\x18\x06 \x01(\x0e\x32\x15.weft.v1.GroupBackend\x12\'\n\nrendezvous\x18\x07 \x01(\x0e\x32\x13.weft.v1.Rendezvous\x12\x0f\n\x07nccl_id\x18\x08 \x01(\x0c\x12\x14\n\x0cpacked_bytes\x18\t \x01(\x04\x12\'\n\x04wait\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x16JoinWeightGroupRequest\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.weft.v1.WeightGroup\"@\n\x17JoinWeightGroupResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\'\n\x17LeaveWeightGroupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"A\n\x18LeaveWeightGroupResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\x13\n\x11\x42\x65ginRefitRequest\";\n\x12\x42\x65ginRefitResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"8\n\nSentTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\"\x8e\x01\n\x15ReceiveWeightsRequest\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12$\n\x07tensors\x18\x02 \x03(\x0b\x32\x13.weft.v1.SentTensor\x12\x19\n\x0cpacked_bytes\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07version\x18\x04 \x01(\tB\x0f\n\r_packed_bytes\"?\n\x16ReceiveWeightsResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\"\n\x0f\x45ndRefitRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"9\n\x10\x45ndRefitResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"+\n\x12ShowWeightsRequest\x12\x15\n\rpacked_digest\x18\x01 \x01(\x08\"<\n\x13ShowWeightsResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\xd7\x01\n\x0cWeightStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\x0c\x12\r\n\x05pause\x18\x04 \x01(\t\x12\x12\n\nis_drained\x18\x05 \x01(\x08\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x13\n\x0bnum_updates\x18\x07 \x01(\r\x12\x0e\n\x06\x61sleep\x18\x14 \x03(\t\x12\x15\n\rpacked_digest\x18\x08 \x01(\x0c\x12\x11\n\tnum_ranks\x18\t \x01(\r\x12\x0e\n\x06groups\x18\n \x03(\t\"\x15\n\x13OfferWeightsRequest\"\x87\x01\n\x14OfferWeightsResponse\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\x0c\x12\x14\n\x0cstart_digest\x18\x02 \x01(\x0c\x12\r\n\x05\x66iles\x18\x03 \x01(\x0c\x12\x0f\n\x07version\x18\x04 \x01(\t\x12#\n\x05ranks\x18\x05 \x03(\x0b\x32\x14.weft.v1.RankWeights\"\xba\x01\n\x0bRankWeights\x12\x0e\n\x06scheme\x18\x01 \x01(\x0c\x12\r\n\x05share\x18\x02 \x01(\t\x12\x0f\n\x07packing\x18\x03 \x01(\t\x12\x11\n\tconstants\x18\x04 \x01(\x0c\x12\x14\n\x0cnixl_version\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x07 \x01(\x0c\x12&\n\x07tensors\x18\x08 \x03(\x0b\x32\x15.weft.v1.PackedTensor\"\x97\x01\n\x0cPackedTensor\x12\r\n\x05place\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bmemory_type\x18\x06 \x01(\t\x12\x11\n\tdevice_id\x18\x07 \x01(\r\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c*\x7f\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x04*S\n\nRendezvous\x12\x1a\n\x16RENDEZVOUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RENDEZVOUS_TORCH\x10\x01\x12\x13\n\x0fRENDEZVOUS_VLLM\x10\x02*]\n\x0cGroupBackend\x12\x1d\n\x19GROUP_BACKEND_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_BACKEND_GLOO\x10\x01\x12\x16\n\x12GROUP_BACKEND_NCCL\x10\x02\x42\x30Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/weights.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\"Z\n\x0cPauseRequest\x12 \n\x04mode\x18\x01 \x01(\x0e\x32\x12.weft.v1.PauseMode\x12(\n\x05limit\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"6\n\rPauseResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\x0f\n\rResumeRequest\"7\n\x0eResumeResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"M\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12\x0c\n\x04tags\x18\x02 \x03(\t\x12 \n\x04mode\x18\x03 \x01(\x0e\x32\x12.weft.v1.PauseMode\"6\n\rSleepResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\x1b\n\x0bWakeRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"5\n\x0cWakeResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"=\n\x0cRefitRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\"6\n\rRefitResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\xf7\x01\n\x0bWeightGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\x12&\n\x07\x62\x61\x63kend\x18\x06 \x01(\x0e\x32\x15.weft.v1.GroupBackend\x12\'\n\nrendezvous\x18\x07 \x01(\x0e\x32\x13.weft.v1.Rendezvous\x12\x0f\n\x07nccl_id\x18\x08 \x01(\x0c\x12\x14\n\x0cpacked_bytes\x18\t \x01(\x04\x12\'\n\x04wait\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x16JoinWeightGroupRequest\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.weft.v1.WeightGroup\"@\n\x17JoinWeightGroupResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\'\n\x17LeaveWeightGroupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"A\n\x18LeaveWeightGroupResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\x13\n\x11\x42\x65ginRefitRequest\";\n\x12\x42\x65ginRefitResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"`\n\nSentTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12&\n\x07handles\x18\x04 \x03(\x0b\x32\x15.weft.v1.TensorHandle\"H\n\x0cTensorHandle\x12\x0b\n\x03gpu\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x0b\n\x03shm\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"\x8e\x01\n\x15ReceiveWeightsRequest\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12$\n\x07tensors\x18\x02 \x03(\x0b\x32\x13.weft.v1.SentTensor\x12\x19\n\x0cpacked_bytes\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07version\x18\x04 \x01(\tB\x0f\n\r_packed_bytes\"?\n\x16ReceiveWeightsResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\"\n\x0f\x45ndRefitRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"9\n\x10\x45ndRefitResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"+\n\x12ShowWeightsRequest\x12\x15\n\rpacked_digest\x18\x01 \x01(\x08\"<\n\x13ShowWeightsResponse\x12%\n\x06status\x18\x01 \x01(\x0b\x32\x15.weft.v1.WeightStatus\"\xd7\x01\n\x0cWeightStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\x0c\x12\r\n\x05pause\x18\x04 \x01(\t\x12\x12\n\nis_drained\x18\x05 \x01(\x08\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12\x13\n\x0bnum_updates\x18\x07 \x01(\r\x12\x0e\n\x06\x61sleep\x18\x14 \x03(\t\x12\x15\n\rpacked_digest\x18\x08 \x01(\x0c\x12\x11\n\tnum_ranks\x18\t \x01(\r\x12\x0e\n\x06groups\x18\n \x03(\t\"\x15\n\x13OfferWeightsRequest\"\x87\x01\n\x14OfferWeightsResponse\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\x0c\x12\x14\n\x0cstart_digest\x18\x02 \x01(\x0c\x12\r\n\x05\x66iles\x18\x03 \x01(\x0c\x12\x0f\n\x07version\x18\x04 \x01(\t\x12#\n\x05ranks\x18\x05 \x03(\x0b\x32\x14.weft.v1.RankWeights\"\xba\x01\n\x0bRankWeights\x12\x0e\n\x06scheme\x18\x01 \x01(\x0c\x12\r\n\x05share\x18\x02 \x01(\t\x12\x0f\n\x07packing\x18\x03 \x01(\t\x12\x11\n\tconstants\x18\x04 \x01(\x0c\x12\x14\n\x0cnixl_version\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x07 \x01(\x0c\x12&\n\x07tensors\x18\x08 \x03(\x0b\x32\x15.weft.v1.PackedTensor\"\x97\x01\n\x0cPackedTensor\x12\r\n\x05place\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bmemory_type\x18\x06 \x01(\t\x12\x11\n\tdevice_id\x18\x07 \x01(\r\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c*\x7f\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x04*S\n\nRendezvous\x12\x1a\n\x16RENDEZVOUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RENDEZVOUS_TORCH\x10\x01\x12\x13\n\x0fRENDEZVOUS_VLLM\x10\x02*]\n\x0cGroupBackend\x12\x1d\n\x19GROUP_BACKEND_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_BACKEND_GLOO\x10\x01\x12\x16\n\x12GROUP_BACKEND_NCCL\x10\x02\x42\x30Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.weights_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1'
-  _globals['_PAUSEMODE']._serialized_start=2387
-  _globals['_PAUSEMODE']._serialized_end=2514
-  _globals['_RENDEZVOUS']._serialized_start=2516
-  _globals['_RENDEZVOUS']._serialized_end=2599
-  _globals['_GROUPBACKEND']._serialized_start=2601
-  _globals['_GROUPBACKEND']._serialized_end=2694
+  _globals['_PAUSEMODE']._serialized_start=2501
+  _globals['_PAUSEMODE']._serialized_end=2628
+  _globals['_RENDEZVOUS']._serialized_start=2630
+  _globals['_RENDEZVOUS']._serialized_end=2713
+  _globals['_GROUPBACKEND']._serialized_start=2715
+  _globals['_GROUPBACKEND']._serialized_end=2808
   _globals['_PAUSEREQUEST']._serialized_start=66
   _globals['_PAUSEREQUEST']._serialized_end=156
   _globals['_PAUSERESPONSE']._serialized_start=158
@@ -74,27 +74,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEGINREFITRESPONSE']._serialized_start=1134
   _globals['_BEGINREFITRESPONSE']._serialized_end=1193
   _globals['_SENTTENSOR']._serialized_start=1195
-  _globals['_SENTTENSOR']._serialized_end=1251
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1254
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1396
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1398
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1461
-  _globals['_ENDREFITREQUEST']._serialized_start=1463
-  _globals['_ENDREFITREQUEST']._serialized_end=1497
-  _globals['_ENDREFITRESPONSE']._serialized_start=1499
-  _globals['_ENDREFITRESPONSE']._serialized_end=1556
-  _globals['_SHOWWEIGHTSREQUEST']._serialized_start=1558
-  _globals['_SHOWWEIGHTSREQUEST']._serialized_end=1601
-  _globals['_SHOWWEIGHTSRESPONSE']._serialized_start=1603
-  _globals['_SHOWWEIGHTSRESPONSE']._serialized_end=1663
-  _globals['_WEIGHTSTATUS']._serialized_start=1666
-  _globals['_WEIGHTSTATUS']._serialized_end=1881
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=1883
-  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=1904
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=1907
-  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=2042
-  _globals['_RANKWEIGHTS']._serialized_start=2045
-  _globals['_RANKWEIGHTS']._serialized_end=2231
-  _globals['_PACKEDTENSOR']._serialized_start=2234
-  _globals['_PACKEDTENSOR']._serialized_end=2385
+  _globals['_SENTTENSOR']._serialized_end=1291
+  _globals['_TENSORHANDLE']._serialized_start=1293
+  _globals['_TENSORHANDLE']._serialized_end=1365
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1368
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1510
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1512
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1575
+  _globals['_ENDREFITREQUEST']._serialized_start=1577
+  _globals['_ENDREFITREQUEST']._serialized_end=1611
+  _globals['_ENDREFITRESPONSE']._serialized_start=1613
+  _globals['_ENDREFITRESPONSE']._serialized_end=1670
+  _globals['_SHOWWEIGHTSREQUEST']._serialized_start=1672
+  _globals['_SHOWWEIGHTSREQUEST']._serialized_end=1715
+  _globals['_SHOWWEIGHTSRESPONSE']._serialized_start=1717
+  _globals['_SHOWWEIGHTSRESPONSE']._serialized_end=1777
+  _globals['_WEIGHTSTATUS']._serialized_start=1780
+  _globals['_WEIGHTSTATUS']._serialized_end=1995
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_start=1997
+  _globals['_OFFERWEIGHTSREQUEST']._serialized_end=2018
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_start=2021
+  _globals['_OFFERWEIGHTSRESPONSE']._serialized_end=2156
+  _globals['_RANKWEIGHTS']._serialized_start=2159
+  _globals['_RANKWEIGHTS']._serialized_end=2345
+  _globals['_PACKEDTENSOR']._serialized_start=2348
+  _globals['_PACKEDTENSOR']._serialized_end=2499
 # @@protoc_insertion_point(module_scope)

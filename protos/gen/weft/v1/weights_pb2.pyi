@@ -505,6 +505,7 @@ class SentTensor(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """As in the checkpoint."""
     dtype: _builtins.str
@@ -513,20 +514,61 @@ class SentTensor(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of the whole tensor; empty: a scalar."""
 
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHandle]:
+        """Where it lies, one for each GPU, if the trainer is on the same machine and lends it; empty: a
+        group brings it.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         dtype: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        handles: _abc.Iterable[Global___TensorHandle] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "handles", b"handles", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SentTensor: _TypeAlias = SentTensor  # noqa: Y015
+
+@_typing.final
+class TensorHandle(_message.Message):
+    """Memory of another process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPU_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    SHM_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    gpu: _builtins.str
+    """UUID of the GPU; empty: the host's memory."""
+    handle: _builtins.bytes
+    """The CUDA driver's handle of the allocation: 64 bytes."""
+    shm: _builtins.str
+    """Name of a piece of POSIX shared memory, without the slash."""
+    offset: _builtins.int
+    """Of the tensor's first byte."""
+    def __init__(
+        self,
+        *,
+        gpu: _builtins.str = ...,
+        handle: _builtins.bytes = ...,
+        shm: _builtins.str = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "handle", b"handle", "offset", b"offset", "shm", b"shm"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorHandle: _TypeAlias = TensorHandle  # noqa: Y015
 
 @_typing.final
 class ReceiveWeightsRequest(_message.Message):
@@ -537,6 +579,7 @@ class ReceiveWeightsRequest(_message.Message):
     PACKED_BYTES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
+    """Empty: the tensors have handles."""
     packed_bytes: _builtins.int
     """As in WeightGroup; absent: the group's."""
     version: _builtins.str

@@ -55,6 +55,7 @@ from weft.gateway.api.trainer.bodies import (
     UpdateBody,
     UpdateFromDiskBody,
     UpdateFromDistributedBody,
+    UpdateFromTensorBody,
     VersionAnswer,
     WorldSizeAnswer,
 )
@@ -366,9 +367,9 @@ _DIALECTS = (
             Route(
                 "post",
                 "/update_weights_from_tensor",
-                "Refused: its tensors are pickled.",
+                "Takes tensors that a trainer on the workers' machine lends.",
                 TrainerAnswer,
-                PickledBody,
+                UpdateFromTensorBody,
             ),
             Route(
                 "post",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field
 from weft.contract.weights import MAX_GROUP_CHARS
 from weft.gateway.api.dialect_bodies import DialectBody, StrictPart
-from weft.gateway.api.unserved import left_out
+from weft.gateway.api.unserved import left_out, refused
 
 T = TypeVar("T")
 MAX_TENSORS = 1 << 18
@@ -98,10 +98,41 @@ class EndUpdateBody(DialectBody):
     flush_cache: Any = left_out(_NAMES_PAGES, True)
 
 
+_PICKLED = "pickled tensors, since unpickling runs what their sender wants; give `handles`"
+
+
+class LentHandle(StrictPart):
+    """Where a tensor lies that a trainer on a worker's machine lends."""
+
+    gpu: str = Field("", max_length=64, description="UUID of the GPU, as PyTorch tells it")
+    handle: str = Field(
+        "", max_length=96, description="base64 of the 64 bytes of cuIpcGetMemHandle"
+    )
+    shm: str = Field("", max_length=256, description="name of POSIX shared memory, for CPUs")
+    offset: int = Field(0, ge=0, lt=1 << 63, description="of the tensor's first byte")
+
+
+Handles = Annotated[list[LentHandle], Field(min_length=1, max_length=64)]
+
+
+class UpdateFromTensorBody(DialectBody):
+    """Body of POST /update_weights_from_tensor: tensors that lie on the workers' machine."""
+
+    names: Tensors[str] = Field(default_factory=list)
+    dtypes: Tensors[str] = Field(default_factory=list)
+    shapes: Tensors[Shape] = Field(default_factory=list)
+    handles: Tensors[Handles] = Field(
+        default_factory=list, description="of each tensor one handle for each GPU"
+    )
+    serialized_named_tensors: Any = refused(_PICKLED)
+    load_format: Literal["auto"] | None = Field(None, description="tensors are the checkpoint's")
+    weight_version: str | None = Field(None, description="name of the new version")
+    flush_cache: Any = left_out(_NAMES_PAGES, True)
+
+
 class PickledBody(DialectBody):
     """Body of calls whose tensors are pickled."""
 
-    serialized_named_tensors: Any = None
     zmq_handles: Any = None
     load_format: Any = None
     flush_cache: Any = None
@@ -142,6 +173,11 @@ class UpdateInfo(StrictPart):
     names: Tensors[str]
     dtype_names: Tensors[str]
     shapes: Tensors[Shape]
+    handles: Tensors[Handles] | None = Field(
+        None, description="in place of a group: of each tensor one handle for each GPU"
+    )
+    ipc_handles: Any = refused(_PICKLED)
+    ipc_handles_pickled: Any = refused(_PICKLED)
     packed: bool | None = Field(None, description="None: as the group was made")
     packed_buffer_size_bytes: int = Field(DEFAULT_PACKED_BYTES, ge=1)
     packed_num_buffers: Any = left_out("one broadcast is received at a time")

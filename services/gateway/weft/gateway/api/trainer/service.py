@@ -11,7 +11,14 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.version import version
 from weft.contract.errors import WeftError
-from weft.contract.weights import SLEEP_TAGS, PauseMode, SentTensor, WeightGroup, WeightStatus
+from weft.contract.weights import (
+    SLEEP_TAGS,
+    PauseMode,
+    SentTensor,
+    TensorHandle,
+    WeightGroup,
+    WeightStatus,
+)
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body
 from weft.gateway.api.call import Context, begin_answer, call_facts
@@ -28,6 +35,7 @@ from weft.gateway.api.trainer.bodies import (
     FinishUpdateBody,
     InitGroupBody,
     InitTransferBody,
+    LentHandle,
     MemoryBody,
     NoBody,
     PauseGenerationBody,
@@ -35,6 +43,7 @@ from weft.gateway.api.trainer.bodies import (
     UpdateBody,
     UpdateFromDiskBody,
     UpdateFromDistributedBody,
+    UpdateFromTensorBody,
 )
 from weft.gateway.api.trainer.token_answers import SglangWriter, VllmWriter
 from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
@@ -203,7 +212,11 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         return _answer("weights changed", found)
 
     async def UpdateWeightsFromTensor(self, request: HttpBody, context: Context) -> HttpBody:
-        raise self._pickled(context)
+        body = await self._body(UpdateFromTensorBody, request, context)
+        tensors = _tensors(body.names, body.dtypes, body.shapes, body.handles)
+        version = body.weight_version or ""
+        found = await self._weights.receive("", tensors, self._token(context), version=version)
+        return _answer("weights received", found)
 
     async def UpdateWeightsFromIpc(self, request: HttpBody, context: Context) -> HttpBody:
         raise self._pickled(context)
@@ -234,9 +247,9 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     async def UpdateWeights(self, request: HttpBody, context: Context) -> HttpBody:
         info = (await self._body(UpdateBody, request, context)).update_info
         packed = None if info.packed is None else info.packed * info.packed_buffer_size_bytes
-        tensors = _tensors(info.names, info.dtype_names, info.shapes)
+        tensors = _tensors(info.names, info.dtype_names, info.shapes, info.handles)
         found = await self._weights.receive(
-            _VLLM_GROUP, tensors, self._token(context), packed_bytes=packed
+            "" if info.handles else _VLLM_GROUP, tensors, self._token(context), packed_bytes=packed
         )
         return _answer("received", found)
 
@@ -449,9 +462,9 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
     def _pickled(self, context: Context) -> WeftError:
         self._token(context)
         return invalid(
-            "serialized_named_tensors",
+            "zmq_handles",
             "its tensors are pickled, and unpickling runs what their sender wants: use "
-            "/update_weights_from_distributed or /update_weights_from_disk",
+            "/update_weights_from_tensor with `handles`, or /update_weights_from_distributed",
         )
 
     def _token(self, context: Context) -> str:
@@ -488,14 +501,34 @@ async def _encoded(writer: SglangWriter | VllmWriter, make: Callable[[], object]
 
 
 def _tensors(
-    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    handles: Sequence[Sequence[LentHandle]] | None = None,
 ) -> list[SentTensor]:
-    if not len(names) == len(dtypes) == len(shapes):
-        raise invalid("names", "names, dtypes and shapes must be of one length")
+    """Without `handles`, a group brings the tensors."""
+    lent = [()] * len(names) if handles is None else handles
+    if not len(names) == len(dtypes) == len(shapes) == len(lent):
+        raise invalid("names", "names, dtypes, shapes and handles must be of one length")
+    if not names:
+        raise invalid("names", "give at least one tensor")
     return [
-        SentTensor(name=name, dtype=dtype.removeprefix("torch."), shape=list(shape))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        SentTensor(
+            name=name,
+            dtype=dtype.removeprefix("torch."),
+            shape=list(shape),
+            handles=[_handle(one) for one in own],
+        )
+        for name, dtype, shape, own in zip(names, dtypes, shapes, lent, strict=True)
     ]
+
+
+def _handle(given: LentHandle) -> TensorHandle:
+    try:
+        data = base64.b64decode(given.handle, validate=True)
+    except ValueError as error:
+        raise invalid("handles", "a handle is not base64") from error
+    return TensorHandle(gpu=given.gpu, handle=data, shm=given.shm, offset=given.offset)
 
 
 def _same(body: object) -> None: ...

@@ -1,0 +1,298 @@
+"""Weights in place on a GPU: pauses, updates from another process, sleep and waking.
+
+    python bench/gpu_refit.py [--shape llama-3.1-8b] [--what pause lent group sleep]
+    python bench/gpu_refit.py --device cpu --shape smollm2-135m --what lent sleep
+
+The model has made-up weights of a known shape. An engine in this process is updated by a child
+process that holds other weights: by handles of its memory on the same card (`lent`), or over NCCL
+from the second card, if there is one (`group`). Times are from the pause to the end of the
+resumption, with everything received, packed and digested. `sleep` is level 1 of weights and pages,
+with the host's memory reserved at the start (`--sleep-host-bytes`), each time after an update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Harness, Run, spread, timed
+from model_shapes import MODELS
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
+from weft.contract.token_ids import token_ids
+from weft.contract.weights import SentTensor, TensorHandle, WeightCommand, WeightGroup
+from weft.engine.loop.llm import LLM
+from weft.testing.models.lenders import lent_by_gpu, lent_by_host
+from weft.testing.models.senders import free_port
+
+CHILD = "--trainer"
+NUM_REQUESTS = 16
+PACKED_BYTES = 1 << 30
+"""vLLM's trainers put so many bytes into one broadcast."""
+
+
+def write_model(folder: Path, shape: str, device: str) -> int:
+    """A checkpoint in files of some layers each. Returns its bytes."""
+    config = MODELS[shape]
+    hidden, inner, heads = (
+        config[name] for name in ("hidden_size", "intermediate_size", "head_dim")
+    )
+    q, kv = (config[f"num_{name}_heads"] * heads for name in ("attention", "key_value"))
+    layer = {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    parts = [{"model.embed_tokens.weight": (config["vocab_size"], hidden)}]
+    parts += [
+        {f"model.layers.{at}.{name}.weight": size for name, size in layer.items()}
+        for at in range(config["num_hidden_layers"])
+    ]
+    parts.append({"model.norm.weight": (hidden,)})
+    if not config["tie_word_embeddings"]:
+        parts.append({"lm_head.weight": (config["vocab_size"], hidden)})
+    weight_map, total = dict[str, str](), 0
+    for number, part in enumerate(parts):
+        made = {
+            name: (torch.randn(size, device=device) * 0.02).bfloat16()
+            for name, size in part.items()
+        }
+        file = f"model-{number:05}.safetensors"
+        save_file({name: one.cpu() for name, one in made.items()}, folder / file)
+        weight_map |= dict.fromkeys(made, file)
+        total += sum(one.nbytes for one in made.values())
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return total
+
+
+def train(form: str, folder: Path, port: int) -> None:
+    """The child: weights of the shapes in a folder, lent or broadcast as its input asks."""
+    device = torch.device({"gpu": "cuda:0", "nccl": "cuda:1", "host": "cpu"}[form])
+    tensors = dict[str, torch.Tensor]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                size = file.get_slice(name).get_shape()
+                tensors[name] = (torch.randn(size, device=device) * 0.02).bfloat16()
+    if form == "gpu":
+        _tell([asdict(one) for one in lent_by_gpu(tensors)])
+        sys.stdin.readline()
+        return
+    if form == "host":
+        with lent_by_host(tensors) as lent:
+            _tell([asdict(one) for one in lent])
+            sys.stdin.readline()
+        return
+    torch.cuda.set_device(device)
+    _tell([asdict(one) for one in lent_by_gpu(tensors)])
+    wait = timedelta(seconds=60)
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=wait))
+    store = c10d.PrefixStore("trainer", store)
+    group, _ = c10d._new_process_group_helper(
+        2, 0, [], c10d.Backend("nccl"), store, group_name="trainer", timeout=wait, group_desc="w"
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    packs, pack, size = list[torch.Tensor](), list[torch.Tensor](), 0
+    for one in tensors.values():
+        pack.append(one.view(-1).view(torch.uint8))
+        size += one.nbytes
+        if size > PACKED_BYTES:
+            packs.append(torch.cat(pack))
+            pack, size = [], 0
+    packs += [torch.cat(pack)] if pack else []
+    for line in sys.stdin:
+        for one in packs if line.startswith("packed") else tensors.values():
+            torch.distributed.broadcast(one, 0, group=group)
+        torch.cuda.synchronize()
+
+
+def _tell(found: object) -> None:
+    print(json.dumps(found, default=bytes.hex), flush=True)
+
+
+@contextmanager
+def trainer(form: str, folder: Path, port: int = 0) -> Iterator[tuple[Any, list[SentTensor]]]:
+    """The child, and what it lends or sends."""
+    command = [sys.executable, __file__, CHILD, form, str(folder), str(port)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as child:
+        try:
+            assert child.stdout is not None
+            yield child, [_sent(row) for row in json.loads(child.stdout.readline())]
+        finally:
+            child.kill()
+
+
+def _sent(row: dict[str, Any]) -> SentTensor:
+    handles = [
+        TensorHandle(**(one | {"handle": bytes.fromhex(one["handle"])})) for one in row["handles"]
+    ]
+    return SentTensor(**(row | {"handles": handles}))
+
+
+def pauses(llm: LLM, count: int) -> tuple[list[float], list[float]]:
+    """Seconds of a pause and its end while requests run, and of the steps before."""
+    engine = llm.engine
+    submits = [
+        Submit(
+            gateway=0,
+            request_id=f"p{number}",
+            attempt=1,
+            prompt=token_ids(range(10, 74)),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopCriteria(max_tokens=1000, ignore_eos=True),
+        )
+        for number in range(NUM_REQUESTS)
+    ]
+    engine.turn(Inbox(submits=submits))
+    for _ in range(60):
+        engine.turn()
+    found, steps = list[float](), list[float]()
+    for number in range(count):
+        before = time.perf_counter()
+        for _ in range(20):
+            engine.turn()
+        steps.append((time.perf_counter() - before) / 20)
+        found.append(timed(partial(_obey, llm, 2 * number)))
+    llm.pause("abort")
+    llm.resume()
+    return found, steps
+
+
+def _obey(llm: LLM, query: int) -> None:
+    for at, action in enumerate(("pause", "resume")):
+        command = WeightCommand(query=10_000 + query + at, action=action)  # type: ignore[arg-type]
+        inbox: Inbox | None = Inbox(weight_commands=[command])
+        while not llm.engine.turn(inbox).weight_replies:
+            inbox = None
+
+
+def update(llm: LLM, send: Any, tensors: Sequence[SentTensor], **options: Any) -> None:
+    llm.pause()
+    llm.command_weights("begin")
+    if send is not None:
+        send()
+    llm.command_weights("receive", tensors=list(tensors), **options)
+    llm.command_weights("end")
+    llm.resume()
+
+
+def settings_of(run: Run, size: int) -> dict[str, Any]:
+    options, on_gpu = run.options, run.options.device != "cpu"
+    settings: dict[str, Any] = {"device": options.device, "dtype": "bfloat16", "num_pages": 2048}
+    if on_gpu:
+        reserved = 0 if options.unreserved else size + size // 8
+        settings |= {"sleep_host_bytes": reserved, "cuda_graphs": options.graphs}
+    return settings | {"max_context_tokens": 2048, "max_running_requests": NUM_REQUESTS}
+
+
+def told(llm: LLM) -> str:
+    return llm.weights.model_digest.hex()[:16]
+
+
+harness = Harness(__file__, __doc__, repeats=5)
+harness.flag("--shape", default="llama-3.1-8b", choices=sorted(MODELS))
+harness.flag("--device", default="cuda:0")
+harness.flag("--at", type=Path, help="where the checkpoint is written; else the temporary folder")
+harness.flag("--graphs", action="store_true", help="capture steps")
+harness.flag("--unreserved", action="store_true", help="no memory of the host is reserved")
+harness.flag("--what", nargs="+", default=["pause", "lent", "group", "sleep"])
+
+
+@harness.part
+def weights(run: Run) -> None:
+    """Everything with one engine, since loading it takes most of the time."""
+    options, began = run.options, time.perf_counter()
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(dir=options.at)))
+    size = write_model(folder, options.shape, options.device)
+    print(f"written after {time.perf_counter() - began:.0f} s", flush=True)
+    llm = run.stack.enter_context(LLM(folder, **settings_of(run, size)))
+    print(f"loaded after {time.perf_counter() - began:.0f} s", flush=True)
+    run.keep(bytes=size)
+    if "pause" in options.what:
+        found, steps = pauses(llm, options.repeats)
+        allowed = 2 * statistics.median(steps) * 1e3 + 5
+        run.row(what="pause and resume", ms=spread(found, 1e3), allowed_ms=allowed)
+    on_gpu = options.device != "cpu"
+    with trainer("gpu" if on_gpu else "host", folder) as (_, tensors):
+        names = {told(llm)}
+        if "lent" in options.what:
+            times = [timed(partial(update, llm, None, tensors)) for _ in range(options.repeats)]
+            names.add(told(llm))
+            assert len(names) == 2, "an update has the same name each time"
+            first, *others = times
+            run.row(what="lent on one card", ms=spread(others or times, 1e3), first_ms=first * 1e3)
+        if "sleep" in options.what:
+            falling, waking = list[float](), list[float]()
+            for turn in range(options.repeats):
+                if turn:
+                    update(llm, None, tensors)
+                before = llm.engine.parts.local.refits.packed_digest()
+                falling.append(timed(llm.sleep))
+                waking.append(timed(llm.wake))
+                assert llm.engine.parts.local.refits.packed_digest() == before
+            note = "not reserved" if options.unreserved else "reserved"
+            for what, taken in (("sleep", falling), ("wake", waking)):
+                first, *others = taken
+                ms = spread(others or taken, 1e3)
+                run.row(what=f"{what}, {note}", ms=ms, first_ms=first * 1e3)
+    if "group" in options.what and on_gpu and torch.cuda.device_count() > 1:
+        over_nccl(run, llm, folder)
+
+
+def over_nccl(run: Run, llm: LLM, folder: Path) -> None:
+    port = free_port()
+    with trainer("nccl", folder, port) as (child, lent):
+        tensors = [SentTensor(name=one.name, dtype=one.dtype, shape=one.shape) for one in lent]
+        group = WeightGroup(
+            name="trainer", address="127.0.0.1", port=port, rank=1, size=2, backend="nccl"
+        )
+        llm.command_weights("join", group=group)
+
+        def ask(how: str) -> None:
+            child.stdin.write(f"{how}\n")
+            child.stdin.flush()
+
+        for how, packed_bytes in (("packed", PACKED_BYTES), ("single", 0)):
+            once = partial(
+                update,
+                llm,
+                partial(ask, how),
+                tensors,
+                group_name="trainer",
+                packed_bytes=packed_bytes,
+            )
+            first, *others = [timed(once) for _ in range(run.options.repeats)]
+            ms = spread(others or [first], 1e3)
+            run.row(what=f"NCCL from the other card, {how}", ms=ms, first_ms=first * 1e3)
+        llm.command_weights("leave", group_name="trainer")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [CHILD]:
+        train(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        sys.stdout.flush()
+        os._exit(0)
+    sys.exit(harness.main())

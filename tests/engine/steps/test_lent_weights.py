@@ -1,0 +1,139 @@
+"""Weights that a trainer on the same machine lends: the host's form, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weft.contract.codec.pairs import SENT_TENSOR
+from weft.contract.errors import ConfigError, InvalidRequest, ModelError
+from weft.contract.request import StopCriteria
+from weft.contract.weights import SentTensor, TensorHandle
+from weft.engine.loop.llm import LLM
+from weft.testing.models.lenders import lent_by_host
+from weft.testing.models.senders import described, tensors_of
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+SIZES = {"num_attention_heads": 8, "vocab_size": 517}
+PROMPTS = [list(range(3, 43)), list(range(5, 20))]
+SETTINGS: dict[str, Any] = {"page_size": 8, "num_pages": 64, "dtype": "float32"}
+STOP = StopCriteria(max_tokens=24, ignore_eos=True)
+
+
+def model(path: Path, seed: int, **sizes: Any) -> Path:
+    return make_tiny("llama", path, seed, tokenizer=True, **{**SIZES, **sizes})
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [one.token_ids for one in llm.generate(PROMPTS, stop=STOP)]
+
+
+def lend(llm: LLM, tensors: list[SentTensor], **options: Any) -> None:
+    sent = [SENT_TENSOR.decode(SENT_TENSOR.encode(one)) for one in tensors]
+    llm.command_weights("receive", tensors=sent, **options)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.full),
+        pytest.param({"tp": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_text_after_lent_weights_is_a_fresh_workers(
+    settings: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    with LLM(second, **(SETTINGS | settings)) as fresh:
+        right, packed = texts(fresh), fresh.engine.parts.local.refits.packed_digest()
+    with LLM(first, **(SETTINGS | settings)) as llm:
+        before = texts(llm)
+        with lent_by_host(tensors_of(second)) as tensors:
+            # In two calls, of which the last ends the update; nothing is read afterwards.
+            lend(llm, tensors[:5], version="lent")
+            lend(llm, tensors[5:], version="lent")
+        assert (llm.weights.state, llm.weights.version) == ("ready", "lent")
+        assert llm.engine.parts.local.refits.packed_digest() == packed
+        assert texts(llm) == right
+        assert right != before
+        digest = llm.weights.model_digest
+        llm.command_weights("begin")
+        with lent_by_host(tensors_of(first)) as tensors:
+            lend(llm, tensors)
+            assert llm.command_weights("end").model_digest != digest
+        assert texts(llm) == before
+
+
+def test_what_names_no_memory_is_refused_and_the_old_weights_stay(
+    tmp_path: Path, seed: int
+) -> None:
+    first = model(tmp_path / "first", seed)
+    tensors = described(tensors_of(first))
+    named = f"weft-test-{os.urandom(8).hex()}"
+    small, link, pipe = (Path("/dev/shm", f"{named}-{kind}") for kind in ("small", "link", "pipe"))
+    small.write_bytes(bytes(100))
+    link.symlink_to(tmp_path / "first" / "model.safetensors")
+    os.mkfifo(pipe)
+    uuid, handle = "GPU-0", os.urandom(64)
+    bad: list[tuple[TensorHandle, str]] = [
+        (TensorHandle(shm=small.name), "ends"),
+        (TensorHandle(shm=small.name, offset=1 << 40), "ends"),
+        (TensorHandle(shm=link.name), "cannot be read"),
+        (TensorHandle(shm=pipe.name), "cannot be read"),
+        (TensorHandle(shm=f"{named}-none"), "cannot be read"),
+        (TensorHandle(shm="../etc/passwd"), "no name"),
+        (TensorHandle(gpu=uuid, handle=handle), "no handle for the host's memory"),
+    ]
+    try:
+        with LLM(first, **SETTINGS) as llm:
+            right = texts(llm)
+            for wrong, told in bad:
+                with pytest.raises(ModelError, match=told):
+                    lend(llm, [replace(one, handles=[wrong]) for one in tensors])
+                assert llm.weights.state == "ready"
+            half = [replace(tensors[0], handles=[TensorHandle(shm=small.name)]), *tensors[1:]]
+            with pytest.raises(ConfigError, match="of all tensors, or of none"):
+                lend(llm, half)
+            assert texts(llm) == right
+    finally:
+        for path in (small, link, pipe):
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"gpu": "GPU-0"},
+        {"gpu": "GPU-0", "handle": bytes(63)},
+        {"handle": bytes(64)},
+        {"shm": "x", "gpu": "GPU-0", "handle": bytes(64)},
+        {"shm": "x", "offset": -1},
+    ],
+)
+def test_handles_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="handles"):
+        TensorHandle(**wrong)
+
+
+def test_a_tensor_may_be_of_any_dtype_and_shape(tmp_path: Path, seed: int) -> None:
+    """A scalar and an empty tensor too, at any offset."""
+    from weft.engine.executor.shared_tensors import opened
+
+    torch.manual_seed(seed)
+    tensors = {
+        "a": torch.randn(3, 5, dtype=torch.bfloat16),
+        "b": torch.tensor(7, dtype=torch.int64),
+        "c": torch.empty(0, 4),
+        "d": torch.randint(0, 255, (17,), dtype=torch.uint8),
+    }
+    with lent_by_host(tensors) as lent, opened(torch.device("cpu")) as shared:
+        for one, expected in zip(lent, tensors.values(), strict=True):
+            assert torch.equal(shared.read(one), expected)
