@@ -154,7 +154,7 @@ async def test_workers_get_each_medium_once_and_the_places_of_all(mesh: Harness)
         expected = {one.digest: one for one in form.process(image)}
         expected |= {one.digest: one for one in form.process(image, is_coarse=True)}
     assert worker.media == expected
-    assert worker.num_media_calls == 1
+    assert sorted(worker.arrivals) == sorted(expected)
     image_id = mesh.tokenizer.token_to_id("<image>")
     for prompt, submit in zip(worker.prompts, worker.submits, strict=True):
         places = [at for at, id_ in enumerate(prompt) if id_ == image_id]
@@ -163,6 +163,28 @@ async def test_workers_get_each_medium_once_and_the_places_of_all(mesh: Harness)
             places
         )
         assert {one.digest for one in spans} <= expected.keys()
+
+
+@pytest.mark.parametrize("num_decode", [1, 2])
+async def test_media_leave_before_the_route_only_where_it_has_no_choice(
+    num_decode: int, tmp_path: Path
+) -> None:
+    """A request is refused for its second image, when its first has left or not."""
+    damaged = {"type": "image_url", "image_url": {"url": data_url(WIDE[:200])}}
+    async with serving(tmp_path, num_decode=num_decode, media_processes=1) as mesh:
+        error = await refusal(chat(mesh, user(PART, damaged)))
+        assert isinstance(error, InvalidRequest)
+        if num_decode == 1:
+            async with asyncio.timeout(30):
+                while not mesh.workers[0].media:
+                    await asyncio.sleep(0.01)
+        await chat(mesh, user(text_part("a text")))
+        num_found = sum(bool(worker.media) for worker in mesh.workers)
+        assert num_found == (num_decode == 1)
+        await chat(mesh, user(PART))
+        arrivals = [digest for worker in mesh.workers for digest in worker.arrivals]
+        assert arrivals
+        assert len(arrivals) == len(set(arrivals))
 
 
 async def test_spelled_image_tokens_are_text(mesh: Harness) -> None:

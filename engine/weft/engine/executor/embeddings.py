@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from weft.engine.executor.encoder_graphs import EncoderGraphs, capture_encoder
 from weft.engine.executor.orders import EncodeMedia, PackRows, UnpackRows
@@ -171,5 +172,7 @@ class MediaEmbeddings:
             yield batch
 
     def _pixels(self, one: _Medium) -> torch.Tensor:
-        data = torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
-        return data.view(*one.shape).to(self._rows.device, non_blocking=True)
+        device = self._rows.device
+        host = torch.empty(one.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host.view(-1).numpy()[:] = np.frombuffer(one.data, np.uint8)
+        return host.to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from weft.common.settings import (
     setting_of,
     with_settings_of,
 )
+from weft.contract.cores import num_cores
 from weft.contract.request import check_whitespace
 from weft.contract.settings import settings_of
 from weft.gateway.admission.keys import parse_hash
@@ -394,11 +395,12 @@ class GatewaySettings(_RoutingSettings):
         le=86_400,
         description="longest audio of one file; no more of a file is decoded, in seconds",
     )
-    media_processes: int = Field(
-        2,
+    media_processes: int | None = Field(
+        None,
         ge=1,
         le=64,
-        description="processes that decode images and audio, started at the first one",
+        description="processes that decode images and audio, started as they are needed; default: "
+        "one for 4 cores, 2 to 8",
     )
     media_timeout_s: float = Field(
         20.0,
@@ -481,6 +483,11 @@ class GatewaySettings(_RoutingSettings):
     def image_body_bytes(self) -> int:
         """Largest request body where a model takes images, which are in base64."""
         return image_body_bytes(self.max_body_bytes, self.max_request_image_bytes)
+
+    @property
+    def num_media_processes(self) -> int:
+        """Most processes that decode images and audio."""
+        return self.media_processes or min(8, max(2, num_cores() // 4))
 
     @property
     def audio_body_bytes(self) -> int:

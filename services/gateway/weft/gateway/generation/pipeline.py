@@ -384,7 +384,8 @@ class RequestPipeline:
     ) -> list[PreparedPrompt]:
         try:
             async with asyncio.timeout_at(answer.first_token_deadline):
-                return await served.preparer.prepare(card, answer.request)
+                request, bring = answer.request, served.router.bring_early
+                return await served.preparer.prepare(card, request, bring)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed while the request was tokenised", stage="prepare"

@@ -106,9 +106,9 @@ class MediaReader:
         """Bounds of a request's files."""
         self._max_pixels = settings.max_image_pixels
         self._max_seconds = settings.max_audio_seconds
-        self._max_running = settings.media_processes
+        self._max_running = settings.num_media_processes
         self.pool = MediaPool(
-            settings.media_processes, settings.max_queued_media, settings.media_timeout_s
+            settings.num_media_processes, settings.max_queued_media, settings.media_timeout_s
         )
         """The processes that do the work."""
         self.memo = MediaMemo(settings.media_memo_bytes)
@@ -221,12 +221,13 @@ class MediaReader:
         forms: Mapping[MediaKind, MediaForm],
         files: Sequence[MediaFile],
         sources: Sequence[Source],
+        on_file: Callable[[ProcessedFile], None],
         *,
         deadline: float,
         tenant: str = "",
     ) -> list[ProcessedFile]:
-        """Decodes and processes files in the forms of their kinds. `deadline`, in the event loop's
-        time, bounds the wait for a process.
+        """Decodes and processes files in the forms of their kinds. `on_file` gets each that is
+        done. `deadline`, in the event loop's time, bounds the wait for a process.
 
         Raises:
             MediaRefused: A file is of another kind, is damaged, or is too large or too long.
@@ -259,7 +260,12 @@ class MediaReader:
                     del self._flights[key]
                     flight.task.cancel()
 
-        return await self._each(one, files, sources)
+        async def told(file: MediaFile, source: Source) -> ProcessedFile:
+            made = await one(file, source)
+            on_file(made)
+            return made
+
+        return await self._each(told, files, sources)
 
     async def _each(
         self,

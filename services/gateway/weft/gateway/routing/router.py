@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from weft.contract.errors import Asleep, PeerUnavailable, WeftError
 from weft.contract.spans import Media
@@ -25,6 +27,9 @@ _RETRY_AFTER_S = 5.0
 _SHOWN_WORKERS, _SHOWN_CHARS = 16, 100
 _DIGITS = re.compile(r"([0-9]+)")
 _NOBODY = PoolView(())
+_MAX_EARLY_BYTES = 64 << 20
+"""Media that may be on their way to one worker before their prompts are routed."""
+_EARLY_TIMEOUT_S = 30.0
 _DEVICE_REQUESTS = 8
 """Requests by which a worker with the adapter on its device may exceed the least busy holder and
 still be preferred.
@@ -143,10 +148,33 @@ class Router:
         self._decode = decode
         self._prefill = prefill
         self._max_prefill_candidates = max_prefill_candidates
+        self._early: set[asyncio.Task[None]] = set()
         self.forecaster = LatencyForecaster(
             partial(self._indexed, "prefill"), partial(self._indexed, "decode"), num_replicas
         )
         """Forecast of the service that a request would get now."""
+
+    def bring_early(self, media: Sequence[Media]) -> None:
+        """Begins to bring media to workers before their prompt is routed, so that they travel while
+        the prompt's other files are decoded. Only a worker that is the only one of its role with an
+        encoder gets them; the route decides between several. What fails is tried again once the
+        prompt is routed.
+        """
+        now, chosen = asyncio.get_running_loop().time(), dict[str, FleetWorker]()
+        roles: Sequence[Role] = (
+            ("decode", "prefill") if self._max_prefill_candidates else ("decode",)
+        )
+        for role in roles:
+            found = [one for one in self._fleet.workers(role) if _encodes(one)]
+            if len(found) == 1 and not found[0].health_problem(now):
+                chosen[found[0].endpoint.address] = found[0]
+        for worker in chosen.values():
+            assert worker.info is not None, "it has told that it has an encoder"
+            if worker.media.num_coming_bytes <= _MAX_EARLY_BYTES:
+                work = worker.media.bring(media, worker.info.epoch, _EARLY_TIMEOUT_S)
+                task = asyncio.create_task(_quietly(work))
+                self._early.add(task)
+                task.add_done_callback(self._early.discard)
 
     def _indexed(self, role: Role) -> IndexedPool:
         if role == "prefill" and not self._max_prefill_candidates:
@@ -349,6 +377,11 @@ def _in_order(worker_id: str) -> list[tuple[int, str]]:
     """The order that people expect: decode-2 comes before decode-10."""
     parts = _DIGITS.split(worker_id)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(WeftError):
+        await work
 
 
 def _encodes(worker: FleetWorker) -> bool:

@@ -45,10 +45,16 @@ class PromptMedia:
         self._counts = itertools.count()
 
     async def add(
-        self, model: ModelCard, prompt: ChatPrompt, given: PreparedPrompt, request: GenerateRequest
+        self,
+        model: ModelCard,
+        prompt: ChatPrompt,
+        given: PreparedPrompt,
+        request: GenerateRequest,
+        on_media: Callable[[Sequence[Media]], None],
     ) -> None:
-        """Processes a prompt's files, and sets its `ids`, `spans` and `media`. Raises as
-        `MediaReader.process` does, and ContextTooLong before images are decoded in vain.
+        """Processes a prompt's files, and sets its `ids`, `spans` and `media`. Calls `on_media`
+        with the media of each file as soon as they are there. Raises as `MediaReader.process` does,
+        and ContextTooLong before images are decoded in vain.
         """
         held, tenant = self._reader.held, request.tenant_name
         held.take(request.request_id, sum(len(one.source) for one in prompt.files))
@@ -66,7 +72,12 @@ class PromptMedia:
                 measured = await self._measured(model, prompt, sources, tenant)
                 self._check(prompt, num_texts + sum(len(one.ids) for one in measured))
             processed = await self._reader.process(
-                _forms_of(model), files, sources, deadline=self._deadline(), tenant=tenant
+                _forms_of(model),
+                files,
+                sources,
+                lambda file: on_media(file.media),
+                deadline=self._deadline(),
+                tenant=tenant,
             )
             _put_in(
                 model,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
-from weft.contract.spans import MediaKind, MediaSpan
+from weft.contract.spans import Media, MediaKind, MediaSpan
 from weft.gateway.admission.admission import Admission
 from weft.gateway.media.reader import MediaReader
 from weft.gateway.request import (
@@ -76,8 +76,10 @@ class Preparer:
         self,
         model: ModelCard,
         request: GenerateRequest,
+        on_media: Callable[[Sequence[Media]], None],
     ) -> list[PreparedPrompt]:
-        """Prepares the prompts of a request.
+        """Prepares the prompts of a request. Calls `on_media` with the media of each file once they
+        are there, before the request has passed all checks.
 
         Raises:
             InvalidRequest: A template refuses its messages, a prompt is empty, an image cannot be
@@ -98,7 +100,7 @@ class Preparer:
             )
         for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
             if isinstance(prompt, ChatPrompt) and prompt.files:
-                await self._reading().add(model, prompt, given, request)
+                await self._reading().add(model, prompt, given, request, on_media)
             self._fit(prompt, given, request)
             given.seed, given.constraint = seed, final_constraint(request, model, given)
         return prepared

@@ -141,7 +141,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """By submit: tokens of its samples that other attempts have generated."""
         self.media: dict[bytes, Media] = {}
         """All media that it was brought."""
-        self.num_media_calls = 0
+        self.arrivals: list[bytes] = []
+        """Digests of all media in the order in which they came."""
         self.largest_message_bytes = 0
         self.cancels: list[decode_pb2.Cancel] = []
         self.session_ends: list[decode_pb2.EndSession] = []
@@ -269,9 +270,9 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         )
 
     async def PutMedia(self, request_iterator: Any, context: Any) -> worker_pb2.PutMediaResponse:
-        self.num_media_calls += 1
         async for one in media_of(request_iterator):
             self.media[one.digest] = one
+            self.arrivals.append(one.digest)
         return worker_pb2.PutMediaResponse()
 
     async def WatchKv(
