@@ -311,30 +311,19 @@ class ModelConfig:
     @property
     def has_equal_layers(self) -> bool:
         """Whether all layers have products of the same shapes."""
-        attentions = () if self.decoder is None else self.decoder.attentions
-        return self.takes_adapters and all(layer.kv_from is None for layer in attentions)
+        if self.decoder is None:
+            return True
+        attentions, own = self.decoder.attentions, self.decoder.attention
+        shapes = {(one.heads, one.kv_heads, one.head_dim, one.value_dim) for one in attentions}
+        has_others = own.is_value_key or own.value_dim is not None or bool(self.names.blocks)
+        has_others |= self.latent is not None and bool(self.decoder.recurrent_layers)
+        has_others |= len(shapes) > 1 or len(set(self.decoder.mlp.sizes)) > 1
+        return not has_others and all(layer.kv_from is None for layer in attentions)
 
     @property
     def adapted_kinds(self) -> tuple[str, ...] | None:
         """The kinds of projections that adapters may change; None: all that the sizes speak of."""
         return None
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether products that several layers have are of the same shape in all of them. Layers
-        that use the K and V of others may lack some products.
-        """
-        if self.decoder is None:
-            return True
-        shapes = {
-            (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
-            for layer in self.decoder.attentions
-        }
-        own = self.decoder.attention
-        has_others = own.is_value_key or own.value_dim is not None
-        has_others |= bool(self.names.blocks)
-        has_others |= self.latent is not None and bool(self.decoder.recurrent_layers)
-        return len(shapes) == 1 and not has_others and len(set(self.decoder.mlp.sizes)) < 2
 
     @property
     def has_windows(self) -> bool:

@@ -152,10 +152,7 @@ def test_ngram_drafts(case: Case, record_property: Record) -> None:
 
 def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
     """Of attention, for the first prompts of a batch with and without the adapter."""
-    refusal = "" if case.config.takes_adapters else "products of different shapes"
-    with cell(case, "LoRA of attention", record_property, refusal):
-        if refusal:
-            answers(case, enable_lora=True)
+    with cell(case, "LoRA of attention", record_property):
         models = PeftModels(case.path, tmp_path)
         names = [name for name, _ in case.reference.named_modules()]
         found = ([t for t in ends if any(n.endswith(t) for n in names)] for ends in ATTENTION)

@@ -101,7 +101,6 @@ REFUSED: list[tuple[str, list[str], str]] = [
      "kv_dtype = int8: there is no kernel for heads of no multiple of 16"),
     ("bert", ["--decode-args", "--drafter ngram"], "the model serves the task embed"),
     ("bert", ["--task", "generate"], "cannot serve the task generate"),
-    ("uneven", ["--adapter-root", "."], "enable_lora: not supported for Gemma4ForCausalLM"),
     ("llama", ["--adapter-root", ".", "--decode-args", "--lora-projections experts"],
      "decode-0: lora_projections = experts: this model has q, k, v"),
     ("llama", ["--adapter-root", ".", "--prefill-args", "--lora-whole-matrices 1"],

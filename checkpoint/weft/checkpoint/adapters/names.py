@@ -25,7 +25,7 @@ ROUTER = "router"
 """The product that chooses a token's experts."""
 
 _PREFIX = re.compile(
-    r"(?:base_model\.model\.)?(?P<path>(?:(?:model|transformer|gpt_neox)\.)?"
+    r"(?:base_model\.model\.)?(?P<path>(?:(?:model|transformer|gpt_neox|backbone)\.)?"
     r"(?:(?:language|text)_model\.)?(?:model\.)?(?:decoder\.(?=layers\.|embed_))?(?P<rest>.*))"
 )
 _PART = re.compile(
@@ -200,6 +200,8 @@ def parse_module(name: str) -> ModuleName:
         **dict.fromkeys(("mlp", ""), mlp),
         "feed_forward": _EXPERT_LEAVES,
         **dict.fromkeys(("linear_attn", "mamba", "conv"), _RECURRENT),
+        # Nemotron-H has one block of this name a layer, of any kind.
+        "mixer": {**_ATTENTION, **_MLP, **_RECURRENT},
         "block_sparse_moe": _ROUTER,
     }.get(block, {})
     kinds = projections.get(leaf) or _ENCODERS.get(module, ())

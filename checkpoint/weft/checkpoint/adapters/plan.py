@@ -20,7 +20,7 @@ from weft.checkpoint.adapters.names import (
     parse_name,
 )
 from weft.checkpoint.adapters.peft_config import PeftConfig
-from weft.checkpoint.adapters.projections import q_rows, recurrent_shapes
+from weft.checkpoint.adapters.projections import layer_shapes, recurrent_shapes
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.contract.errors import AdapterError
@@ -37,8 +37,7 @@ _EMBEDDING_HALVES = ("embedding_A", "embedding_B")
 _SAVED = ("weight", "copy", "frozen", "tokens")
 _SOME_EXPERT = -1
 _MLP_KINDS = ("gate", "up", "down")
-_QKV_KINDS = ("q", "k", "v")
-_ATTENTION_KINDS = (*_QKV_KINDS, "o")
+_ATTENTION_KINDS = ("q", "k", "v", "o")
 _NAMES_OF_SOME = (
     *("out_proj", "dense", "query_key_value", "c_attn", "c_proj", "c_fc"),
     *("w1", "w2", "w3", "fc1", "fc2", "fc_in", "fc_out", "dense_h_to_4h", "dense_4h_to_h"),
@@ -120,40 +119,52 @@ def plan_adapter(
 
 def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tuple[int, int]:
     """Sizes (in, out) of one projection; the input of the embedding is the vocabulary."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, moe = config.hidden_size, config.moe
     if kind in RECURRENT_KINDS:
         _, width, out, _ = recurrent_shapes(config)[kind]
         return width, out
-    if module.is_expert and config.moe is not None:
-        inner = config.moe.intermediate_size
-    out = {
-        "q": q_rows(config),
-        "k": config.num_kv_heads * config.head_dim,
-        "v": config.num_kv_heads * config.head_dim,
-        "gate": inner,
-        "up": inner,
-        "lm_head": config.vocab_size,
-        ROUTER: config.moe.num_experts if config.moe is not None else 0,
-    }.get(kind, hidden)
-    o_width = config.num_heads * config.value_dim
-    width = {"o": o_width, "down": inner, "embed_tokens": config.vocab_size}.get(kind, hidden)
-    return width, out
+    if module.is_expert and moe is not None:
+        inner = moe.intermediate_size
+        return (inner, hidden) if kind == "down" else (hidden, inner)
+    if kind in VOCABULARY:
+        vocab = config.vocab_size
+        return (vocab, hidden) if kind == "embed_tokens" else (hidden, vocab)
+    if kind == ROUTER:
+        return hidden, 0 if moe is None else moe.num_experts
+    shape = layer_shapes(config, module.layer)[kind]
+    return shape.in_features, shape.out_features
 
 
 def _has_projection(config: ModelConfig, module: ModuleName) -> bool:
     kind, leaf = module.kinds[0], module.rest.rpartition(".")[2]
     if config.adapted_kinds is not None:
         return set(module.kinds) <= set(config.adapted_kinds)
-    recurrent = () if config.decoder is None else config.decoder.recurrent_layers
     if kind in RECURRENT_KINDS:
+        recurrent = () if config.decoder is None else config.decoder.recurrent_layers
         return kind in recurrent_shapes(config) and module.layer in recurrent
     if leaf in _NAMES_OF_SOME and not module.is_expert and not isinstance(config, EncoderConfig):
         names = config.names
         own = {"q": names.qkv, "o": names.o, "gate": names.gate, "up": names.up}
         return leaf == own.get(kind, names.down)
-    if kind in _ATTENTION_KINDS and recurrent and module.layer < config.num_layers:
-        return module.layer in config.attention_layers
+    if kind in _ATTENTION_KINDS and module.layer < config.num_layers:
+        found = layer_shapes(config, module.layer).items()
+        return set(module.kinds) <= {kind for kind, shape in found if shape.kind == kind}
     return True
+
+
+def _in_layers(module: ModuleName, config: ModelConfig) -> ModuleName:
+    """The module with the number of its layer, of models whose checkpoints count mixers and MLPs
+    as blocks of their own.
+    """
+    if module.layer < 0 or not config.names.blocks:
+        return module
+    is_mlp = bool(module.kinds) and (module.is_expert or module.kinds[0] in _MLP_KINDS)
+    for layer, (mixer, feed) in enumerate(config.names.blocks):
+        if module.layer == (feed if is_mlp else mixer):
+            return replace(module, layer=layer)
+        if module.layer in (mixer, feed):
+            return replace(module, layer=layer, kinds=())
+    return replace(module, layer=config.num_layers)
 
 
 @dataclass(slots=True)
@@ -186,6 +197,7 @@ class _Planner:
         for name in self.files.tensors:
             give_way()
             parsed = parse_name(name)
+            parsed = replace(parsed, module=_in_layers(parsed.module, self.config))
             if parsed.part == "magnitude":
                 raise self.error(f"tensor {name}: DoRA is not supported")
             if parsed.part == "original" and parsed.module.kinds:
@@ -267,7 +279,7 @@ class _Planner:
     def _problem(self, module: ModuleName, tensors: dict[str, str]) -> str:
         config, moe = self.config, self.config.moe
         is_vocabulary, is_router = module.rest in VOCABULARY, module.kinds == (ROUTER,)
-        if not module.kinds or (config.latent is not None and module.kinds[0] in _QKV_KINDS):
+        if not module.kinds:
             return "the model has no such projection, or adapters cannot change it"
         if not _has_projection(config, module):
             return "this layer of the model has no such projection"
@@ -278,7 +290,8 @@ class _Planner:
             return f"layer {module.layer} of the model has no experts"
         if module.expert is not None and moe is not None and module.expert >= moe.num_experts:
             return f"the model has {moe.num_experts} experts"
-        if is_sparse and not module.is_expert and module.kinds[0] in _MLP_KINDS:
+        has_no_mlp = is_sparse and moe is not None and not moe.is_beside_mlp
+        if has_no_mlp and not module.is_expert and module.kinds[0] in _MLP_KINDS:
             return f"layer {module.layer} of the model has experts in the place of this"
         part = EXPERTS if module.is_expert else DENSE
         part = module.kinds[0] if is_vocabulary or is_router else part

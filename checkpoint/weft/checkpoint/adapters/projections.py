@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.checkpoint.adapters.names import ROUTER
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.encoder_config import EncoderConfig
 from weft.checkpoint.recurrent_config import (
+    DeltaAttentionConfig,
     GatedDeltaConfig,
     Mamba2Config,
     MambaConfig,
@@ -29,10 +31,22 @@ WHOLE_SUFFIX = ".whole"
 """Suffix of kinds whose rows are whole matrices that replace the model's."""
 
 
+class LayerShape(NamedTuple):
+    """A product of one layer that adapters may change; see `Projection`."""
+
+    kind: str
+    group: str
+    in_features: int
+    out_features: int
+    column: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     name: str
-    """Name of the projection's rows; `expert_gate` for `gate` of experts."""
+    """Name of the projection's rows: its kind; `expert_gate` for `gate` of experts; with a number
+    for further shapes of the same kind; `k-as-v` where K's product is V's as well.
+    """
     kind: str
     """Kind in adapters: router, embed_tokens, lm_head, or one of
     `weft.checkpoint.adapters.names.DENSE_KINDS` or `RECURRENT_KINDS`.
@@ -46,6 +60,9 @@ class Projection:
     column: int = 0
     """First column of the projection's results in the fused product."""
     num_layers: int
+    """Layers of the model."""
+    layers: tuple[int, ...] | None = None
+    """Layers whose product has these sizes; None: all that have the product."""
     num_experts: int = 1
     """Experts of each layer on one rank; 1: no experts."""
     is_share: bool = False
@@ -79,7 +96,8 @@ class Projection:
         columns = -(-self.out_features // B_COLUMNS) * B_COLUMNS
         a, b = (ROW_RANK * size * item_bytes for size in (self.in_features, columns))
         if not self.is_expert:
-            return {self.name: (self.num_layers, a + b)}
+            count = self.num_layers if self.layers is None else len(self.layers)
+            return {self.name: (count, a + b)}
         all_experts = self.num_layers * self.num_experts
         return {
             self.name: (self.num_layers if self.is_a_shared else all_experts, a),
@@ -134,13 +152,6 @@ def default_projections(model: ModelConfig) -> tuple[str, ...]:
     return tuple(_dense(model))
 
 
-def q_rows(model: ModelConfig) -> int:
-    """Rows of the projection to q, which may include a gate of each head."""
-    gate = None if model.decoder is None else model.decoder.attention.gate
-    has_gate = gate is not None and gate.name is None
-    return (2 if has_gate else 1) * model.num_heads * model.head_dim
-
-
 def recurrent_shapes(model: ModelConfig) -> dict[str, tuple[str, int, int, int]]:
     """For each projection of a model's recurrent layers that adapters may change: group, sizes (in,
     out) and first column.
@@ -175,45 +186,78 @@ def recurrent_shapes(model: ModelConfig) -> dict[str, tuple[str, int, int, int]]
     }
 
 
-def _dense(model: ModelConfig, num_ranks: int = 1) -> dict[str, tuple[Projection, ...]]:
-    hidden, inner = model.hidden_size, model.intermediate_size // num_ranks
-    # Several ranks have the same KV head if there are fewer of them.
-    q_size = q_rows(model) // num_ranks
-    kv_size = max(1, model.num_kv_heads // num_ranks) * model.head_dim
-    shapes = {
-        "q": ("qkv", hidden, q_size, 0),
-        "k": ("qkv", hidden, kv_size, q_size),
-        "v": ("qkv", hidden, kv_size, q_size + kv_size),
-    }
-    if model.latent is not None:
-        shapes.clear()
-    shapes["o"] = ("o", model.num_heads * model.value_dim // num_ranks, hidden, 0)
-    moe = model.moe
-    if moe is None or not all(moe.is_sparse(layer) for layer in range(model.num_layers)):
-        is_gated = model.decoder is None or model.decoder.mlp.is_gated
+def layer_shapes(model: ModelConfig, layer: int, num_ranks: int = 1) -> dict[str, LayerShape]:
+    """The dense products of a layer that adapters may change, without those in `recurrent_shapes`.
+    Keys are the kinds of their columns. The numbers are those of one rank.
+    """
+    shapes = _mixer_shapes(model, layer, num_ranks)
+    moe, decoder, hidden = model.moe, model.decoder, model.hidden_size
+    if moe is None or moe.is_beside_mlp or not moe.is_sparse(layer):
+        sizes = () if decoder is None else decoder.mlp.sizes
+        inner = (sizes[layer] if sizes else model.intermediate_size) // num_ranks
+        is_gated = decoder is None or decoder.mlp.is_gated
         if isinstance(model, EncoderConfig):
             is_gated = model.is_gated
         if is_gated:
-            shapes["gate"] = ("gate_up", hidden, inner, 0)
-        shapes["up"] = ("gate_up", hidden, inner, inner if is_gated else 0)
-        shapes["down"] = ("down", inner, hidden, 0)
-    shapes |= recurrent_shapes(model)
-    if model.adapted_kinds is not None:
-        shapes = {kind: shape for kind, shape in shapes.items() if kind in model.adapted_kinds}
+            shapes["gate"] = LayerShape("gate", "gate_up", hidden, inner, 0)
+        shapes["up"] = LayerShape("up", "gate_up", hidden, inner, inner if is_gated else 0)
+        shapes["down"] = LayerShape("down", "down", inner, hidden, 0)
+    return shapes
+
+
+def _mixer_shapes(model: ModelConfig, layer: int, num_ranks: int) -> dict[str, LayerShape]:
+    hidden, decoder = model.hidden_size, model.decoder
+    mixer = None if decoder is None else decoder.layers[layer]
+    if isinstance(mixer, DeltaAttentionConfig):
+        width = mixer.heads * mixer.dim // num_ranks
+        shapes = {
+            kind: LayerShape(kind, "state_in", hidden, width, column * width)
+            for column, kind in enumerate("qkv")
+        }
+        return {**shapes, "o": LayerShape("o", "state_out", width, hidden, 0)}
+    if layer not in model.attention_layers:
+        return {}
+    own = None if decoder is None else decoder.attention_of(layer)
+    heads = model.num_heads if own is None else own.heads or model.num_heads
+    if model.latent is not None:
+        width = heads * model.latent.value_dim // num_ranks
+        return {"o": LayerShape("o", "o", width, hidden, 0)}
+    kv_heads, dim = model.kv_shape(layer)
+    value_dim = dim if own is None else own.value_dim or dim
+    has_gate = own is not None and own.gate is not None and own.gate.name is None
+    # Several ranks have the same KV head if there are fewer of them.
+    of_q, of_kv = (2 if has_gate else 1) * heads * dim // num_ranks, max(1, kv_heads // num_ranks)
+    values = "k" if own is not None and own.is_value_key else "v"
     return {
-        kind: (
-            Projection(
-                name=kind,
-                kind=kind,
-                group=group,
-                in_features=in_features,
-                out_features=out_features,
-                column=column,
-                num_layers=model.num_layers,
-            ),
-        )
-        for kind, (group, in_features, out_features, column) in shapes.items()
+        "q": LayerShape("q", "qkv", hidden, of_q, 0),
+        "k": LayerShape("k", "qkv", hidden, of_kv * dim, of_q),
+        "v": LayerShape(values, "qkv", hidden, of_kv * value_dim, of_q + of_kv * dim),
+        "o": LayerShape("o", "o", heads * value_dim // num_ranks, hidden, 0),
     }
+
+
+def _dense(model: ModelConfig, num_ranks: int = 1) -> dict[str, tuple[Projection, ...]]:
+    layers_of: dict[str, dict[LayerShape, list[int]]] = {}
+    for layer in range(model.num_layers):
+        for kind, shape in layer_shapes(model, layer, num_ranks).items():
+            layers_of.setdefault(kind, {}).setdefault(shape, []).append(layer)
+    found: dict[str, list[Projection]] = {}
+    for columns, shapes in layers_of.items():
+        for number, (shape, layers) in enumerate(shapes.items()):
+            name = columns if shape.kind == columns else f"{shape.kind}-as-{columns}"
+            found.setdefault(shape.kind, []).append(
+                Projection(
+                    name=f"{name}-{number}" if number else name,
+                    num_layers=model.num_layers,
+                    layers=tuple(layers) if len(shapes) > 1 else None,
+                    **shape._asdict(),
+                )
+            )
+    for kind, (group, in_features, out_features, column) in recurrent_shapes(model).items():
+        shape = LayerShape(kind, group, in_features, out_features, column)
+        found[kind] = [Projection(name=kind, num_layers=model.num_layers, **shape._asdict())]
+    kinds = model.adapted_kinds
+    return {kind: tuple(of) for kind, of in found.items() if kinds is None or kind in kinds}
 
 
 def _router(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:

@@ -10,15 +10,7 @@ from weft.engine.base.config import EngineConfig
 
 
 def adapted_projections(config: EngineConfig, model: ModelConfig) -> tuple[Projection, ...]:
-    """Raises ConfigError if the model cannot have adapters, or lacks projections that the settings
-    name.
-    """
-    if not model.takes_adapters:
-        raise ConfigError(
-            f"enable_lora: not supported for {model.architecture}, whose layers have products of "
-            "different shapes",
-            param="enable_lora",
-        )
+    """Raises ConfigError if the model lacks projections that the settings name."""
     found = projections_of(model, config.lora_projections, config.tp, config.ep)
     kinds = {part.kind for part in found}
     missing = [name for name in VOCABULARY if name not in kinds]

@@ -253,6 +253,7 @@ class LoraPool:
             is_a_shared=part.is_a_shared,
             is_b_shared=part.is_b_shared,
             packed_width=None if self._is_cuda else width,
+            layers=None if part.layers is None else frozenset(part.layers),
         )
 
     def _new_replaced(self, part: Projection, count: int, zeros: _NewZeros) -> ReplacedMatrices:

@@ -147,10 +147,15 @@ def host_weights(
     wanted |= {(name, False) for name, change in vocabulary.items() if change is not None}
     known = {(part.kind, part.is_expert) for part in projections}
     if wanted - known:
-        names = [f"{kind} of experts" if is_expert else kind for kind, is_expert in wanted - known]
+        lacking = [
+            f"{kind} of experts" if is_expert else kind for kind, is_expert in wanted - known
+        ]
+        names = dict.fromkeys(
+            part.name if part.is_expert else part.kind for part in projections if not part.is_draft
+        )
         raise AdapterError(
-            f"it changes {', '.join(sorted(names))}, for which no memory is set aside here: "
-            f"lora_projections names {', '.join(p.name for p in projections if not p.is_draft)}"
+            f"it changes {', '.join(sorted(lacking))}, for which no memory is set aside here: "
+            f"lora_projections names {', '.join(names)}"
         )
     low_rank: dict[str, LoraPair] = {}
     replaced: dict[str, torch.Tensor] = {}
@@ -222,7 +227,12 @@ def _changes(
     if part.kind in (EMBED_TOKENS, LM_HEAD):
         pairs = [vocabulary.get(part.kind)]
     else:
-        pairs = [adapter.modules.get((layer, part.kind)) for layer in range(part.num_layers)]
+        pairs = [
+            adapter.modules.get((layer, part.kind))
+            if part.layers is None or layer in part.layers
+            else None
+            for layer in range(part.num_layers)
+        ]
     return [ExpertLora(pair.a[None], pair.b[None]) if pair else None for pair in pairs]
 
 

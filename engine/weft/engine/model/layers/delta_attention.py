@@ -143,7 +143,7 @@ class DeltaAttention(RecurrentMixer):
 
     def project(self, x: Normed, step: Step) -> Projected:
         products, of_heads = self.projections, (self.heads, self.config.dim)
-        qkv = x.linear(products.qkv, None)
+        qkv = x.linear(products.qkv, step.added("state_in", self.layer))
         by_kind = qkv.view(len(qkv), 3, *of_heads)
         to_decay = to_gate = x.value
         if products.low is not None:

@@ -148,7 +148,8 @@ class DenseRun:
             IndexError: A position, place, length, page or row of an adapter points outside.
         """
         described = self._describe_pools(pool, first, further)
-        whole = self._describe(positions, step, described, lora, further)  # Kept until the end.
+        # Kept until the end.
+        whole = self._describe(positions, step, described, lora, first, further)
         batch, of_lora = whole.batch, whole.lora
         count, qkv = len(self._layers), self._layers[0].qkv
         if (
@@ -220,6 +221,7 @@ class DenseRun:
         step: AttentionMetadata,
         pools: Sequence[cpu.PoolStruct],
         lora: LoraStep | None,
+        first: int,
         further: Sequence[AttentionMetadata],
     ) -> _Described:
         layer, native = self._layers[0], self._native
@@ -245,12 +247,12 @@ class DenseRun:
             ancestors=None if step.ancestors is None else step.ancestors.data_ptr(),
             key_ends=None if step.key_ends is None else step.key_ends.data_ptr(),
         )
-        first = ctypes.byref(self._described[0])
-        width = native.layer_scratch_width(first, ctypes.byref(attention), spec.dim)
+        struct = ctypes.byref(self._described[0])
+        width = native.layer_scratch_width(struct, ctypes.byref(attention), spec.dim)
         scratch = torch.empty(rows * width, dtype=dtype)
         of_lora = None
         if lora is not None:
-            of_lora = self._describe_lora(lora, rows)
+            of_lora = self._describe_lora(lora, rows, first)
         pages = (cpu.PagesStruct * len(further))(*map(_describe_pages, further, pools[1:]))
         batch = cpu.BatchStruct(
             attention,
@@ -269,13 +271,14 @@ class DenseRun:
             cpu.check_status(status, "check_batch")
         return _Described(batch, scratch, of_lora, pages)
 
-    def _describe_lora(self, lora: LoraStep, rows: int) -> NativeLora | None:
+    def _describe_lora(self, lora: LoraStep, rows: int, first: int) -> NativeLora | None:
+        groups = []
         for group, weight in self._layers[0].products.items():
-            addition = lora.of(group, 0)
+            addition = lora.of(group, first)
+            groups.append(() if addition is None else addition.parts)
             if addition is not None:
                 size = (rows, weight.in_features)
                 check_addition((rows, weight.out_features), size, weight.dtype, addition)
-        groups = (lora.qkv, lora.o, lora.gate_up, lora.down)
         return describe_lora(self._native, groups, lora.segments) if any(groups) else None
 
 

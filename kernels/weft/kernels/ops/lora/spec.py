@@ -116,6 +116,8 @@ class LoraWeights:
     """Whether all experts of an adapter have the same rows of `b`."""
     packed_width: int | None = None
     """out_features of a packed `b`; None: it is not packed."""
+    layers: frozenset[int] | None = None
+    """Layers whose product has these sizes; None: all that have the product."""
 
     def __post_init__(self) -> None:
         (rows, rank, _), (b_rows, *b_sizes) = self.a.shape, self.b.shape
@@ -255,6 +257,8 @@ class LoraStep:
     def of(self, group: Group, layer: int) -> LoraAddition | None:
         """The addition to a group's product in a layer; None: nothing is added."""
         parts: tuple[LoraWeights, ...] = getattr(self, group)
+        if any(part.layers is not None for part in parts):
+            parts = tuple(part for part in parts if part.layers is None or layer in part.layers)
         return LoraAddition(parts, layer, self.segments, self.are_given) if parts else None
 
     def of_experts(self, layer: int) -> ExpertAddition | None:
