@@ -298,8 +298,15 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
     folder = make_tiny("llama", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match="has 3 layers; take pp = 1"):
         LLM(folder, pp=4)
-    with pytest.raises(ConfigError, match="1 on GPUs"):
-        LLM(folder, pp=2, device="cuda")
+    for name, settings in (
+        ("1 or 2 on GPUs", {"pp": 3}),
+        ("1 on GPUs with tp or hosts", {"tp": 2}),
+        ("1 on GPUs with drafts", {"drafter": "ngram"}),
+        ("1 on GPUs with adapters", {"enable_lora": True}),
+        ("1 on GPUs of workers whose pages leave", {"host_cache_bytes": 1 << 20}),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            LLM(folder, **{"pp": 2, "device": "cuda"} | settings)
     head = make_tiny_draft(tmp_path / "head", folder, 1)
     with pytest.raises(ConfigError, match="1 with a draft head"):
         LLM(folder, pp=2, draft_dir=head)

@@ -97,7 +97,7 @@ class EngineConfig(PageConfig):
     )
     pp: int = setting(
         "stages of the engine, processes that each hold consecutive layers with their weights and "
-        "KV, and hand the rows of each step on: pipeline parallelism, on CPUs",
+        "KV, and hand the rows of each step on: pipeline parallelism; on GPUs at most 2",
         1,
         ge=1,
         le=64,
@@ -653,7 +653,7 @@ class EngineConfig(PageConfig):
         is_divided = self.hosts > 1
         return [
             ("tp", self.tp == 1 or not is_divided, f"1 with hosts = {self.hosts}"),
-            ("pp", not self.is_on_gpu, "1 on GPUs: stages hand rows on through sockets of a host"),
+            *self._relations_of_gpu_stages(),
             ("pp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             ("pp", not self.has_head, "1 with a draft head, which reads several stages"),
             ("pp", self.drafter != "model", "1 with drafter = model, which has no stages"),
@@ -676,6 +676,27 @@ class EngineConfig(PageConfig):
             ),
             ("hosts", not (is_divided and self.enable_lora), "1 with adapters"),
         ]
+
+    def _relations_of_gpu_stages(self) -> list[tuple[str, bool, str]]:
+        if not self.is_on_gpu:
+            return []
+        return [
+            ("pp", self.pp == 2, "1 or 2 on GPUs"),
+            ("pp", self.tp == self.hosts == 1, "1 on GPUs with tp or hosts"),
+            ("pp", self.drafter == "none", "1 on GPUs with drafts"),
+            ("pp", not self.enable_lora, "1 on GPUs with adapters"),
+            (
+                "pp",
+                not self.moves_pages,
+                "1 on GPUs of workers whose pages leave their pool: take no tiers, no KV store, "
+                f"--transport data and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+            ),
+        ]
+
+    @property
+    def has_pages_by_stage(self) -> bool:
+        """Whether each stage has pages for its own layers; else all stages share whole pages."""
+        return self.hosts > 1 or (self.pp > 1 and self.is_on_gpu)
 
     def _relations_of_context(self) -> list[tuple[str, bool, str]]:
         return [

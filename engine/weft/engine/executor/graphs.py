@@ -318,6 +318,7 @@ class StepGraphs:
         pool: Its KV pool, which must not move.
         on_capture: Called after each capture with (captured, total, time and memory in words).
         rotations: Rotations of slots with images; None: there are none.
+        has_logits: Whether this process computes logits.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -331,8 +332,10 @@ class StepGraphs:
         buckets: Sequence[GraphBucket],
         on_capture: Progress = lambda done, total, what: None,
         rotations: SlotRotations | None = None,
+        *,
+        has_logits: bool = True,
     ) -> None:
-        self._rotations = rotations
+        self._rotations, self._has_logits = rotations, has_logits
         self._model = model
         self._pool = pool
         self._inputs = inputs
@@ -471,7 +474,7 @@ class StepGraphs:
         with torch.inference_mode():
             # The LM head is not captured here, since its results are large, but its kernels are
             # compiled.
-            if self._model.config.head != "tokens":
+            if not self._has_logits:
                 return graph, hidden
             self._model.logits(hidden)
             if bucket.has_lora and self._inputs.changes_logits:

@@ -279,7 +279,13 @@ class LocalExecutor:
                     has_states=layout.states is not None,
                 )
                 self.graphs = StepGraphs(
-                    model, self.pool, self._inputs, buckets, on_capture, self.rotations
+                    model,
+                    self.pool,
+                    self._inputs,
+                    buckets,
+                    on_capture,
+                    self.rotations,
+                    has_logits=self._has_logits,
                 )
         step_sizes = () if self.graphs is None else self.graphs.buckets.ragged_sizes
         self.facts = ExecutorFacts(layout.page_size, step_sizes, is_asynchronous=is_cuda)
@@ -431,7 +437,7 @@ class LocalExecutor:
         Raises:
             ConfigError: There is not enough memory.
         """
-        if self._model.config.head != "tokens":
+        if not self._has_logits:
             return
         if self.graphs is not None and self._inputs is not None:
             parts = (self._model, self.graphs, self._inputs, self._keeper)
@@ -599,7 +605,10 @@ class LocalExecutor:
         first. Raises ConfigError if there is not enough memory.
         """
         assert self._inputs is not None
-        return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each
+        graphs = StepGraphs(
+            self._model, self.pool, self._inputs, buckets, has_logits=self._has_logits
+        )
+        return graphs.bytes_of_each
 
     def order(self, order: Order) -> None:
         match order:

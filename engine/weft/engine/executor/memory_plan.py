@@ -246,6 +246,7 @@ def measure_needs(
     lora: LoraPool | None = None,
     max_drafts: int = 0,
     tree_rows: Sequence[int] = (),
+    has_logits: bool = True,
 ) -> MemoryNeeds:
     """Runs the largest step once and captures the largest graphs, with a pool of two pages.
 
@@ -254,6 +255,7 @@ def measure_needs(
         lora: Adapters, already on the device; the step is measured with them.
         max_drafts: Most drafts of a request in a step. Each of their rows has logits.
         tree_rows: Rows of each tree, the root included.
+        has_logits: As in `LocalExecutor`.
 
     Raises:
         ConfigError: The step or the graphs do not fit even without a pool.
@@ -270,6 +272,7 @@ def measure_needs(
         cuda_graphs=False,
         lora=lora,
         window_pages=[_PROBE_PAGES] * (len(layout.groups) - 1),
+        has_logits=has_logits,
     )
     tables = torch.cuda.memory_allocated(device) - weights
     of_trees = min(max_requests, max(TREE_REQUESTS)) * max(tree_rows, default=0)

@@ -55,6 +55,7 @@ from weft.engine.executor.ranks.share import (
     context_peers_of,
     gather_of,
     has_companions,
+    link_stages,
     media_of,
     num_slot_rows,
     peers_of,
@@ -196,6 +197,8 @@ def _load_parts(
 ) -> EngineComponents:
     peers = None if ranks is None else peers_of(ranks, config, device)
     context = None if ranks is None else context_peers_of(ranks, config, device)
+    if ranks is not None:
+        link_stages(ranks, config, device)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         models = _load_models(config, model, device, ranks, peers, progress)

@@ -53,7 +53,7 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if isinstance(model, TransformersConfig):
         _check_transformers(config, model)
     check_ranks(folder, model, config.task, config.quantization, config.tp, config.ep)
-    has_images, has_hosts = config.has_tower(model), config.hosts > 1
+    has_images, has_hosts = config.has_tower(model), config.has_pages_by_stage
     check_stages(folder, model, config.task, config.pp, has_images=has_images, has_hosts=has_hosts)
     if config.cp > 1:
         _check_context(config, model)

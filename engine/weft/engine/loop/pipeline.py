@@ -247,9 +247,9 @@ class StepPipeline:
     def _turn_lanes(self, plan: Plan) -> bool:
         steps = self._in_lanes
         if len(plan):
-            step = self._start(plan, is_ready=False)
-            if self._is_asynchronous:
-                self._draw(step, is_ready=False)
+            step = self._start(plan, is_ready=not steps)
+            if self._is_asynchronous and not steps:
+                self._draw(step, is_ready=True)
             steps.append(step)
             if len(steps) < self._num_lanes:
                 return True
@@ -257,8 +257,12 @@ class StepPipeline:
             return False
         step = steps.popleft()
         if not self._is_asynchronous:
-            self._draw(step, is_ready=False)
+            self._draw(step, is_ready=step.is_ready)
         self._end(step)
+        if self._is_asynchronous and steps:
+            # A device computes the next step's rows meanwhile. Draws share their memory, so each
+            # begins when the one before has been read.
+            self._draw(steps[0], is_ready=False)
         self._goes_on = bool(steps) or self._scheduler.has_work
         if self.flight is not None and not steps:
             self.flight.end()

@@ -44,6 +44,9 @@ from weft.pages.fills.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Fil
 from weft.pages.memory.events import KvEvents
 from weft.pages.tiers.policy import TierPolicy
 
+LEAST_PIECE_ON_GPU, LEAST_PIECE = 512, 64
+"""Prompt tokens of a step that stages compute about as fast by the token as more of them."""
+
 
 class EngineWiring:
     """Makes an engine's parts. Each gets all that it needs when it is made: parts made before it,
@@ -249,6 +252,7 @@ class EngineWiring:
             parts.whole_prompt_tokens,
             parts.transport.last_piece_tokens,
             parts.executor.facts.num_lanes,
+            LEAST_PIECE_ON_GPU if parts.executor.facts.is_asynchronous else LEAST_PIECE,
         )
         return Scheduler(
             limits,

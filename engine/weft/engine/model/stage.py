@@ -26,6 +26,10 @@ class Neighbours(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Gives back what this process has of the links, when no step is under way."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

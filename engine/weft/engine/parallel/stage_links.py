@@ -92,6 +92,9 @@ class SocketStages:
         except OSError:
             self._lose(f"{self._after} is gone")
 
+    def close(self) -> None:
+        self._ends.close()
+
     def _read(self, end: socket.socket, into: memoryview, what: str, deadline: float) -> None:
         try:
             while into:

@@ -47,6 +47,8 @@ class SchedulerLimits(NamedTuple):
     """Whether the engine's own tiers may bring pages that requests lack."""
     num_lanes: int = 1
     """Steps that may be under way at once (`ExecutorFacts.num_lanes`)."""
+    least_piece_tokens: int = 0
+    """Prompt tokens that a step may have in any case, where there are several lanes."""
     needs_lead: bool = False
     """Whether a chunk needs the hidden state of the position before it, which its slot may lack."""
 
@@ -58,6 +60,7 @@ class SchedulerLimits(NamedTuple):
         whole_prompt_tokens: int = 0,
         last_piece_tokens: int = 0,
         num_lanes: int = 1,
+        least_piece_tokens: int = 0,
     ) -> SchedulerLimits:
         """The limits that follow from an engine's settings and its captured steps.
 
@@ -84,6 +87,7 @@ class SchedulerLimits(NamedTuple):
             has_whole_prompts=whole > 0,
             has_tiers=config.has_tiers,
             num_lanes=num_lanes,
+            least_piece_tokens=least_piece_tokens,
             needs_lead=config.has_head,
         )
 

@@ -46,6 +46,8 @@ from weft.engine.scheduler.victims import Victims
 
 LAST_PIECES = 4
 """Number of last pieces from which on the rest of a fill is worth one more step."""
+PIECES_OF_A_LANE = 4
+"""A step has one part in so many, times the lanes, of the prompt tokens that are left."""
 MAX_PASSED_OVER = 16
 """Candidates that one search for the next request may skip because they wait for something other
 than pages and slots.
@@ -256,6 +258,8 @@ class Scheduler:
                 len(self.running), num_waiting, is_overflow=self._has_overflow()
             )
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
+        if self._limits.num_lanes > 1:
+            budget = min(budget, self._level_tokens())
         self._admit_ahead(now)
         # The few tokens left after a fill go first: they delay no other prompt.
         for request in sorted(self.prefilling, key=self._is_behind_fill, reverse=True):
@@ -267,6 +271,16 @@ class Scheduler:
             budget = self._budget_behind(budget, taken, chunks) if taken else 0
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
+
+    def _level_tokens(self) -> int:
+        """Prompt tokens of a step with which the stages of a pipeline stay level: a small part of
+        what is left, since each stage is idle for about one step as the prompts begin and end.
+        """
+        waiting = islice(self.waiting, self._limits.max_running_requests)
+        left = sum(request.num_to_compute for request in chain(self.prefilling, waiting))
+        page_size = self._limits.page_size
+        piece = left // (PIECES_OF_A_LANE * self._limits.num_lanes) // page_size * page_size
+        return max(self._limits.least_piece_tokens, piece)
 
     def _has_overflow(self) -> bool:
         """Whether the next prompts are computed here only because prefill workers are busy."""

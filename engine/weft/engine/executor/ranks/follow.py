@@ -56,6 +56,7 @@ from weft.engine.executor.ranks.share import (
     blocks_of,
     context_peers_of,
     gather_of,
+    link_stages,
     load_share,
     media_of,
     peers_of,
@@ -155,6 +156,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     device = find_device(config)
     peers = peers_of(others, config, device)
     context = context_peers_of(others, config, device)
+    link_stages(others, config, device)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         loaded, drafted = load_share(config, others, peers)
@@ -164,6 +166,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
     max_tokens = min(config.max_context_tokens or most, most)
+    has_logits = stage_of_rank(others.rank, config.pp, config.tp) == config.pp - 1
     num_pages = num_blocks = UNBOUNDED
     if device.type == "cuda" and not config.num_pages and config.kv_memory_bytes is None:
         own = layout_of_rank(layout, config.tp)
@@ -179,6 +182,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             share=config.device_memory_share,
             lora=lora,
             max_drafts=config.most_drafts,
+            has_logits=has_logits,
         )
         needs = with_media_rows(needs, config, loaded, own, device)
         if own.states is not None and needs.for_pool > 0:
@@ -209,7 +213,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_ranks=config.tp,
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
-        has_logits=stage_of_rank(others.rank, config.pp, config.tp) == config.pp - 1,
+        has_logits=has_logits,
         media=media,
         has_axes=config.rotates_by_axes(loaded.config),
         refit=loaded.refit,

@@ -96,7 +96,9 @@ def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Sta
         return None
     number = stage_of_rank(others.rank, config.pp, config.tp)
     layers = layers_of_stages(model.num_layers, config.pp)[number]
-    return Stage(number, config.pp, layers, others.neighbours, has_own_pages=config.hosts > 1)
+    return Stage(
+        number, config.pp, layers, others.neighbours, has_own_pages=config.has_pages_by_stage
+    )
 
 
 def load_share(
@@ -223,6 +225,25 @@ def context_peers_of(
     return _device_peers(others, others.group, config, device)
 
 
+def link_stages(others: RankGroup, config: EngineConfig, device: torch.device) -> None:
+    """Makes the neighbours of this rank's stage on a GPU; on a CPU they are there. Raises
+    ConfigError if the GPUs cannot map each other's memory.
+    """
+    if config.pp == 1 or device.type == "cpu":
+        return
+    from weft.engine.parallel.device_peers import join
+    from weft.engine.parallel.device_stages import DeviceStages
+
+    assert isinstance(others.group, SharedGroup), "stages on GPUs are on one host"
+    model = ModelConfig.load(config.model_dir)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
+    rows = config.max_step_tokens + config.decodes_beside
+    ranks = join(others.rank, others.size, others.store_path)
+    sizes = rows, model.hidden_size, dtype
+    others.neighbours = DeviceStages(others.group, device, ranks, *sizes, others.agree)
+    others.agree("neighbours")
+
+
 def _device_peers(
     others: RankGroup, group: SharedGroup, config: EngineConfig, device: torch.device
 ) -> DevicePeers:
@@ -283,7 +304,7 @@ def pool_of(
         others.agree("memory")
         mine = pools[context.rank]
         return layout, RankPool(mine, mine, of_ranks=pools)
-    if config.hosts > 1:
+    if config.has_pages_by_stage:
         return layout, None
     if config.is_on_gpu and not config.moves_pages:
         return layout_of_rank(layout, shared.size), None
@@ -337,7 +358,7 @@ def blocks_of(
         layout: From `pool_of`: of all ranks on a CPU, of one rank on a GPU.
     """
     plane, size = layout.states, shared.size
-    if plane is None or config.hosts > 1 or (config.is_on_gpu and not config.moves_pages):
+    if plane is None or config.has_pages_by_stage or (config.is_on_gpu and not config.moves_pages):
         return None
     if config.is_on_gpu:
         return _mapped_blocks(shared, plane, num_blocks)

@@ -1,10 +1,11 @@
-"""The executor of rank 0 where several steps are in the stages of a pipeline at once, on CPUs.
+"""The executor of rank 0 where several steps are in the stages of a pipeline at once.
 
     other stages    step 1 | step 2      | step 3 ...
     rank 0                 | last stage 1, draw 1 | last stage 2, draw 2 ...
 
-`launch` sends a step to the other stages and returns. Rank 0 computes the last stage when the
-step's logits are wanted, so the other stages have their next step meanwhile.
+`launch` sends a step to the other stages and returns. A GPU has the last stage enqueued. On a CPU
+rank 0 computes it when the step's logits are wanted, so that the other stages have their next step
+meanwhile.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class _StageMark(Mark):
 
 
 class StagedExecutor:
-    """Implements `Executor` with stages on CPUs. Tokens are not kept, since each step brings those
-    that it needs.
+    """Implements `Executor` with stages. Tokens are not kept, since each step brings those that it
+    needs.
 
     Until it gets its first step, each rank works alone with its `LocalExecutor`.
 
@@ -101,16 +102,20 @@ class StagedExecutor:
     def __init__(self, local: LocalExecutor, ranks: RankLeader, num_lanes: int) -> None:
         self._local = local
         self._ranks = ranks
+        self._is_late = not local.facts.is_asynchronous
+        """Whether rank 0 computes a step when its results are wanted."""
         num_rows, num_columns = local.page_table.pages.shape
-        self.page_table = PageTable(num_rows - 1, num_columns, keeps_changes=False)
-        """Has the pages of all steps that were launched, that of `local` only those of the steps
-        that rank 0 has computed.
+        self.page_table = local.page_table
+        """Has the pages of all steps that were launched. Where rank 0 is late, that of `local` has
+        only those of the steps that it has computed.
         """
+        if self._is_late:
+            self.page_table = PageTable(num_rows - 1, num_columns, keeps_changes=False)
         self.window_tables = local.window_tables
         local.refits.hear = local.sleeper.hear = ranks.hear
         self._sent_pages = SentPages(self.page_table)
         self._late = deque[_LateStep]()
-        self._has_one_pool = isinstance(ranks.group, SharedGroup)
+        self._has_one_pool = self._is_late and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
         self.facts = local.facts._replace(num_lanes=num_lanes)
 
@@ -118,6 +123,8 @@ class StagedExecutor:
         """Raises RanksLost if a rank is gone."""
         group, pages = self._ranks.group, self._sent_pages.take()
         group.post(encode_step(step, pages))
+        if not self._is_late:
+            return self._launch_own(step, group.num_frames)
         late = _LateStep(partial(self._compute, step, pages, group.num_frames), self._come_to)
         self._late.append(late)
         scores: Any = _LateScores(late) if step.scores else None
@@ -134,15 +141,18 @@ class StagedExecutor:
 
     def _compute(self, step: StepInput, pages: NewPages, number: int) -> Launched:
         pages.enter(self._local.page_table)
+        launched = self._launch_own(step, number)
+        self._ranks.await_stage(number)
+        return launched
+
+    def _launch_own(self, step: StepInput, number: int) -> Launched:
         try:
-            launched = self._local.launch(step)
+            return self._local.launch(step)
         except RanksLost:
             raise
         except Exception as error:
             self._ranks.fail(f"rank 0 failed in step {number}: {error}")
             raise RanksLost(f"rank 0 failed in step {number}: {error}") from error
-        self._ranks.await_stage(number)
-        return launched
 
     def _settle(self) -> None:
         """Computes all steps that were launched."""
@@ -153,10 +163,12 @@ class StagedExecutor:
         """Does nothing: later steps bring these tokens."""
 
     def mark(self) -> Mark:
+        if not self._is_late:
+            return self._local.mark()
         return _StageMark(self._local.device, self._late[-1] if self._late else None)
 
     def order(self, order: Order) -> None:
-        """Waits for all steps so far. Raises RanksLost if a rank is gone."""
+        """On a CPU it waits for all steps so far. Raises RanksLost if a rank is gone."""
         if not (self._has_one_pool and isinstance(order, PageOrder)):
             self._ranks.group.post(frame_of_order(order))
         self._settle()
@@ -167,6 +179,8 @@ class StagedExecutor:
 
     def close(self) -> None:
         self._ranks.close()
+        if self._ranks.neighbours is not None:
+            self._ranks.neighbours.close()
 
 
 def _logits_of(late: _LateStep) -> torch.Tensor:

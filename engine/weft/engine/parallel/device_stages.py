@@ -1,0 +1,104 @@
+"""How stages with a GPU each, all on one host, hand over the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
+from weft.contract.errors import ConfigError
+from weft.engine.parallel.shared import SharedGroup
+from weft.engine.parallel.stages import stage_of_rank
+from weft.kernels.ops.peers.triton_stage import (
+    StageMemory,
+    memory_bytes,
+    receive_rows,
+    send_rows,
+)
+
+_PORTABLE_AND_MAPPED = 3
+
+
+class DeviceStages:
+    """Implements `weft.engine.model.stage.Neighbours` through memory that the GPUs map. Neither
+    call waits on the host.
+
+    Args:
+        device: GPU of this rank. Ranks that share one, as in tests, take turns on it.
+        ranks: The process group by which torch knows the ranks.
+        rows: Most rows of a step.
+        width: Entries of a row.
+        agree: Waits until all ranks have reached a phase, and raises the error of another rank.
+
+    Raises:
+        ConfigError: The GPUs cannot map each other's memory.
+    """
+
+    def __init__(
+        self,
+        group: SharedGroup,
+        device: torch.device,
+        ranks: dist.ProcessGroup,
+        rows: int,
+        width: int,
+        dtype: torch.dtype,
+        agree: Callable[[str], object],
+    ) -> None:
+        rank, size = group.rank, group.size
+        row_bytes = width * torch.empty(0, dtype=dtype).element_size()
+        num_bytes = memory_bytes(row_bytes, rows)
+        try:
+            memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+            agree("allocated")
+            handle: Any = symmetric.rendezvous(memory, ranks)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"pp = {size}: the GPUs cannot map each other's memory ({error}); take GPUs that "
+                "are linked, or pp = 1",
+                param="pp",
+            ) from error
+        self._group, self._device = group, device
+        self._kept = memory, handle
+        pointers = [int(pointer) for pointer in handle.buffer_ptrs]
+        address, num_words = group.words
+        # Kernels that have waited for long look at the group's counters in host memory.
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostRegister(address, num_words, _PORTABLE_AND_MAPPED))
+        if status:
+            raise ConfigError(f"pp = {size}: cudaHostRegister: error {status}", param="pp")
+        words = [group.stop_address, group.limit_address]
+        control = torch.tensor(words, dtype=torch.int64, device=device)
+
+        def link(other: int, receiver: int, sender: int) -> StageMemory:
+            turns = torch.zeros(1, dtype=torch.int32, device=device)
+            capacity, ends = rows * row_bytes // 4, (pointers[receiver], pointers[sender])
+            return StageMemory(other, size, capacity, *ends, turns, control)
+
+        stage = stage_of_rank(rank, size)
+        self._before: StageMemory | None = None
+        self._after: StageMemory | None = None
+        if stage > 0:
+            before = (rank - 1) % size
+            self._before = link(before, rank, before)
+        if stage < size - 1:
+            after = (rank + 1) % size
+            self._after = link(after, after, rank)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        assert self._before is not None, "the first stage receives nothing"
+        out = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        return receive_rows(self._before, out)
+
+    def send(self, stream: torch.Tensor) -> None:
+        assert self._after is not None, "the last stage sends nothing"
+        send_rows(self._after, stream.contiguous())
+
+    def close(self) -> None:
+        """Unmaps the host's memory. No kernel may wait any more."""
+        torch.cuda.synchronize()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(self._group.words[0])

@@ -1,0 +1,60 @@
+"""Two stages on GPUs make the tokens of one GPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.testing.engine.ranked_texts import VOCAB, make_llm, ranked, texts_of
+from weft.testing.models.float32_reference import ties_of
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
+
+SIZES: dict[str, Any] = {"drafter": "none", "num_pages": 90}
+
+
+def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    shared = [random.randrange(3, VOCAB) for _ in range(40)]
+    return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    sizes = {"num_attention_heads": 8, "moe_intermediate_size": 64, "head_dim": 64}
+    sizes |= {"num_experts": 8} if kind == "qwen3_moe" else {}
+    return make_tiny(
+        kind, folder, random.randrange(1 << 30), tokenizer=True, vocab_size=VOCAB, **sizes
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_texts_are_those_of_one_gpu(kind: str, tmp_path: Path) -> None:
+    """With prompts in chunks, prefix hits, constraints, and too few pages for all."""
+    folder = make_model(kind, tmp_path / "model")
+    prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
+    with make_llm(folder, **SIZES) as llm:
+        alone = texts_of(llm, prompts)
+    found = ranked("texts", folder, prompts, pp=2, **SIZES)
+    assert any("2 stages" in notice for notice in found["notices"])
+    assert found["counters"]["prefix_hit_tokens"] > 0
+    for one, other in zip(alone, found["texts"], strict=True):
+        assert other["tokens"] == one["tokens"]
+        assert other["reason"] == one["reason"]
+        assert other["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+
+
+def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model")
+    prompts = random_prompts((1, 30, 150, 64, 9, 200))
+    found = ranked("texts", folder, prompts, pp=2, dtype="bfloat16", **SIZES)
+    greedy = [one["tokens"] for one in found["texts"][2 * len(prompts) :][: len(prompts)]]
+    ties_of(folder, prompts, greedy).check(is_moe=False)
+
+
+def test_a_stage_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model")
+    found = ranked("killed", folder, [], pp=2, **SIZES)
+    assert "rank 1" in found["error"]
+    assert "signal 9" in found["error"]
