@@ -20,14 +20,19 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.llm import LLM
+from weft.engine.model.archs.by_transformers.fused import FusedRmsNorm
+from weft.engine.model.archs.by_transformers.model import TransformersModel
 from weft.engine.model.loader import check_weights, load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import Choices
+from weft.testing.models.families import make_family
+from weft.testing.models.forced_models import forced_copy
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.quantised_models import round_rows
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_adapters import LINEAR, write_adapter
+from weft.testing.models.tiny_models import make_tiny
 from weft.testing.models.unread_models import UNREAD, WITH_EXPERTS, load_unread, make_unread
 
 ALWAYS = ("nanochat",)
@@ -240,6 +245,35 @@ def test_missing_and_unknown_tensors_are_named(nanochat: Path, tmp_path: Path) -
     save_file(tensors | {"model.more": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"does not use: model\.more"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "fused"),
+    [
+        ("qwen3", "Qwen3ForCausalLM", 1 + 4 * 3),
+        pytest.param("gemma3", "Gemma3ForCausalLM", 1 + 6 * 4, marks=pytest.mark.full),
+        pytest.param("cohere", "CohereForCausalLM", 0, marks=pytest.mark.full),
+    ],
+)
+def test_parts_are_fused_where_they_give_the_same_numbers(
+    kind: str, code: str, fused: int, tmp_path: Path
+) -> None:
+    """Also Gemma's norms of 1 + weight; Cohere's norms and rotation have other forms."""
+    if kind == "qwen3":
+        source = make_tiny(kind, tmp_path / "own", random.randrange(10**6))
+    else:
+        source = make_family(kind, tmp_path / "own", random.randrange(10**6))
+    path = forced_copy(source, tmp_path / "forced", code)
+    model = load_model(path, "float32", trust_remote_code=True).model
+    assert isinstance(model, TransformersModel)
+    norms = [part for part in model.modules() if isinstance(part, FusedRmsNorm)]
+    assert len(norms) == fused
+    prompt = prompt_of(23)
+    tokens = [
+        PagedDriver(one, num_pages=32).greedy([prompt], 16)[0]
+        for one in (model, load_model(source, "float32").model)
+    ]
+    assert tokens[0] == tokens[1]
 
 
 def test_layers_with_states_are_refused(tmp_path: Path) -> None:

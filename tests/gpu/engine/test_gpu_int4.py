@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from weft.checkpoint.resolve import resolve_model
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
@@ -21,6 +22,8 @@ from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.shared.formats.packed_groups import PackedGroups
 from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.models.float32_reference import reference_model, ties_with
+from weft.testing.models.gguf_models import SIZES as GGUF_SIZES
+from weft.testing.models.gguf_models import gguf_models
 from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models
 from weft.testing.models.nvfp4_models import nvfp4_models
 from weft.testing.models.reference_models import make_reference
@@ -145,5 +148,32 @@ def test_nvfp4(kind: str, tmp_path: Path) -> None:
     del loaded
     prompts = random_prompts()
     tokens = generate(packed, prompts)
+    ties = ties_with(reference_model(floats, torch.bfloat16), prompts, tokens)
+    ties.check(is_moe="moe" in kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "types"),
+    [
+        ("llama", {"v_proj.weight": "Q6_K", "_proj.weight": "Q4_K"}),
+        ("qwen3", {"_proj.weight": "Q4_1"}),
+        ("qwen3_moe", {"self_attn.o_proj.weight": "Q4_0", "_proj.weight": "MXFP4"}),
+    ],
+)
+def test_gguf(
+    kind: str, types: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 4 bits are multiplied as they are, other types as floats."""
+    monkeypatch.setattr("weft.checkpoint.gguf_folder.cache_folder", lambda: tmp_path / "cache")
+    # Older releases of transformers on machines with GPUs do not convert tokenizers.
+    monkeypatch.setattr("weft.checkpoint.gguf_folder.tokenizer_files", lambda metadata: {})
+    source = make_tiny(kind, tmp_path / "tiny", random.randrange(10**6), **GGUF_SIZES)
+    path, floats = gguf_models(source, tmp_path / "file.gguf", types)
+    folder = resolve_model(str(path))
+    loaded = load_model(folder, "bfloat16", "cuda")
+    assert loaded.bytes_per_weight < 1.9
+    del loaded
+    prompts = random_prompts()
+    tokens = generate(folder, prompts)
     ties = ties_with(reference_model(floats, torch.bfloat16), prompts, tokens)
     ties.check(is_moe="moe" in kind)

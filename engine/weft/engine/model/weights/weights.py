@@ -113,6 +113,11 @@ class Weights:
         """Name of `dtype`, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def has_own_formats(self) -> bool:
+        """Whether each module of the checkpoint may be in a number format of its own."""
+        return not getattr(self._scheme, "is_made_at_load", True)
+
     def at(self, name: str | int) -> Weights:
         """The parameters of the submodule `name`."""
         below = copy(self)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from weft.contract.errors import ModelError
+from weft.engine.model.archs.by_transformers.fused import NotLeftError, Rotation, rotation_table
 from weft.engine.model.layers.attention import plane_of
 from weft.engine.model.step import Step
 from weft.kernels.ops.attention import paged_attention
@@ -231,6 +232,7 @@ class PagedCalls:
         turns: Mapping[int, torch.Tensor],
         step: Step,
         pool: torch.Tensor,
+        rotation: Rotation | None = None,
     ) -> None:
         """Prepares a pass.
 
@@ -239,10 +241,14 @@ class PagedCalls:
             places: Page group, layer in the pool, and plane of each call.
             turns: [1, D] float32 by D: the rotation that changes nothing.
             step: Tokens and their pages.
+            rotation: Rotations that the pass leaves to attention; None: it leaves none.
         """
         self._calls, self._places, self._turns = calls, places, turns
         self._step, self._pool = step, pool
         self._zeros = torch.zeros_like(step.positions)
+        self._rotation = rotation
+        self._table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._rows: torch.Tensor | None = None
         self._next = 0
 
     def __call__(
@@ -258,11 +264,12 @@ class PagedCalls:
         self._next += 1
         spec, pages = call.spec, self._step.groups[group]
         pool = plane_of(pages, self._pool, plane)
+        positions, table = self._turned(q, k, spec.dim)
         qkv = torch.cat([_rows(heads, spec.dim) for heads in (q, k, v)], dim=1)
         rotated = rope_and_cache(
             qkv,
-            self._zeros,
-            self._turns[spec.dim],
+            positions,
+            table,
             pool,
             in_pool,
             pages.places,
@@ -271,6 +278,21 @@ class PagedCalls:
         )
         mixed = paged_attention(rotated, pool, in_pool, spec, pages)
         return mixed.view(1, -1, spec.heads, spec.dim)[..., : call.value_dim].contiguous()
+
+    def _turned(
+        self, q: torch.Tensor, k: torch.Tensor, dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a table of cosines and sines, and the table."""
+        left = None if self._rotation is None else self._rotation.of(q, k)
+        if left is None:
+            return self._zeros, self._turns[dim]
+        if q.shape[-1] != dim:
+            raise NotLeftError
+        if self._table is None or self._table[0] is not left[0] or self._table[1] is not left[1]:
+            self._table = (*left, rotation_table(*left))
+        if self._rows is None:
+            self._rows = torch.arange(len(self._zeros), device=q.device)
+        return self._rows, self._table[2]
 
 
 def _rows(heads: torch.Tensor, dim: int) -> torch.Tensor:

@@ -27,9 +27,19 @@ from weft.engine.model.archs.by_transformers.attention import (
     attention_by,
     noted_masks,
 )
+from weft.engine.model.archs.by_transformers.fused import (
+    NotLeftError,
+    Rotation,
+    fuse_mlps,
+    fuse_norms,
+    leave_rotations,
+    leaving,
+)
 from weft.engine.model.archs.by_transformers.names import Converted
 from weft.engine.model.archs.by_transformers.products import (
+    JoinedProduct,
     Product,
+    ProductPart,
     adapters_of,
     place_products,
 )
@@ -51,6 +61,8 @@ _TRIED = 12
 _TRIED_PAGE = 4
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
 """Largest difference of hidden states, relative to their size, that roundings may make."""
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear modules that have the same input."""
 _GATES = frozenset(("gate", "router", "shared_expert_gate"))
 """Last names of modules that choose among experts, which stay in floats."""
 
@@ -74,18 +86,32 @@ class TransformersModel:
         self.dtype = weights.dtype
         causal = _built(config, weights.dtype)
         _read_parameters(causal, weights)
+        is_here = weights.device != torch.device("meta")
+        if is_here:
+            fuse_norms(causal)
+            fuse_mlps(causal, weights.dtype, weights.device)
+        self._leaves = is_here and leave_rotations(causal)
         self.config = replace(config, linears=place_products(config, causal))
         self._body, self._given, self._head = _parted(causal)
         self._first_position = 0
         self._calls: tuple[Call, ...] = ()
-        if weights.device == torch.device("meta"):
+        if not is_here:
             return
         self._calls = self._record(weights.device)
         dims = {call.dim for call in self._calls}
         rope = RopeConfig(theta=1.0)
         self._turns = {dim: cos_sin_table(rope, dim, 1).to(weights.device) for dim in dims}
         self._places = places_in_pools(self._planes())
-        self._try_pages(weights.device)
+        try:
+            self._try_pages(weights.device)
+        except NotLeftError:
+            self._leaves = False
+            self._try_pages(weights.device)
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """The modules that compute hidden states."""
+        modules: Iterator[torch.nn.Module] = self._body.modules()
+        return modules
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         return paged_layout(self._planes(), self.dtype, page_size)
@@ -104,8 +130,9 @@ class TransformersModel:
 
     def forward_all(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """As `forward`, but returns the hidden states of all rows, [T, hidden]."""
-        paged = PagedCalls(self._calls, self._places, self._turns, step, pool)
-        with attention_by(paged), adapters_of(step.lora):
+        rotation = Rotation() if self._leaves else None
+        paged = PagedCalls(self._calls, self._places, self._turns, step, pool, rotation)
+        with attention_by(paged), adapters_of(step.lora), leaving(rotation):
             return self._run(step.token_ids, step.positions)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
@@ -226,8 +253,12 @@ def _read_parameters(causal: Any, weights: Weights) -> None:
     head = causal.get_output_embeddings()
     done: dict[str, torch.Tensor] = {}
     later: list[tuple[Any, str, str]] = []
+    if not weights.has_own_formats:
+        _join_products(causal, weights, {*tied, *_path_of(causal, head)})
     for path, module in list(causal.named_modules()):
         below = weights.at(path) if path else weights
+        if isinstance(module, ProductPart):
+            continue
         if type(module) is torch.nn.Linear and f"{path}.weight" not in tied and module is not head:
             above, _, leaf = path.rpartition(".")
             parent = causal.get_submodule(above)
@@ -262,6 +293,34 @@ def _read_parameters(causal: Any, weights: Weights) -> None:
         above, _, leaf = path.rpartition(".")
         made = Product(weights.packed(head.weight.data), torch.float32, head.bias)
         setattr(causal.get_submodule(above), leaf, made)
+
+
+def _path_of(causal: Any, head: Any) -> list[str]:
+    return [f"{path}.weight" for path, module in causal.named_modules() if module is head]
+
+
+def _join_products(causal: Any, weights: Weights, apart: set[str]) -> None:
+    """Makes one product of linear modules that have the same input by their names."""
+    for path, parent in list(causal.named_modules()):
+        for names in _JOINED:
+            found = [getattr(parent, name, None) for name in names]
+            modules = [module for module in found if type(module) is torch.nn.Linear]
+            if len(modules) < len(names):
+                continue
+            kinds = {(module.in_features, module.bias is None) for module in modules}
+            at = f"{path}." if path else ""
+            if len(kinds) > 1 or any(f"{at}{name}.weight" in apart for name in names):
+                continue
+            rows = tuple(module.out_features for module in modules)
+            spec = LinearSpec(
+                names=names,
+                in_features=modules[0].in_features,
+                rows=rows,
+                bias=modules[0].bias is not None,
+            )
+            joined = JoinedProduct((weights.at(path) if path else weights).linear(spec), rows)
+            for number, name in enumerate(names):
+                setattr(parent, name, ProductPart(joined, number, weights.device))
 
 
 class _Hidden:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from weft.checkpoint.adapters.names import DENSE_KINDS, parse_module
@@ -51,6 +52,65 @@ class Place:
         return replace(found, parts=parts) if parts else None
 
 
+class JoinedProduct:
+    """The product of several linear modules of the same input, computed when the first of them is
+    called.
+    """
+
+    def __init__(self, packed: LinearWeight, rows: Sequence[int]) -> None:
+        """`rows`: the outputs of each module, in the product's order."""
+        self.packed = packed
+        self.ends = tuple(accumulate(rows))
+        self.place: Place | None = None
+        self._x: torch.Tensor | None = None
+        self._made: torch.Tensor | None = None
+        self._left = 0
+
+    def part(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., outputs of one module], a view."""
+        if self._made is None or x is not self._x:
+            self._x, self._made, self._left = x, self.computed(x), len(self.ends)
+        made = self._made
+        self._left -= 1
+        if not self._left:
+            self._x = self._made = None
+        return made[..., self.ends[number - 1] if number else 0 : self.ends[number]]
+
+    def computed(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., outputs of all modules]."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous().to(self.packed.dtype)
+        lora = _lora.get()
+        added = None if lora is None or self.place is None else self.place.addition(lora)
+        made = linear(rows, self.packed, lora=added)
+        return made.view(*x.shape[:-1], made.shape[-1])
+
+
+class ProductPart(torch.nn.Module):
+    """A linear module that is a part of a `JoinedProduct`."""
+
+    def __init__(self, joined: JoinedProduct, number: int, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.joined, self._number = joined, number
+        begin = joined.ends[number - 1] if number else 0
+        self.in_features, self.out_features = joined.packed.in_features, joined.ends[number] - begin
+        self._rows = (begin, joined.ends[number])
+        self._floats: torch.Tensor | None = None
+        self.place: Place | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in] floats, for code that reads the weight beside the product; a copy."""
+        if self._floats is None:
+            whole = self.joined.packed
+            self._floats = weight_rows(whole, torch.arange(*self._rows, device=self._device))
+        return self._floats
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        return self.joined.part(self._number, x)
+
+
 class Product(torch.nn.Module):
     """A linear module whose weight is packed."""
 
@@ -92,10 +152,10 @@ def place_products(config: ModelConfig, model: torch.nn.Module) -> tuple[str, ..
     """Tells products of layers what adapters change of them. Returns the kinds of projections that
     every layer has as a linear module of the usual name and shape.
     """
-    found: dict[tuple[str, ...], dict[int, Product]] = {}
+    found: dict[tuple[str, ...], dict[int, Product | ProductPart]] = {}
     for path, module in model.named_modules():
         name = parse_module(path)
-        if not isinstance(module, Product) or name.is_expert or not name.layer >= 0:
+        if not isinstance(module, Product | ProductPart) or name.is_expert or not name.layer >= 0:
             continue
         if not name.kinds or not set(name.kinds) <= set(DENSE_KINDS):
             continue
@@ -118,4 +178,16 @@ def place_products(config: ModelConfig, model: torch.nn.Module) -> tuple[str, ..
         for layer, product in layers.items():
             columns = frozenset(part.column for part in parts)
             product.place = Place(parts[0].group, layer, columns)  # type: ignore[arg-type]
+    for module in model.modules():
+        if isinstance(module, ProductPart):
+            module.joined.place = _joined_place(module.joined, model)
     return tuple(kind for kind in DENSE_KINDS if kind in kinds)
+
+
+def _joined_place(joined: JoinedProduct, model: torch.nn.Module) -> Place | None:
+    """The place of all parts of a product together. None: one of them has none."""
+    parts = [m for m in model.modules() if isinstance(m, ProductPart) and m.joined is joined]
+    places = [part.place for part in parts if part.place is not None]
+    if len(places) < len(joined.ends):
+        return None
+    return replace(places[0], columns=frozenset().union(*(place.columns for place in places)))
