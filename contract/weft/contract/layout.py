@@ -109,6 +109,35 @@ class RoutePlane(NamedTuple):
         return f"routes={layers};experts={self.top_k};bytes={self.number_bytes}"
 
 
+class LayerSlices(NamedTuple):
+    """Where the layers of a page lie: each head has all of its layers, one after another."""
+
+    heads: int
+    layers: int
+    layer_bytes: int
+    """Bytes of one layer of one head."""
+
+    def part(self, layers: range) -> PagePart:
+        return PagePart(
+            self.heads,
+            self.layers * self.layer_bytes,
+            layers.start * self.layer_bytes,
+            len(layers) * self.layer_bytes,
+        )
+
+
+class PagePart(NamedTuple):
+    """Ranges of equal length in a page, at equal distances: consecutive layers of each head."""
+
+    num_ranges: int
+    stride: int
+    """Bytes from one range to the next."""
+    begin: int
+    """First byte of the first range."""
+    size: int
+    """Bytes of each range."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageGroup:
     """Planes that share page numbers and page tables."""
@@ -142,6 +171,13 @@ class PageGroup:
         """Bytes of one page, all layers of the group."""
         of_routes = 0 if self.routes is None else self.routes.num_bytes(page_size)
         return math.prod(self.page_shape(page_size)) * DTYPE_BYTES[self.plane.dtype] + of_routes
+
+    def layer_slices(self, page_size: int) -> LayerSlices | None:
+        """None: a page has several planes, whose layers do not follow one another, or routes."""
+        if len(self.planes) > 1 or self.routes is not None:
+            return None
+        heads, layers, *of_layer = self.page_shape(page_size)
+        return LayerSlices(heads, layers, math.prod(of_layer) * DTYPE_BYTES[self.plane.dtype])
 
     def describe(self, page_size: int) -> str:
         """Canonical text of the group."""

@@ -73,6 +73,7 @@ class Bench(TierBench):
             "host_cache_bytes": 8 << 20,
             "load_back_threshold": 0,
             "prefill_chunk_tokens": 4 * PAGE,
+            "load_by_layer": "never",
         }
         super().__init__(model_dir, LENGTH, **(values | settings))
 

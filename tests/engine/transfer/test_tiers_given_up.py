@@ -42,6 +42,7 @@ def bench(model_dir: Path) -> Iterator[TierBench]:
         host_cache_bytes=8 << 20,
         load_back_threshold=0,
         prefill_chunk_tokens=4 * PAGE,
+        load_by_layer="never",
     )
     yield bench
     bench.close()

@@ -17,6 +17,9 @@ from weft.contract.faults import FaultSpec
 from weft.contract.request import StopCriteria
 from weft.contract.submits import Cancel
 from weft.engine.executor import device_pool
+from weft.engine.executor.layer_pools import DeviceLayers
+from weft.engine.executor.port import Launched
+from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny
@@ -181,3 +184,70 @@ def test_a_storm_of_requests_and_cancels_loses_no_page(
     assert bench.counters("host")["corrupt_pages"] == 0
     bench.close()
     torch.cuda.synchronize()
+
+
+class LayerBench(Bench):
+    """Loads go by layer; counts the steps that wait for layers."""
+
+    def __init__(self, model_dir: Path, **settings: Any) -> None:
+        super().__init__(model_dir, **({"load_by_layer": "always"} | settings))
+        self.num_waiting_steps = 0
+        local = self.engine.parts.local
+        launch = local.launch
+
+        def count(step: StepInput) -> Launched:
+            self.num_waiting_steps += step.waits_for_layers
+            return launch(step)
+
+        local.launch = count  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "graphs"])
+def test_steps_begin_while_layers_come(
+    model_dir: Path, reference: Reference, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free pages hold NaN, so a layer that is read too early spoils the text. The device copies for
+    longer than its steps would take alone.
+    """
+    bench = LayerBench(model_dir, cuda_graphs=cuda_graphs)
+    layers = bench.engine.parts.local.layer_pool
+    assert isinstance(layers, DeviceLayers)
+    copy = layers._copy
+
+    def slowly(group: int) -> None:
+        with torch.cuda.stream(layers._stream):
+            torch.cuda._sleep(20_000_000)  # Some 10 ms.
+        copy(group)
+
+    monkeypatch.setattr(layers, "_copy", slowly)
+    prompt = prompt_of(LENGTH)
+    assert bench.ask(prompt) == reference(prompt)
+    for _ in range(3):
+        bench.push_out()
+        again = prompt[: random.randrange(20, 38) * PAGE] + prompt_of(random.randrange(3, 9 * PAGE))
+        before = bench.num_waiting_steps
+        assert bench.ask(again) == reference(again)
+        assert bench.num_waiting_steps > before
+        assert [fill.failure for fill in bench.fills()] == [""]
+    bench.close()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "graphs"])
+def test_a_bad_page_that_came_by_layer_spoils_no_text(
+    model_dir: Path, reference: Reference, cuda_graphs: bool
+) -> None:
+    bench = LayerBench(model_dir, cuda_graphs=cuda_graphs)
+    point = faults.TIER_HOST
+    for _ in range(5):
+        prompt = prompt_of(LENGTH)
+        bench.ask(prompt)
+        bench.push_out()
+        seed, skip = random.randrange(1000), random.randrange(30)
+        point.arm(FaultSpec(point=point.name, kind="corrupt", seed=seed, skip=skip))
+        try:
+            assert bench.ask(prompt) == reference(prompt)
+        finally:
+            point.clear()
+        assert any(fill.failure for fill in bench.fills())
+    assert bench.counters("host")["corrupt_pages"] >= 5
+    bench.close()

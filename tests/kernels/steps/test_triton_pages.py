@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from weft.contract.layout import PagePart
+from weft.kernels.ops.pages import copy_parts
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.page_cases import (
     POISON,
@@ -20,6 +23,13 @@ from weft.testing.kernels.wide_pages import WidePages
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
+PARTS = [
+    (4, PagePart(1, 280, 0, 280), 3),
+    (6, PagePart(3, 96, 24, 40), 5),
+    (5, PagePart(2, 70_000, 8192, 40_000), 2),
+    (3, PagePart(4, 12, 8, 4), 1),
+]
+"""Pages of the pool, the part of a page that moves, pages."""
 SIZES = [
     (1, 2, 1),
     (5, 70, 5),
@@ -48,6 +58,28 @@ def test_gather(num_pages: int, num_words: int, count: int, tmp_path: Path) -> N
     assert (out[:count].numpy() == before[pages.numpy()]).all()
     assert (out[count:] == POISON).all()
     assert (bytes_of(pool) == before).all()
+
+
+@pytest.mark.parametrize("is_reference", [False, True])
+@pytest.mark.parametrize(("num_pages", "part", "count"), PARTS)
+def test_parts_come_from_pages_anywhere(
+    num_pages: int, part: PagePart, count: int, *, is_reference: bool, tmp_path: Path
+) -> None:
+    num_words = part.num_ranges * part.stride // 4
+    pool, pages = random_pool(num_pages, num_words, torch.bfloat16), page_numbers(num_pages, count)
+    sources = [np.random.default_rng().integers(0, 256, 4 * num_words, np.uint8) for _ in pages]
+    addresses = torch.tensor([source.ctypes.data for source in sources])
+    expected = bytes_of(pool)
+    end = part.begin + part.size
+    for page, source in zip(pages.tolist(), sources, strict=True):
+        into = expected[page].reshape(part.num_ranges, part.stride)
+        into[:, part.begin : end] = source.reshape(into.shape)[:, part.begin : end]
+    if is_reference:
+        copy_parts(addresses, pages, pool, part)
+    else:
+        with kernel_module("pages.triton_pages", tmp_path) as module:
+            module.copy_part_rows(addresses, pages, words(pool), part)
+    assert (bytes_of(pool) == expected).all()
 
 
 @pytest.mark.parametrize(("num_pages", "num_words", "count"), SIZES)

@@ -403,6 +403,11 @@ class EngineConfig(PageConfig):
         None,
         ge=0,
     )
+    load_by_layer: Literal["auto", "always", "never"] = setting(
+        "begin to compute a prompt while its pages still come from host memory or disk, layer by "
+        "layer; auto = where nothing else runs and it is measured to pay",
+        "auto",
+    )
     language_model_only: bool = setting(
         "leave the image tower of the model's checkpoint out: a decode worker then takes images "
         "only where prefill workers compute them (not Gemma 3 with window_pages = free)",

@@ -25,6 +25,7 @@ from weft.checkpoint.encoder_config import tells_texts_apart
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError
 from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
+from weft.engine.base.layer_waits import LayerWaits
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
@@ -96,6 +97,11 @@ class GraphBucket(NamedTuple):
     """Whether rows may have adapters."""
     drafts: int = 0
     """Most drafts that each request may bring."""
+
+    @property
+    def waits_for_layers(self) -> bool:
+        """Whether its steps may have prompts whose pages are still being loaded."""
+        return self.kind in ("ragged", "prompts", "cold")
 
     @property
     def columns(self) -> RaggedColumns:
@@ -319,6 +325,7 @@ class StepGraphs:
         on_capture: Called after each capture with (captured, total, time and memory in words).
         rotations: Rotations of slots with images; None: there are none.
         has_logits: Whether this process computes logits.
+        late: What steps with prompts wait for, layer by layer; None: pages are loaded whole.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -334,8 +341,9 @@ class StepGraphs:
         rotations: SlotRotations | None = None,
         *,
         has_logits: bool = True,
+        late: LayerWaits | None = None,
     ) -> None:
-        self._rotations, self._has_logits = rotations, has_logits
+        self._rotations, self._has_logits, self._late = rotations, has_logits, late
         self._model = model
         self._pool = pool
         self._inputs = inputs
@@ -491,6 +499,8 @@ class StepGraphs:
         # A bucket with trees may also have prompts, so it is not listed. Which rows of an encoder
         # are wanted depends on the pooling.
         step.wants_all = bucket.kind in ("decode", "verify") or self._model.config.is_encoder
+        if bucket.waits_for_layers:
+            step.late = self._late
         if self._types is not None:
             step.token_types = self._types[: bucket.tokens]
         if self._rotations is not None:

@@ -31,6 +31,7 @@ from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
+from weft.engine.executor.layer_pools import layer_pool
 from weft.engine.executor.orders import (
     CopyPages,
     CopyWeights,
@@ -141,6 +142,7 @@ class LocalExecutor:
         media: Rows of media; None: no step takes any.
         has_axes: Whether requests may rotate elsewhere than at their tokens' positions.
         refit: Changes the model's weights; None: they cannot be changed, and do not sleep.
+        loads_by_layer: Whether tiers may load pages layer by layer while steps compute.
         sleep: What sleeps on a GPU, and where weights of a CPU sleep; None: the defaults.
     """
 
@@ -175,6 +177,7 @@ class LocalExecutor:
         refit: Refit | None = None,
         packed: PackedTensors | None = None,
         sleep: SleepMemory | None = None,
+        loads_by_layer: bool = False,
     ) -> None:
         sleep = sleep or SleepMemory()
         is_in_arena = sleep.weights is not None
@@ -201,7 +204,7 @@ class LocalExecutor:
         self.has_adapters, self.has_head = lora is not None, drafted is not None
         self._page_size = layout.page_size
         shared = () if pool is None or rank else (pool.whole,)
-        is_own = pool is None
+        is_own = is_own_pool = pool is None
         with nullcontext() if sleep.pools is None else sleep.pools.taking():
             if pool is None:
                 pool = _new_pool(layout, 0, num_pages, device)
@@ -252,6 +255,11 @@ class LocalExecutor:
             self.page_table, self._page_size, self.known, lora, windows, self.states, recorded
         )
         self._inputs: DeviceInputs | None = None
+        self.layer_pool = None
+        if is_own_pool and loads_by_layer:
+            self.layer_pool = layer_pool(model, layout, self.pool)
+        self._late = None if self.layer_pool is None else self.layer_pool.waits
+        """Waits of steps whose pages are still being loaded; None: pages are loaded whole."""
         self.graphs: StepGraphs | None = None
         """None: steps are not captured."""
         if is_cuda:
@@ -286,6 +294,7 @@ class LocalExecutor:
                     on_capture,
                     self.rotations,
                     has_logits=self._has_logits,
+                    late=self._late,
                 )
         step_sizes = () if self.graphs is None else self.graphs.buckets.ragged_sizes
         self.facts = ExecutorFacts(layout.page_size, step_sizes, is_asynchronous=is_cuda)
@@ -489,11 +498,19 @@ class LocalExecutor:
             if self.graphs is not None and is_usual:
                 bucket = self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
+                if step is not None and step.waits_for_layers and not bucket.waits_for_layers:
+                    self._wait_for_all_layers()
                 return self.graphs.forward(arrays, bucket), bucket
             return self._model.forward(self._batch(arrays, step), self._own_pool), None
 
+    def _wait_for_all_layers(self) -> None:
+        assert self._late is not None, "a step waits for layers, and pages are loaded whole"
+        self._late.wait(self._late.groups[-1].start)
+
     def _batch(self, arrays: StepArrays, step: StepInput | None) -> Step:
         batch = self._batches.batch(arrays)
+        if step is not None and step.waits_for_layers:
+            batch.late = self._late
         if step is not None and step.inserted is not None:
             assert self.media is not None, "a step has media, and there is no memory for them"
             batch.inserted = self.media.of(step.inserted)
@@ -528,6 +545,8 @@ class LocalExecutor:
         )
         aligned: Sequence[AlignedRows] = ()
         types, bucket = self._token_types(step, arrays), None
+        if step.waits_for_layers:
+            self._wait_for_all_layers()
         if self.graphs is not None and not (step.scores or count or step.has_media):
             bucket = self.graphs.bucket_of(arrays) if len(rows) else None
             if bucket is not None and not self._model.config.is_encoder:

@@ -150,6 +150,8 @@ class StepInput:
     """Chunks of prompts whose log-probabilities are wanted."""
     pooled: Sequence[PooledRows] = ()
     """Chunks of prompts whose vectors are wanted."""
+    waits_for_layers: bool = False
+    """Whether pages of some chunk are still being loaded, layer by layer."""
     states: StateRows | None = None
     """Blocks of recurrent layers; None: the model has none."""
     inserted: InsertedRows | None = None

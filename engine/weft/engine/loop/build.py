@@ -313,7 +313,8 @@ def _load_parts(
     counts = pools.num_blocks, pools.window_pages
     carriers = make_carriers(config, layout, *counts, prefixes, executor, ranked or executor)
     sizes = layout.page_bytes, sum(carrier.num_pages for carrier in carriers)
-    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
+    by_layer = executor.layer_pool if ranked is None else None
+    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake, by_layer)
     notices = [
         *(*plane.notices, *pools.notices, *shards),
         *([] if lora is None else [lora.limits.describe()]),
@@ -471,6 +472,7 @@ def _make_executor(
         refit=_refit_of(config, models),
         packed=models.loaded.packed,
         sleep=sleep,
+        loads_by_layer=config.has_tiers and config.load_by_layer != "never",
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)

@@ -41,6 +41,18 @@ class SampledTokens(NamedTuple):
     runs: Sequence[Run] = ()
     """Tokens of the requests with drafts."""
 
+    def without(self, lost: Sequence[Request]) -> SampledTokens:
+        """Without these requests, which bring no drafts."""
+        kept = [row for row, request in enumerate(self.requests) if request not in lost]
+        return SampledTokens(
+            [self.requests[row] for row in kept],
+            [self.tokens[row] for row in kept],
+            self.positions[kept],
+            [self.logprobs[row] for row in kept],
+            [(request, error) for request, error in self.errors if request not in lost],
+            self.runs,
+        )
+
 
 def wait_for_tokens(
     plan: Plan, requests: Sequence[Request], pending: PendingTokens

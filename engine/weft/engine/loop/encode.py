@@ -97,6 +97,7 @@ def step_input(
         drafts=drafts,
         scores=_scores(plan) if plan.chunks else (),
         pooled=_pooled(plan) if plan.chunks else (),
+        waits_for_layers=any(item.request.held.incoming is not None for item in plan.chunks),
         inserted=inserted,
         turned=turned,
     )

@@ -88,8 +88,12 @@ class _Step:
     """Whether the step should take as long as a step of decodes without drafts."""
     end: Mark | None = None
     """Mark of all of the step's device work; set where turns may leave the step."""
+    incoming: Sequence[Request] = ()
+    """Requests whose pages are loaded while the step computes."""
 
 
+INCOMING_TIMEOUT_S = 1.0
+"""Longest wait, after a step, for the outcome of a load whose pages the step has read."""
 MAX_PLAIN_TOKENS = 32
 """Most prompt tokens with which a step still counts as one of decodes. Shipped prompts end with a
 few tokens.
@@ -168,11 +172,12 @@ class StepPipeline:
 
     def may_begin(self) -> bool:
         """Whether this turn may begin a step: none follows the one under way, and that one ends
-        soon or at an unknown time.
+        soon or at an unknown time. None follows a step that reads pages which are being loaded,
+        since what that step computes may have to be dropped.
         """
-        if self._behind is not None:
-            return False
         step = self._flying
+        if self._behind is not None or (step is not None and step.incoming):
+            return False
         if step is None or not self.leaves:
             return True
         return self._ends.begins_in_s(self._passed_s(step), is_plain=step.is_plain) <= 0.0
@@ -304,6 +309,9 @@ class StepPipeline:
             )
             for companion in self._scheduler.pages.companions:
                 companion.begin_step(plan.companion_rows, made)
+            if made.waits_for_layers:
+                step.incoming = [each.request for each in plan.chunks if each.request.held.incoming]
+                plan.waits_for_layers = True
             launched = self._executor.launch(made)
             step.logits, plan.scores, plan.vectors = launched
         except Exception as error:
@@ -356,6 +364,8 @@ class StepPipeline:
                 step.mark.wait()
             if step.pending is not None:
                 drawn = wait_for_tokens(step.plan, step.drawing, step.pending)
+            if step.incoming:
+                drawn = self._settle(step, drawn)
             self._executor.check()  # Before any result of the step is sent.
         except Exception as error:
             self._fail(step, error)
@@ -368,9 +378,25 @@ class StepPipeline:
         lost_s = self._step_sampler.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
-        if self.leaves:
+        if self.leaves and not step.incoming:
             self._ends.learn(duration_s, step.plan.num_tokens, is_plain=step.is_plain)
         self._owner.step_done(step.plan, drawn, duration_s)
+
+    def _settle(self, step: _Step, drawn: SampledTokens | None) -> SampledTokens | None:
+        """Publishes pages that were loaded while the step computed. Drops the tokens of requests
+        whose pages did not come whole; `Scheduler.commit` begins these anew.
+        """
+        lost = list[Request]()
+        for request in step.incoming:
+            incoming = request.held.incoming
+            if incoming is None:
+                continue  # They were whole before, or the request has ended.
+            if incoming.wait(INCOMING_TIMEOUT_S):
+                request.held.incoming = None
+                self._scheduler.publish(request)
+            else:
+                lost.append(request)
+        return drawn.without(lost) if lost and drawn is not None else drawn
 
     def _fail(self, step: _Step, error: Exception) -> None:
         """Fails the step's requests. The step itself stays, since the device may still

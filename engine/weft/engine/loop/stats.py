@@ -96,7 +96,9 @@ class EngineStats:
         self._counts.surplus_tokens += num_surplus_tokens
         self._counts.prompt_tokens += num_prompt_tokens
         self._longest_step_s = max(self._longest_step_s * 0.999, duration_s)
-        if num_prompt_tokens >= MIN_MEASURED_TOKENS:
+        if plan.waits_for_layers:
+            pass
+        elif num_prompt_tokens >= MIN_MEASURED_TOKENS:
             self._observe_prompts(num_tokens, duration_s)
             # While requests decode all the time, steps with decodes are the only measurement.
             if num_decodes == 0 or not costs.local_tokens_per_s:

@@ -38,6 +38,7 @@ from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.fills import TieredFills
+from weft.engine.sources.tiers.layer_loads import LayerPolicy
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
 from weft.pages.fills.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
@@ -75,7 +76,9 @@ class EngineWiring:
             config.first_token_weight,
             self._local_load,
         )
-        fill_events = FillEvents(self._arrived, self._fill_completed, self._fill_failed)
+        fill_events = FillEvents(
+            self._arrived, self._fill_completed, self._fill_failed, self._fill_lost
+        )
         self.tier_policy = TierPolicy(config.write_through_threshold, config.load_back_threshold)
         self.tiers = self._make_tiers(fill_events)
         self.media = self._make_media()
@@ -185,6 +188,8 @@ class EngineWiring:
             self.pages.num_continuable_pages,
             fill_events,
             parts.carriers,
+            LayerPolicy(config.load_by_layer == "always"),
+            self._is_alone,
         )
 
     def _make_packer(self) -> CompanionPacker | None:
@@ -346,6 +351,13 @@ class EngineWiring:
 
     def _fill_failed(self, request: Request) -> None:
         self.scheduler.fill_failed(request)
+
+    def _fill_lost(self, request: Request) -> None:
+        self.scheduler.retract(request)
+
+    def _is_alone(self) -> bool:
+        scheduler = self.scheduler
+        return not (scheduler.running or scheduler.prefilling or scheduler.filling)
 
     def _on_filled(self, record: FillRecord) -> None:
         if record.source == "kvstore":

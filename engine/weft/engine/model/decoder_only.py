@@ -98,6 +98,11 @@ class DecoderOnlyLM:
         assert self._lm_head is not None, "the model has no LM head"
         return self._lm_head
 
+    @property
+    def waits_for_layers(self) -> bool:
+        """As of its stack."""
+        return self.model.waits_for_layers
+
     def kv_layout(self, page_size: int) -> CacheLayout:
         planes = planes_of_stage(self.config, self.stage)
         return paged_layout(planes, self.dtype, page_size)

@@ -63,6 +63,18 @@ def can_capture(model: Model) -> bool:
 
 
 @runtime_checkable
+class MayWaitForLayers(Protocol):
+    """A model whose steps may begin before the pool has all layers (`Step.late`), or not."""
+
+    @property
+    def waits_for_layers(self) -> bool: ...
+
+
+def waits_for_layers(model: Model) -> bool:
+    return isinstance(model, MayWaitForLayers) and model.waits_for_layers
+
+
+@runtime_checkable
 class LogitsInParts(Protocol):
     """A model of whose logits each rank can compute a part."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 
 import torch
+from weft.engine.base.layer_waits import LayerWaits, group_of
 from weft.engine.model.layers.altup import Copies
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Form, Layer, StackLayer
@@ -33,6 +35,8 @@ class Run:
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         self.layers = tuple(layers)
         self._dense = DenseRun.of([_dense_layer(layer) for layer in layers])
+        self._parts: tuple[Run, ...] = ()
+        """What `parts` made last."""
 
     def __call__(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
         """Runs the layers. Returns the step with their preparations, for further runs."""
@@ -50,6 +54,16 @@ class Run:
         parts = step.lora, stream.taps, further, peers
         self._dense(hidden, step.turn_rows, group, pool, first.number, *parts)
         return step
+
+    def parts(self, late: LayerWaits | None) -> tuple[Run, ...]:
+        """The run, cut where the step may wait for layers of the pool."""
+        if late is None:
+            return (self,)
+        if not self._parts:
+            numbers = (group_of(late.groups, layer.number) for layer in self.layers)
+            same = groupby(zip(numbers, self.layers, strict=True), itemgetter(0))
+            self._parts = tuple(Run([layer for _, layer in pairs]) for _, pairs in same)
+        return self._parts
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
         """A call that always uses single operations."""
@@ -85,7 +99,10 @@ def run_all(
     """
     stream = stream_of(hidden, taps, peers)
     for number, run in enumerate(runs):
-        step = run(stream, step, pool)
+        for part in run.parts(step.late):
+            if step.late is not None:
+                step.late.wait(part.layers[0].number)
+            step = part(stream, step, pool)
         if number < len(added):
             stream.settle().index_add_(0, *added[number])
     return stream.settle()
@@ -175,6 +192,14 @@ class Stack:
         before, behind = (own, ()) if last is None else (own[:last], own[last + 1 :])
         self._before_last, self._behind_last = runs_of(before), runs_of(behind)
 
+    @property
+    def waits_for_layers(self) -> bool:
+        """Whether each layer reads one layer of the pool, that of its number, so that a step may
+        begin before the later ones are there (`Step.late`).
+        """
+        has_all = self._stage is None and self.peers is None
+        return has_all and all(layer.mixer.has_own_kv for layer in self.layers)
+
     def with_layers(self, layers: Sequence[StackLayer]) -> Stack:
         multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
         return Stack(
@@ -211,6 +236,8 @@ class Stack:
         # The last layer writes K and V of all rows, but computes only the wanted ones.
         stream = Stream(run_all(self._before_last, hidden, step, pool, taps, peers), taps, peers)
         stream.enter(last.number)
+        if step.late is not None:
+            step.late.wait(last.number)
         query = last.mixer.write(last.begin(stream), step, pool)
         if step.gather is not None:
             step.gather(last.mixer, step, pool)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from weft.engine.base.layer_waits import LayerWaits
 from weft.engine.model.state_step import StateStep
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.encoder_attention.spec import Bounds
@@ -92,6 +93,8 @@ class Step:
     computes; None: the model has none.
     """
 
+    late: LayerWaits | None = None
+    """Waits for layers of the pool that are still being loaded; None: the pool has all."""
     inserted: Inserted | None = None
     """Rows that come from media; None: all are of tokens."""
     aligned: Sequence[AlignedRows] = ()

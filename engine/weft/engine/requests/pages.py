@@ -214,7 +214,11 @@ class RequestPages:
         self._return_later([page for copy in copies for page in copy])
 
     def publish(self, request: Request) -> bool:
-        """Publishes the request's new full pages in the cache; False if there are none."""
+        """Publishes the request's new full pages in the cache; False if there are none, or a load
+        still writes some of them.
+        """
+        if request.held.incoming is not None:
+            return False
         num_full = request.num_computed // self._page_size
         first = request.held.num_published
         if num_full <= first:
@@ -277,6 +281,9 @@ class RequestPages:
         request.held.num_published = 0
         request.held.leaf = None
         request.held.is_private = False
+        if request.held.incoming is not None:
+            request.held.incoming.stop()
+            request.held.incoming = None
         self.return_promise(request)
 
     def has_room_beside(self, request: Request, *, soon: bool = False) -> bool:

@@ -14,6 +14,7 @@ from weft.contract.spans import MediaSpan
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.requests.acceptance import Acceptance
+from weft.engine.requests.incoming import IncomingPages
 from weft.engine.requests.media_positions import MediaPositions
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import Node
@@ -91,6 +92,8 @@ class HeldPages:
     """During admission: a cached page whose first tokens continue the request after `pages`."""
     num_partial_tokens: int = 0
     """Number of matching tokens in that page."""
+    incoming: IncomingPages | None = None
+    """Outcome of a load by layer that still writes some of these pages; None: all are there."""
     is_private: bool = False
     """Whether versions of the weights have changed since the first of these pages, so that the
     pages are of use to this request alone.
@@ -129,6 +132,9 @@ class PageSources:
     """Whether a load from a tier was given up. Until the request is preempted again, its pages come
     from other sources.
     """
+
+    loads_whole: bool = False
+    """Whether a load by layer has failed, so that pages are loaded whole before a step."""
 
     @property
     def may_overflow(self) -> bool:

@@ -38,3 +38,5 @@ class FillEvents(NamedTuple):
     """A source has done its part. Another source or this engine does the rest."""
     failed: OnRequest
     """A source gave no pages, or not all: the request waits again with the candidates left."""
+    lost: OnRequest = lambda request: None
+    """Pages that the request has, and that it would have computed on, did not come whole."""

@@ -154,6 +154,10 @@ class Plan:
         """Log-probabilities of prompts, set when the step begins; None: no chunk wants any."""
         self.vectors: LaterVectors | None = None
         """Vectors of prompts, set when the step begins; None: no chunk wants any."""
+        self.waits_for_layers = False
+        """Whether the step waited for pages that were being loaded, so that its duration says
+        little about what it computed. Set when the step begins.
+        """
         self.drafting_s = 0.0
         """Seconds that drafting took before the step. Captured chains are launched with the step
         and take almost no time here.

@@ -469,7 +469,9 @@ class Scheduler:
                     self._publish_computed(request)
         for request, start, num_tokens, *_ in plan.chunks:
             request.num_launched -= num_tokens
-            if request.state is State.RUNNING or request.state is State.PREFILLING:
+            if request.held.incoming is not None:
+                self.retract(request)
+            elif request.state is State.RUNNING or request.state is State.PREFILLING:
                 request.num_computed = start + num_tokens
                 self._publish_computed(request)
         if self._arriving:
@@ -590,6 +592,16 @@ class Scheduler:
         self._give_slot_back(request)
         self._transition(request, State.WAITING)
         self._enqueue(request)
+
+    def retract(self, request: Request) -> None:
+        """Begins a request anew whose load by layer has failed. No step is under way that it is
+        part of, and what the last one computed for it is dropped.
+        """
+        request.sources.loads_whole = True
+        if request.state is State.RUNNING:
+            self.preempt(request)
+        else:
+            self._begin_anew(request)
 
     # -- internals -------------------------------------------------------------------------------
 

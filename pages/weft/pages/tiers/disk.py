@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.contract import faults
 from weft.contract.errors import ConfigError
+from weft.contract.layout import PagePart
 from weft.contract.pages import Page
 from weft.pages.memory.eviction import EvictionPolicy
 from weft.pages.tiers.keyed import KeyedPages, PageName, PagePlace
@@ -92,19 +93,25 @@ class PageFiles:
         self.remove(PagePlace(0, page.name, page.digest))
 
     def read(self, place: PagePlace, into: Page) -> bool:
-        path = self._path(place)
+        return self.read_part(place, into, PagePart(1, into.size, 0, into.size))
+
+    def read_part(self, place: PagePlace, into: Page, part: PagePart) -> bool:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._path(place), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
-            view, done = memoryview(into.data), 0
-            while done < len(view):
-                num_bytes = os.preadv(descriptor, [view[done:]], done)
-                if not num_bytes:
-                    return False
-                done += num_bytes
-            os.utime(descriptor)
+            view = memoryview(into.data)
+            for number in range(part.num_ranges):
+                done = number * part.stride + part.begin
+                end = done + part.size
+                while done < end:
+                    num_bytes = os.preadv(descriptor, [view[done:end]], done)
+                    if not num_bytes:
+                        return False
+                    done += num_bytes
+            if part.begin == 0:
+                os.utime(descriptor)
         finally:
             os.close(descriptor)
         if faults.TIER_DISK_READ.is_armed:

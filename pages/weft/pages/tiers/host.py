@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 from weft.contract import faults
+from weft.contract.layout import PagePart
 from weft.contract.pages import Page
 from weft.pages.memory.eviction import EvictionPolicy
 from weft.pages.tiers.keyed import KeyedPages, PagePlace
@@ -51,6 +52,11 @@ class HostMemory:
         np.copyto(into, self.row(place))
         return True
 
+    def read_part(self, place: PagePlace, into: Page, part: PagePart) -> bool:
+        self._damage(place)
+        np.copyto(slices_of(into, part), slices_of(self.row(place), part))
+        return True
+
     def write(self, place: PagePlace, content: Page) -> None:
         np.copyto(self.row(place), content)
 
@@ -73,6 +79,14 @@ class HostMemory:
     def _damage(self, place: PagePlace) -> None:
         if faults.TIER_HOST.is_armed:
             faults.TIER_HOST.flip_bit(self.rows, [place.slot - 1])
+
+
+def slices_of(page: Page, part: PagePart) -> Page:
+    """The ranges of a part of a page [page_bytes], as [count, size]."""
+    slices: Page = page.reshape(part.num_ranges, part.stride)[
+        :, part.begin : part.begin + part.size
+    ]
+    return slices
 
 
 def host_tier(num_slots: int, page_bytes: int, policy: EvictionPolicy) -> tuple[Tier, HostMemory]:

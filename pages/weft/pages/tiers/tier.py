@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from weft.contract.errors import InjectedFault
+from weft.contract.layout import PagePart
 from weft.contract.pages import Page
 from weft.pages.memory.page_memory import PageCounts
 from weft.pages.tiers.keyed import KeyedPages, PageName, PagePlace
@@ -37,6 +38,10 @@ class Medium(Protocol):
         Raises:
             OSError: The page cannot be read.
         """
+        ...
+
+    def read_part(self, place: PagePlace, into: Page, part: PagePart) -> bool:
+        """As `read`, but copies only a part of the page, to the same part of `into`."""
         ...
 
     def write(self, place: PagePlace, content: Page) -> None:
@@ -100,6 +105,20 @@ class PageLoad:
         is_right = is_whole and digest_of(into) == self.place.digest
         self.outcome = "done" if is_right else "corrupt"
         return is_right
+
+    def run_part(self, into: Page, part: PagePart) -> bool:
+        """Copies a part of the page, in any thread, and checks nothing: once all parts are there,
+        the caller must call `arrived`. False: the page cannot be read.
+        """
+        try:
+            is_there = self._tier.medium.read_part(self.place, into, part)
+        except (OSError, InjectedFault) as error:
+            logger.warning("%s: a page cannot be read: %s", self._tier.name, error)
+            self.outcome = "failed"
+            return False
+        if not is_there:
+            self.outcome = "corrupt"
+        return is_there
 
     def direct(self) -> Page | None:
         """The page's memory, from which the device copies; the caller must then call `arrived`. Any

@@ -101,6 +101,11 @@ class DraftedModel:
             raise AdapterError(f"draft adapter {folder}: {error}") from error
         return made
 
+    @property
+    def waits_for_layers(self) -> bool:
+        """The head's layer comes with the target's last ones."""
+        return self._target.waits_for_layers
+
     def kv_layout(self, page_size: int) -> CacheLayout:
         """The target's page with the head's layer after the target's own."""
         layout = self._target.kv_layout(page_size)

@@ -36,6 +36,8 @@ class TieredFills:
         self._prefill_rate = prefill_tokens_per_s
 
     def next_state(self, request: Request) -> State:
+        if request.held.incoming is not None:
+            return State.PREFILLING
         if self._tiers is not None and self._tiers.plan(request):
             return State.LOADING
         self._pass_over_stores(request)

@@ -8,12 +8,14 @@ Gathering and scattering take page numbers on the device. The host must have che
 check here would wait for the device.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from weft.contract.layout import PagePart
 from weft.kernels.ops.pages.pool import has_dense_pages
 from weft.kernels.shared.deferred import deferred
 
@@ -99,6 +101,46 @@ def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
         _triton_pages.scatter_rows(source.view(torch.int32), pages, rows)
     elif len(pages):
         scatter_pages_reference(source, pages, pool)
+
+
+def copy_parts(addresses: Tensor, pages: Tensor, pool: Tensor, part: PagePart) -> None:
+    """Copies a part of whole pages that lie anywhere in memory, to the same part of pages of a
+    pool. On a GPU the kernel reads pinned host memory itself and leaves most of the GPU to others.
+
+    Args:
+        addresses: int64 `[n]` on the pool's device: where each page begins, in memory that the
+            device reads. The host must have checked them.
+        pages: int64 `[n]` on the pool's device: where they go; all different.
+        pool: `[num_pages, ...]`, contiguous within a page; changed.
+        part: Its numbers are multiples of 4 bytes.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; nothing was copied.
+    """
+    rows = page_words(pool, pages)
+    num_bytes = rows.shape[1] * rows.itemsize
+    if part.num_ranges * part.stride != num_bytes or part.begin + part.size > part.stride:
+        raise ValueError(f"{part} is no part of a page of {num_bytes} bytes")
+    if any(size % rows.itemsize for size in part[1:]):
+        raise ValueError(f"{part} does not begin and end at 4-byte words")
+    if addresses.dtype != torch.int64 or addresses.shape != pages.shape:
+        raise ValueError(f"addresses are {addresses.dtype} {tuple(addresses.shape)}")
+    if len(pages) and part.size:
+        if pool.is_cuda:
+            _triton_pages.copy_part_rows(addresses, pages, rows, part)
+        else:
+            copy_parts_reference(addresses, pages, pool, part)
+
+
+def copy_parts_reference(addresses: Tensor, pages: Tensor, pool: Tensor, part: PagePart) -> None:
+    """`copy_parts` of a pool in host memory."""
+    rows, end = _bytes(pool), part.begin + part.size
+    for address, page in zip(addresses.tolist(), pages.tolist(), strict=True):
+        memory = (ctypes.c_uint8 * rows.shape[1]).from_address(address)
+        found = torch.frombuffer(memory, dtype=torch.uint8).view(part.num_ranges, part.stride)
+        rows[page].view(part.num_ranges, part.stride)[:, part.begin : end] = found[
+            :, part.begin : end
+        ]
 
 
 def gather_pages_reference(pool: Tensor, pages: Tensor, out: Tensor) -> None:

@@ -1,0 +1,151 @@
+"""Time to the first token of a long history in host memory and new tokens, loaded in two ways.
+
+An engine in this process computes a history once; its pages are then in host memory. For each
+sample the pool is emptied and the history is asked for with fresh new tokens: loaded whole before
+the step, and layer by layer while the step computes, in turns. `device` is the same with the
+history in the pool, which no load can beat.
+
+    python bench/layer_loads.py                  2,000 tokens and 400 new ones, the demo model
+    python bench/layer_loads.py --device cuda --shape llama-3.1-8b --known 32768 --new 2048
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import Harness, Run, ratio_of, spread
+from model_shapes import MODELS, write_config
+from weft.checkpoint.resolve import resolve_model
+from weft.contract.messages import Inbox
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.submits import Submit
+from weft.engine.base.config import EngineConfig
+from weft.engine.loop.build import load_parts
+from weft.engine.loop.engine import Engine
+from weft.engine.sources.tiers.layer_loads import LayerPolicy
+
+WAYS: dict[str, LayerPolicy | None] = {
+    "whole": None,
+    "by layer": LayerPolicy(is_forced=True),
+    "device": None,
+}
+NUM_NEW = 4
+TIMEOUT_S = 120.0
+
+
+class Bench:
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = Engine(config, load_parts(config))
+        self._num_asked = 0
+
+    def ask(self, prompt: Sequence[int]) -> tuple[float, int]:
+        """Seconds to the first token, and how many tokens were loaded."""
+        self._num_asked += 1
+        submit = Submit(
+            gateway=1,
+            request_id=str(self._num_asked),
+            attempt=1,
+            prompt=list(prompt),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopCriteria(max_tokens=NUM_NEW, ignore_eos=True),
+            candidates=[],
+        )
+        inbox, deadline = Inbox(submits=[submit]), time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            outbox, inbox = self.engine.turn(inbox), Inbox()
+            for batch in outbox.gateways:
+                for finished in batch.finished:
+                    timeline = finished.timeline
+                    fills = [fill for fill in timeline.fills if not fill.failure]
+                    return timeline.first_token_s, sum(fill.accepted_tokens for fill in fills)
+        raise TimeoutError("a prompt did not end")
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.engine.is_idle:
+            self.engine.turn(Inbox())
+            if time.monotonic() > deadline:
+                raise TimeoutError(str(self.engine.sizes()))
+
+
+harness = Harness(__file__, __doc__, repeats=7)
+harness.flag("--model", default="demo", help="demo, or a model directory")
+harness.flag("--shape", choices=MODELS, help="made-up weights of a known model's shape")
+harness.flag("--device", default="cpu", help="torch device")
+harness.flag("--dtype", default="auto", help="of weights and KV")
+harness.flag("--known", type=int, default=2000, help="tokens in host memory")
+harness.flag("--new", type=int, default=400, help="tokens after them")
+harness.flag("--memory-bytes", type=int, default=8 << 30, help="of the pool and of host memory")
+
+
+@harness.part
+def layer_loads(run: Run) -> None:
+    """All ways, in turns."""
+    options, rng = run.options, random.Random()
+    settings: dict[str, Any] = {"transport": "data", "device": options.device}
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-layers-")))
+    if options.shape:
+        settings |= {"model_dir": write_config(folder, options.shape), "dummy_weights": True}
+    else:
+        settings |= {"model_dir": resolve_model(options.model)}
+    num_tokens = options.known + options.new + NUM_NEW
+    if options.device != "cpu":
+        settings |= {"max_step_tokens": 8192, "prefill_chunk_tokens": 8192}
+        settings |= {"max_running_requests": 4, "max_context_tokens": num_tokens + 64}
+    config = EngineConfig(
+        **settings,
+        dtype=options.dtype,
+        kv_memory_bytes=options.memory_bytes,
+        host_cache_bytes=options.memory_bytes,
+        load_back_threshold=0,
+    )
+    bench = Bench(config)
+    run.stack.callback(bench.engine.close)
+    tiers, info = bench.engine.tiers, bench.engine.info
+    assert tiers is not None
+    run.keep(dtype=info.dtype, page_bytes=info.page_bytes, notices=info.notices)
+
+    def fresh(count: int) -> list[int]:
+        return [rng.randrange(info.vocab_size) for _ in range(count)]
+
+    known = fresh(options.known)
+    bench.ask(known + fresh(options.new))
+    bench.settle()
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(options.repeats + 1):
+        ways = list(WAYS)
+        rng.shuffle(ways)
+        for way in ways:
+            tiers.by_layer = WAYS[way]
+            if way != "device":
+                bench.engine.memory.flush_cache()
+                bench.settle()
+            else:
+                bench.ask(known + fresh(options.new))
+                bench.settle()
+            first_s, num_loaded = bench.ask(known + fresh(options.new))
+            bench.settle()
+            expected = 0 if way == "device" else options.known // info.page_size * info.page_size
+            if num_loaded != expected:
+                raise RuntimeError(f"{way}: {num_loaded} of {expected} tokens were loaded")
+            if turn:  # The first turn warms up.
+                times[way].append(first_s)
+    rate = tiers.report()[0].load_bytes_per_s
+    for way, found in times.items():
+        run.row(
+            table=f"{options.known} tokens in host memory, {options.new} new",
+            way=way,
+            first_token_s=spread(found),
+            to_whole=ratio_of(found, times["whole"]),
+            load_bytes_per_s=round(rate),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main())
