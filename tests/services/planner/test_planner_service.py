@@ -111,6 +111,48 @@ async def test_a_planner_is_told_and_tells(tmp_path: Path) -> None:
             running.cancel()
 
 
+async def test_planners_that_gateways_disagree_about_agree(tmp_path: Path) -> None:
+    """Each gateway hears another one first: one gives way, and never do two act."""
+    (tmp_path / "token").write_text(TOKEN)
+    options: dict[str, Any] = {"admin_port": 0, "admin_token_file": tmp_path / "token"}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    async with (
+        gateway(tmp_path / "a", script, num_prefill=1, **options) as one,
+        gateway(tmp_path / "b", script, num_prefill=1, **options) as other,
+    ):
+        addresses = [mesh.app.server.admin_address for mesh in (one, other)]
+        for name, address in zip(("first", "second"), addresses, strict=True):
+            request = mesh_pb2.TellPlanRequest(
+                planner_id=name, wants_to_act=True, lease=duration(30)
+            )
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub = mesh_pb2_grpc.MeshServiceStub(channel)
+                metadata = (("authorization", f"Bearer {TOKEN}"),)
+                assert (await stub.TellPlan(request, metadata=metadata)).holder_id == name
+        settings = PlannerSettings(
+            gateway=addresses,
+            admin_token_file=tmp_path / "token",
+            interval_s=1.0,
+            act=["roles"],
+        )
+        planners = [MeshPlanner(settings, name, None) for name in ("first", "second")]
+        running = [asyncio.create_task(planner.run()) for planner in planners]
+        try:
+            async with asyncio.timeout(60):
+                while not planners[0].acts:
+                    assert not planners[1].acts
+                    await asyncio.sleep(0.02)
+            for _ in range(3):
+                await planners[1].changed.wait()
+                assert planners[0].acts
+                assert not planners[1].acts
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
 async def test_gateways_come_and_go_with_the_addresses_of_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,6 +263,16 @@ def test_workers_get_a_role_each_once_that_surely_suffices_and_not_again_after_a
     assert not any(alarm.name == "foreign_edit" for alarm in told.plan.alarms)
 
 
+def test_more_workers_of_both_roles_than_are_wanted_are_no_alarm() -> None:
+    told = Told(prefill=0, decode=4)
+    told.seen = replace(told.seen, able=4, both=4)
+    for _ in range(300):
+        told.run(INTERVAL_S, 0.4, obeys=False)
+        of_both_roles(told)
+        assert not told.plan.alarms
+    assert told.plan.total < 4
+
+
 def test_workers_of_one_role_are_always_apart() -> None:
     assert Told().run(60, 50.0).apart
 

@@ -48,6 +48,8 @@ class MeshPlanner:
         """What is wanted, by model."""
         self.acts = False
         """Whether it may act now."""
+        self._gives_way = False
+        """Whether it does not want to act for once, so that another one may everywhere."""
         self.changed = asyncio.Event()
         """Set after each decision, for those who wait for the next one."""
         self._last_acts: dict[str, str] = {}
@@ -154,10 +156,12 @@ class MeshPlanner:
 
     async def _tell(self) -> None:
         """Tells all gateways, and learns whether it may act: every gateway that answers must say
-        so, and more than half must answer.
+        so, and more than half must answer. Where some gateways chose this planner and some another,
+        that with the greater id gives way.
         """
+        wants_to_act = bool(self._settings.act) and not self._gives_way
         request = mesh_pb2.TellPlanRequest(
-            planner_id=self.planner_id, wants_to_act=bool(self._settings.act), plans=self._told()
+            planner_id=self.planner_id, wants_to_act=wants_to_act, plans=self._told()
         )
         request.lease.FromNanoseconds(int(self._settings.lease_s * 1e9))
         answers = await asyncio.gather(
@@ -165,7 +169,10 @@ class MeshPlanner:
         )
         heard = [answer for answer in answers if answer is not None]
         may = bool(heard) and all(answer.acts for answer in heard)
-        self.acts = bool(self._settings.act) and may and 2 * len(heard) > len(answers)
+        self.acts = wants_to_act and may and 2 * len(heard) > len(answers)
+        others = {one.holder_id for one in heard} - {self.planner_id, ""}
+        is_chosen = any(one.acts for one in heard)
+        self._gives_way = is_chosen and bool(others) and min(others) < self.planner_id
 
     async def _tell_one(
         self, address: str, request: mesh_pb2.TellPlanRequest

@@ -348,9 +348,8 @@ class ModelPlanner:
         """Numbers have neither been there nor come nearer for long, however wishes changed."""
         plan, before = self._plan, self._seen
         assert plan is not None
-        is_enough = not plan.apart and seen.prefill + seen.decode == plan.total
         if (
-            is_enough
+            _has_spare(seen, plan)
             or _distance(seen, plan) == 0
             or _distance(seen, plan) < _distance(before, plan)
         ):
@@ -379,6 +378,15 @@ class ModelPlanner:
             return replace(self._plan, alarms=(alarm,))
         have = (0, 0) if seen is None else (seen.prefill, seen.decode)
         return Plan(prefill=have[0], decode=have[1], why=text, alarms=(alarm,))
+
+
+def _has_spare(seen: Observation, plan: Plan) -> bool:
+    """Whether workers whose role may change are as many as wanted, or more: who sets roles ends
+    nobody.
+    """
+    if not seen.able or seen.prefill + seen.decode < plan.total:
+        return False
+    return not plan.apart or (seen.prefill >= plan.prefill and seen.decode >= plan.decode)
 
 
 def _distance(there: Counts | Observation, plan: Plan) -> int:
