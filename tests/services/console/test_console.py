@@ -308,6 +308,9 @@ async def test_sixty_four_workers_in_any_window(
     plan = mesh.plans.add(planner_id="planner-0", model=MODEL, acts=True, wanted_decode=48)
     plan.seen_decode, plan.why = 47, "8.00 requests/s keep 2.4 prefill workers busy"
     plan.alarms.append("47 decode workers are ordered")
+    for at in (2, 1):
+        act = plan.history.add(text=f"worker-{at}: decode (was both)")
+        act.time.FromJsonString(f"2026-01-01T08:30:0{at}Z")
     async with mesh_stream(rest_binary, tmp_path, mesh) as fake:
         for width in (1440, 1024, 390):
             async with console(fake.url, tmp_path, width=width, color_scheme=scheme) as shown:
@@ -318,6 +321,7 @@ async def test_sixty_four_workers_in_any_window(
                 told = shown.page.get_by_label("Plans")
                 await expect(told).to_contain_text("planner-0 acts")
                 await expect(told).to_contain_text("0 prefill, 48 decode")
+                await expect(told).to_contain_text("worker-2: decode (was both)")
                 await expect(told.locator(".chip.bad")).to_contain_text("are ordered")
                 await expect(shown.page.locator(".member.bad")).to_have_count(1)
                 for view in ("Fleet", "Load", "Requests", "Models", "Chat"):

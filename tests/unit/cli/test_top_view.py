@@ -172,7 +172,7 @@ def test_plans_are_told_in_a_line(acts: bool) -> None:
         seen_prefill=1,
         seen_decode=3,
         alarms=["nothing is heard"],
-        last_act="worker-0: prefill (was both)",
+        history=[mesh_pb2.PlannerAct(text="worker-0: prefill (was both)")],
         why="prompts keep 1.8 workers busy",
     )
     told = describe_plan(plan)
@@ -187,14 +187,19 @@ def test_plans_are_told_in_a_line(acts: bool) -> None:
 def test_the_page_of_plans_has_every_word_of_them() -> None:
     picture = mesh(2)
     why = " ".join(f"word-{at}" for at in range(60))
-    picture.newest.plans.add(
+    plan = picture.newest.plans.add(
         planner_id="planner-0", model="m", acts=True, wanted_decode=3, seen_decode=2, why=why
-    ).alarms.append(HOSTILE)
+    )
+    plan.alarms.append(HOSTILE)
+    for hour in (9, 8):
+        act = plan.history.add(text=f"worker-{hour}: prefill (was both)")
+        act.time.FromJsonString(f"2026-01-01T0{hour}:30:05Z")
     page = lines(picture, TopState(shows_plans=True), 60, 40)
     assert all(cell_len(line) <= 60 for line in page)
     assert "m, by planner-0, which acts" in page[2]
-    told = " ".join(line.strip() for line in page)
+    told = " ".join(" ".join(page).split())
     assert all(f"word-{at}" in told.split() for at in range(60))
+    assert "did 09:30:05 UTC worker-9: prefill (was both) 08:30:05 UTC worker-8" in told
     assert "decode-0" not in told, "members have the other page"
     assert not any("\x1b" in line or "\x07" in line for line in page)
     # Where nobody can press a key, both are shown.

@@ -241,7 +241,7 @@ def describe_plan(plan: mesh_pb2.MeshPlan) -> str:
     seen = (plan.seen_prefill, plan.seen_decode)
     there = "as there are" if wanted == seen else f"there are {seen[0]} and {seen[1]}"
     what = "" if plan.acts else " (advice)"
-    done = f"; last: {plan.last_act}" if plan.last_act else ""
+    done = f"; last: {plan.history[0].text}" if plan.history else ""
     alarms = "".join(f"; alarm: {alarm}" for alarm in plan.alarms)
     why = f"; {plan.why}" if plan.why else ""
     return printable(
@@ -265,7 +265,11 @@ def _plan_page(plans: Sequence[mesh_pb2.MeshPlan]) -> Table:
         for alarm in plan.alarms:
             page.add_row("  alarm", Text(printable(alarm), "red"))
         page.add_row("  why", Text(printable(plan.why)))
-        page.add_row("  last act", Text(printable(plan.last_act) or "none"))
+        for at, act in enumerate(plan.history):
+            when = act.time.ToDatetime().strftime("%H:%M:%S UTC")
+            page.add_row("" if at else "  did", Text(printable(f"{when}  {act.text}")))
+        if not plan.history:
+            page.add_row("  did", "nothing yet")
     return page
 
 

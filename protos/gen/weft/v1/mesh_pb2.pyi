@@ -257,7 +257,7 @@ class MeshPlan(_message.Message):
     SEEN_DECODE_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     ALARMS_FIELD_NUMBER: _builtins.int
-    LAST_ACT_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     planner_id: _builtins.str
     model: _builtins.str
     acts: _builtins.bool
@@ -272,11 +272,13 @@ class MeshPlan(_message.Message):
     """Decode workers that it sees, those of both roles and starting ones included."""
     why: _builtins.str
     """Why, in words."""
-    last_act: _builtins.str
-    """Its last act, in words; empty = none."""
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong, in words."""
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannerAct]:
+        """What it did last, the newest first; eight at most."""
 
     def __init__(
         self,
@@ -290,15 +292,41 @@ class MeshPlan(_message.Message):
         seen_decode: _builtins.int = ...,
         why: _builtins.str = ...,
         alarms: _abc.Iterable[_builtins.str] | None = ...,
-        last_act: _builtins.str = ...,
+        history: _abc.Iterable[Global___PlannerAct] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "alarms", b"alarms", "last_act", b"last_act", "model", b"model", "planner_id", b"planner_id", "seen_decode", b"seen_decode", "seen_prefill", b"seen_prefill", "wanted_decode", b"wanted_decode", "wanted_prefill", b"wanted_prefill", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "alarms", b"alarms", "history", b"history", "model", b"model", "planner_id", b"planner_id", "seen_decode", b"seen_decode", "seen_prefill", b"seen_prefill", "wanted_decode", b"wanted_decode", "wanted_prefill", b"wanted_prefill", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MeshPlan: _TypeAlias = MeshPlan  # noqa: Y015
+
+@_typing.final
+class PlannerAct(_message.Message):
+    """A change that a planner made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """In words."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannerAct: _TypeAlias = PlannerAct  # noqa: Y015
 
 @_typing.final
 class TellPlanRequest(_message.Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _WATCH_AGAIN_S = 1.0
 _FIND_AGAIN_S = 2.0
+_MAX_HISTORY = 8
 
 
 class MeshPlanner:
@@ -52,7 +54,8 @@ class MeshPlanner:
         """Whether it does not want to act for once, so that another one may everywhere."""
         self.changed = asyncio.Event()
         """Set after each decision, for those who wait for the next one."""
-        self._last_acts: dict[str, str] = {}
+        self._history: dict[str, deque[mesh_pb2.PlannerAct]] = {}
+        """What it did last, by model, the newest first."""
         self._ordered: dict[str, Counts] = {}
         """What is ordered now, where that is known, by model."""
         self._own: dict[str, Counts] = {}
@@ -197,7 +200,7 @@ class MeshPlanner:
                     seen_decode=0 if seen is None else seen.decode,
                     why=plan.why,
                     alarms=[alarm.text for alarm in plan.alarms],
-                    last_act=self._last_acts.get(model, ""),
+                    history=self._history.get(model, ()),
                 )
             )
         return found
@@ -217,7 +220,9 @@ class MeshPlanner:
                     continue
                 self._own[model] = counts
                 if done:
-                    self._last_acts[model] = done
+                    act = mesh_pb2.PlannerAct(text=done)
+                    act.time.GetCurrentTime()
+                    self._history.setdefault(model, deque(maxlen=_MAX_HISTORY)).appendleft(act)
                     _log.info("done: %s", done, extra={"model": model})
 
     def _alarm(self, model: str, alarm: Alarm) -> None:

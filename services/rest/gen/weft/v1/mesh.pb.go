@@ -466,8 +466,8 @@ type MeshPlan struct {
 	Why string `protobuf:"bytes,8,opt,name=why,proto3" json:"why,omitempty"`
 	// What is wrong, in words.
 	Alarms []string `protobuf:"bytes,9,rep,name=alarms,proto3" json:"alarms,omitempty"`
-	// Its last act, in words; empty = none.
-	LastAct       string `protobuf:"bytes,10,opt,name=last_act,json=lastAct,proto3" json:"last_act,omitempty"`
+	// What it did last, the newest first; eight at most.
+	History       []*PlannerAct `protobuf:"bytes,11,rep,name=history,proto3" json:"history,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -565,9 +565,63 @@ func (x *MeshPlan) GetAlarms() []string {
 	return nil
 }
 
-func (x *MeshPlan) GetLastAct() string {
+func (x *MeshPlan) GetHistory() []*PlannerAct {
 	if x != nil {
-		return x.LastAct
+		return x.History
+	}
+	return nil
+}
+
+// A change that a planner made.
+type PlannerAct struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Time  *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
+	// In words.
+	Text          string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlannerAct) Reset() {
+	*x = PlannerAct{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlannerAct) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlannerAct) ProtoMessage() {}
+
+func (x *PlannerAct) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlannerAct.ProtoReflect.Descriptor instead.
+func (*PlannerAct) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *PlannerAct) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *PlannerAct) GetText() string {
+	if x != nil {
+		return x.Text
 	}
 	return ""
 }
@@ -587,7 +641,7 @@ type TellPlanRequest struct {
 
 func (x *TellPlanRequest) Reset() {
 	*x = TellPlanRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	mi := &file_weft_v1_mesh_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -599,7 +653,7 @@ func (x *TellPlanRequest) String() string {
 func (*TellPlanRequest) ProtoMessage() {}
 
 func (x *TellPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[4]
+	mi := &file_weft_v1_mesh_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -612,7 +666,7 @@ func (x *TellPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TellPlanRequest.ProtoReflect.Descriptor instead.
 func (*TellPlanRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{4}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *TellPlanRequest) GetPlans() []*MeshPlan {
@@ -655,7 +709,7 @@ type TellPlanResponse struct {
 
 func (x *TellPlanResponse) Reset() {
 	*x = TellPlanResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[5]
+	mi := &file_weft_v1_mesh_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -667,7 +721,7 @@ func (x *TellPlanResponse) String() string {
 func (*TellPlanResponse) ProtoMessage() {}
 
 func (x *TellPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[5]
+	mi := &file_weft_v1_mesh_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -680,7 +734,7 @@ func (x *TellPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TellPlanResponse.ProtoReflect.Descriptor instead.
 func (*TellPlanResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{5}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *TellPlanResponse) GetActs() bool {
@@ -716,7 +770,7 @@ type PageCounts struct {
 
 func (x *PageCounts) Reset() {
 	*x = PageCounts{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	mi := &file_weft_v1_mesh_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -728,7 +782,7 @@ func (x *PageCounts) String() string {
 func (*PageCounts) ProtoMessage() {}
 
 func (x *PageCounts) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[6]
+	mi := &file_weft_v1_mesh_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -741,7 +795,7 @@ func (x *PageCounts) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageCounts.ProtoReflect.Descriptor instead.
 func (*PageCounts) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{6}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *PageCounts) GetTotal() uint32 {
@@ -794,7 +848,7 @@ type MemberTier struct {
 
 func (x *MemberTier) Reset() {
 	*x = MemberTier{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[7]
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -806,7 +860,7 @@ func (x *MemberTier) String() string {
 func (*MemberTier) ProtoMessage() {}
 
 func (x *MemberTier) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[7]
+	mi := &file_weft_v1_mesh_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -819,7 +873,7 @@ func (x *MemberTier) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberTier.ProtoReflect.Descriptor instead.
 func (*MemberTier) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{7}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *MemberTier) GetName() string {
@@ -865,7 +919,7 @@ type MemberStart struct {
 
 func (x *MemberStart) Reset() {
 	*x = MemberStart{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -877,7 +931,7 @@ func (x *MemberStart) String() string {
 func (*MemberStart) ProtoMessage() {}
 
 func (x *MemberStart) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[8]
+	mi := &file_weft_v1_mesh_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -890,7 +944,7 @@ func (x *MemberStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStart.ProtoReflect.Descriptor instead.
 func (*MemberStart) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{8}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *MemberStart) GetPhase() string {
@@ -980,7 +1034,7 @@ type MeshMember struct {
 
 func (x *MeshMember) Reset() {
 	*x = MeshMember{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -992,7 +1046,7 @@ func (x *MeshMember) String() string {
 func (*MeshMember) ProtoMessage() {}
 
 func (x *MeshMember) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[9]
+	mi := &file_weft_v1_mesh_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1005,7 +1059,7 @@ func (x *MeshMember) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshMember.ProtoReflect.Descriptor instead.
 func (*MeshMember) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{9}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *MeshMember) GetMemberId() string {
@@ -1240,7 +1294,7 @@ type WorkerSpeed struct {
 
 func (x *WorkerSpeed) Reset() {
 	*x = WorkerSpeed{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1252,7 +1306,7 @@ func (x *WorkerSpeed) String() string {
 func (*WorkerSpeed) ProtoMessage() {}
 
 func (x *WorkerSpeed) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[10]
+	mi := &file_weft_v1_mesh_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1265,7 +1319,7 @@ func (x *WorkerSpeed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkerSpeed.ProtoReflect.Descriptor instead.
 func (*WorkerSpeed) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{10}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WorkerSpeed) GetPrefillTokensPerSecond() float64 {
@@ -1304,7 +1358,7 @@ type MemberRoleState struct {
 
 func (x *MemberRoleState) Reset() {
 	*x = MemberRoleState{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1316,7 +1370,7 @@ func (x *MemberRoleState) String() string {
 func (*MemberRoleState) ProtoMessage() {}
 
 func (x *MemberRoleState) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[11]
+	mi := &file_weft_v1_mesh_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1329,7 +1383,7 @@ func (x *MemberRoleState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberRoleState.ProtoReflect.Descriptor instead.
 func (*MemberRoleState) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{11}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *MemberRoleState) GetLease() *durationpb.Duration {
@@ -1376,7 +1430,7 @@ type MeshFlow struct {
 
 func (x *MeshFlow) Reset() {
 	*x = MeshFlow{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1388,7 +1442,7 @@ func (x *MeshFlow) String() string {
 func (*MeshFlow) ProtoMessage() {}
 
 func (x *MeshFlow) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[12]
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1401,7 +1455,7 @@ func (x *MeshFlow) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshFlow.ProtoReflect.Descriptor instead.
 func (*MeshFlow) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{12}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *MeshFlow) GetSourceId() string {
@@ -1484,7 +1538,7 @@ type MeshModel struct {
 
 func (x *MeshModel) Reset() {
 	*x = MeshModel{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1496,7 +1550,7 @@ func (x *MeshModel) String() string {
 func (*MeshModel) ProtoMessage() {}
 
 func (x *MeshModel) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1509,7 +1563,7 @@ func (x *MeshModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshModel.ProtoReflect.Descriptor instead.
 func (*MeshModel) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *MeshModel) GetName() string {
@@ -1590,7 +1644,7 @@ type MeshImages struct {
 
 func (x *MeshImages) Reset() {
 	*x = MeshImages{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1602,7 +1656,7 @@ func (x *MeshImages) String() string {
 func (*MeshImages) ProtoMessage() {}
 
 func (x *MeshImages) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1615,7 +1669,7 @@ func (x *MeshImages) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshImages.ProtoReflect.Descriptor instead.
 func (*MeshImages) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *MeshImages) GetMaxImages() uint32 {
@@ -1659,7 +1713,7 @@ type MeshAdapter struct {
 
 func (x *MeshAdapter) Reset() {
 	*x = MeshAdapter{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1671,7 +1725,7 @@ func (x *MeshAdapter) String() string {
 func (*MeshAdapter) ProtoMessage() {}
 
 func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1684,7 +1738,7 @@ func (x *MeshAdapter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapter.ProtoReflect.Descriptor instead.
 func (*MeshAdapter) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *MeshAdapter) GetName() string {
@@ -1752,7 +1806,7 @@ type MeshAdapterHolder struct {
 
 func (x *MeshAdapterHolder) Reset() {
 	*x = MeshAdapterHolder{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1764,7 +1818,7 @@ func (x *MeshAdapterHolder) String() string {
 func (*MeshAdapterHolder) ProtoMessage() {}
 
 func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1777,7 +1831,7 @@ func (x *MeshAdapterHolder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshAdapterHolder.ProtoReflect.Descriptor instead.
 func (*MeshAdapterHolder) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *MeshAdapterHolder) GetMemberId() string {
@@ -1847,7 +1901,7 @@ type MeshPoint struct {
 
 func (x *MeshPoint) Reset() {
 	*x = MeshPoint{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1859,7 +1913,7 @@ func (x *MeshPoint) String() string {
 func (*MeshPoint) ProtoMessage() {}
 
 func (x *MeshPoint) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1872,7 +1926,7 @@ func (x *MeshPoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshPoint.ProtoReflect.Descriptor instead.
 func (*MeshPoint) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *MeshPoint) GetTime() *timestamppb.Timestamp {
@@ -2002,7 +2056,7 @@ type LatencyQuantiles struct {
 
 func (x *LatencyQuantiles) Reset() {
 	*x = LatencyQuantiles{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2014,7 +2068,7 @@ func (x *LatencyQuantiles) String() string {
 func (*LatencyQuantiles) ProtoMessage() {}
 
 func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2027,7 +2081,7 @@ func (x *LatencyQuantiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LatencyQuantiles.ProtoReflect.Descriptor instead.
 func (*LatencyQuantiles) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *LatencyQuantiles) GetP50S() float64 {
@@ -2081,7 +2135,7 @@ type MeshRequest struct {
 
 func (x *MeshRequest) Reset() {
 	*x = MeshRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2093,7 +2147,7 @@ func (x *MeshRequest) String() string {
 func (*MeshRequest) ProtoMessage() {}
 
 func (x *MeshRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2106,7 +2160,7 @@ func (x *MeshRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeshRequest.ProtoReflect.Descriptor instead.
 func (*MeshRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *MeshRequest) GetRequestId() string {
@@ -2205,7 +2259,7 @@ type ListRequestSpansRequest struct {
 
 func (x *ListRequestSpansRequest) Reset() {
 	*x = ListRequestSpansRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2217,7 +2271,7 @@ func (x *ListRequestSpansRequest) String() string {
 func (*ListRequestSpansRequest) ProtoMessage() {}
 
 func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2230,7 +2284,7 @@ func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListRequestSpansRequest) GetId() string {
@@ -2262,7 +2316,7 @@ type ListRequestSpansResponse struct {
 
 func (x *ListRequestSpansResponse) Reset() {
 	*x = ListRequestSpansResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2274,7 +2328,7 @@ func (x *ListRequestSpansResponse) String() string {
 func (*ListRequestSpansResponse) ProtoMessage() {}
 
 func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2287,7 +2341,7 @@ func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestSpansResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestSpansResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListRequestSpansResponse) GetSpans() []*Span {
@@ -2321,7 +2375,7 @@ type DrainMemberRequest struct {
 
 func (x *DrainMemberRequest) Reset() {
 	*x = DrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2333,7 +2387,7 @@ func (x *DrainMemberRequest) String() string {
 func (*DrainMemberRequest) ProtoMessage() {}
 
 func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2346,7 +2400,7 @@ func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*DrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *DrainMemberRequest) GetMemberId() string {
@@ -2366,7 +2420,7 @@ type DrainMemberResponse struct {
 
 func (x *DrainMemberResponse) Reset() {
 	*x = DrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2378,7 +2432,7 @@ func (x *DrainMemberResponse) String() string {
 func (*DrainMemberResponse) ProtoMessage() {}
 
 func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2391,7 +2445,7 @@ func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*DrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *DrainMemberResponse) GetRunningRequests() uint32 {
@@ -2411,7 +2465,7 @@ type UndrainMemberRequest struct {
 
 func (x *UndrainMemberRequest) Reset() {
 	*x = UndrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2423,7 +2477,7 @@ func (x *UndrainMemberRequest) String() string {
 func (*UndrainMemberRequest) ProtoMessage() {}
 
 func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2436,7 +2490,7 @@ func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*UndrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *UndrainMemberRequest) GetMemberId() string {
@@ -2454,7 +2508,7 @@ type UndrainMemberResponse struct {
 
 func (x *UndrainMemberResponse) Reset() {
 	*x = UndrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2466,7 +2520,7 @@ func (x *UndrainMemberResponse) String() string {
 func (*UndrainMemberResponse) ProtoMessage() {}
 
 func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[25]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2479,7 +2533,7 @@ func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*UndrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
 }
 
 type FlushMemberRequest struct {
@@ -2491,7 +2545,7 @@ type FlushMemberRequest struct {
 
 func (x *FlushMemberRequest) Reset() {
 	*x = FlushMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2503,7 +2557,7 @@ func (x *FlushMemberRequest) String() string {
 func (*FlushMemberRequest) ProtoMessage() {}
 
 func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[26]
+	mi := &file_weft_v1_mesh_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2516,7 +2570,7 @@ func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberRequest.ProtoReflect.Descriptor instead.
 func (*FlushMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *FlushMemberRequest) GetMemberId() string {
@@ -2536,7 +2590,7 @@ type FlushMemberResponse struct {
 
 func (x *FlushMemberResponse) Reset() {
 	*x = FlushMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2548,7 +2602,7 @@ func (x *FlushMemberResponse) String() string {
 func (*FlushMemberResponse) ProtoMessage() {}
 
 func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[27]
+	mi := &file_weft_v1_mesh_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2561,7 +2615,7 @@ func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberResponse.ProtoReflect.Descriptor instead.
 func (*FlushMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{27}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *FlushMemberResponse) GetFlushedPages() uint32 {
@@ -2587,7 +2641,7 @@ type SetMemberRoleRequest struct {
 
 func (x *SetMemberRoleRequest) Reset() {
 	*x = SetMemberRoleRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2599,7 +2653,7 @@ func (x *SetMemberRoleRequest) String() string {
 func (*SetMemberRoleRequest) ProtoMessage() {}
 
 func (x *SetMemberRoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[28]
+	mi := &file_weft_v1_mesh_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2612,7 +2666,7 @@ func (x *SetMemberRoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberRoleRequest.ProtoReflect.Descriptor instead.
 func (*SetMemberRoleRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{28}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SetMemberRoleRequest) GetMemberId() string {
@@ -2655,7 +2709,7 @@ type SetMemberRoleResponse struct {
 
 func (x *SetMemberRoleResponse) Reset() {
 	*x = SetMemberRoleResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2667,7 +2721,7 @@ func (x *SetMemberRoleResponse) String() string {
 func (*SetMemberRoleResponse) ProtoMessage() {}
 
 func (x *SetMemberRoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[29]
+	mi := &file_weft_v1_mesh_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2680,7 +2734,7 @@ func (x *SetMemberRoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberRoleResponse.ProtoReflect.Descriptor instead.
 func (*SetMemberRoleResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{29}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *SetMemberRoleResponse) GetPreviousRole() string {
@@ -2708,7 +2762,7 @@ type SetMemberLogLevelRequest struct {
 
 func (x *SetMemberLogLevelRequest) Reset() {
 	*x = SetMemberLogLevelRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2720,7 +2774,7 @@ func (x *SetMemberLogLevelRequest) String() string {
 func (*SetMemberLogLevelRequest) ProtoMessage() {}
 
 func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[30]
+	mi := &file_weft_v1_mesh_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2733,7 +2787,7 @@ func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{30}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *SetMemberLogLevelRequest) GetMemberId() string {
@@ -2760,7 +2814,7 @@ type SetMemberLogLevelResponse struct {
 
 func (x *SetMemberLogLevelResponse) Reset() {
 	*x = SetMemberLogLevelResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2772,7 +2826,7 @@ func (x *SetMemberLogLevelResponse) String() string {
 func (*SetMemberLogLevelResponse) ProtoMessage() {}
 
 func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[31]
+	mi := &file_weft_v1_mesh_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2785,7 +2839,7 @@ func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{31}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *SetMemberLogLevelResponse) GetPreviousLevel() string {
@@ -2810,7 +2864,7 @@ type StartMeshProfileRequest struct {
 
 func (x *StartMeshProfileRequest) Reset() {
 	*x = StartMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2822,7 +2876,7 @@ func (x *StartMeshProfileRequest) String() string {
 func (*StartMeshProfileRequest) ProtoMessage() {}
 
 func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[32]
+	mi := &file_weft_v1_mesh_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2835,7 +2889,7 @@ func (x *StartMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{32}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *StartMeshProfileRequest) GetMemberIds() []string {
@@ -2881,7 +2935,7 @@ type StartMeshProfileResponse struct {
 
 func (x *StartMeshProfileResponse) Reset() {
 	*x = StartMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[33]
+	mi := &file_weft_v1_mesh_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2893,7 +2947,7 @@ func (x *StartMeshProfileResponse) String() string {
 func (*StartMeshProfileResponse) ProtoMessage() {}
 
 func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[33]
+	mi := &file_weft_v1_mesh_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2906,7 +2960,7 @@ func (x *StartMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StartMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{33}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *StartMeshProfileResponse) GetProfileId() string {
@@ -2947,7 +3001,7 @@ type StopMeshProfileRequest struct {
 
 func (x *StopMeshProfileRequest) Reset() {
 	*x = StopMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[34]
+	mi := &file_weft_v1_mesh_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2959,7 +3013,7 @@ func (x *StopMeshProfileRequest) String() string {
 func (*StopMeshProfileRequest) ProtoMessage() {}
 
 func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[34]
+	mi := &file_weft_v1_mesh_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2972,7 +3026,7 @@ func (x *StopMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{34}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *StopMeshProfileRequest) GetProfileId() string {
@@ -2993,7 +3047,7 @@ type StopMeshProfileResponse struct {
 
 func (x *StopMeshProfileResponse) Reset() {
 	*x = StopMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[35]
+	mi := &file_weft_v1_mesh_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3005,7 +3059,7 @@ func (x *StopMeshProfileResponse) String() string {
 func (*StopMeshProfileResponse) ProtoMessage() {}
 
 func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[35]
+	mi := &file_weft_v1_mesh_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3018,7 +3072,7 @@ func (x *StopMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*StopMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{35}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *StopMeshProfileResponse) GetProfileId() string {
@@ -3044,7 +3098,7 @@ type ReadMeshProfileRequest struct {
 
 func (x *ReadMeshProfileRequest) Reset() {
 	*x = ReadMeshProfileRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[36]
+	mi := &file_weft_v1_mesh_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3056,7 +3110,7 @@ func (x *ReadMeshProfileRequest) String() string {
 func (*ReadMeshProfileRequest) ProtoMessage() {}
 
 func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[36]
+	mi := &file_weft_v1_mesh_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3069,7 +3123,7 @@ func (x *ReadMeshProfileRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileRequest.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{36}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ReadMeshProfileRequest) GetProfileId() string {
@@ -3091,7 +3145,7 @@ type ReadMeshProfileResponse struct {
 
 func (x *ReadMeshProfileResponse) Reset() {
 	*x = ReadMeshProfileResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[37]
+	mi := &file_weft_v1_mesh_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3103,7 +3157,7 @@ func (x *ReadMeshProfileResponse) String() string {
 func (*ReadMeshProfileResponse) ProtoMessage() {}
 
 func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[37]
+	mi := &file_weft_v1_mesh_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3116,7 +3170,7 @@ func (x *ReadMeshProfileResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadMeshProfileResponse.ProtoReflect.Descriptor instead.
 func (*ReadMeshProfileResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{37}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReadMeshProfileResponse) GetSummary() *ProfileSummary {
@@ -3148,7 +3202,7 @@ type LoadMeshAdapterRequest struct {
 
 func (x *LoadMeshAdapterRequest) Reset() {
 	*x = LoadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[38]
+	mi := &file_weft_v1_mesh_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3160,7 +3214,7 @@ func (x *LoadMeshAdapterRequest) String() string {
 func (*LoadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[38]
+	mi := &file_weft_v1_mesh_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3173,7 +3227,7 @@ func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{38}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *LoadMeshAdapterRequest) GetName() string {
@@ -3221,7 +3275,7 @@ type LoadMeshAdapterResponse struct {
 
 func (x *LoadMeshAdapterResponse) Reset() {
 	*x = LoadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[39]
+	mi := &file_weft_v1_mesh_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3233,7 +3287,7 @@ func (x *LoadMeshAdapterResponse) String() string {
 func (*LoadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[39]
+	mi := &file_weft_v1_mesh_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3246,7 +3300,7 @@ func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{39}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *LoadMeshAdapterResponse) GetDigest() string {
@@ -3265,7 +3319,7 @@ type UnloadMeshAdapterRequest struct {
 
 func (x *UnloadMeshAdapterRequest) Reset() {
 	*x = UnloadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[40]
+	mi := &file_weft_v1_mesh_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3277,7 +3331,7 @@ func (x *UnloadMeshAdapterRequest) String() string {
 func (*UnloadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[40]
+	mi := &file_weft_v1_mesh_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3290,7 +3344,7 @@ func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{40}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *UnloadMeshAdapterRequest) GetName() string {
@@ -3310,7 +3364,7 @@ type UnloadMeshAdapterResponse struct {
 
 func (x *UnloadMeshAdapterResponse) Reset() {
 	*x = UnloadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[41]
+	mi := &file_weft_v1_mesh_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3322,7 +3376,7 @@ func (x *UnloadMeshAdapterResponse) String() string {
 func (*UnloadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[41]
+	mi := &file_weft_v1_mesh_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3335,7 +3389,7 @@ func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{41}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *UnloadMeshAdapterResponse) GetDigest() string {
@@ -3378,7 +3432,7 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\rended_prompts\x18\x06 \x01(\x04R\fendedPrompts\x12.\n" +
 	"\x13ended_prompt_tokens\x18\a \x01(\x04R\x11endedPromptTokens\x12#\n" +
 	"\rcached_tokens\x18\b \x01(\x04R\fcachedTokens\x12#\n" +
-	"\routput_tokens\x18\t \x01(\x04R\foutputTokens\"\xa8\x02\n" +
+	"\routput_tokens\x18\t \x01(\x04R\foutputTokens\"\xcc\x02\n" +
 	"\bMeshPlan\x12\x1d\n" +
 	"\n" +
 	"planner_id\x18\x01 \x01(\tR\tplannerId\x12\x14\n" +
@@ -3390,9 +3444,13 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\vseen_decode\x18\a \x01(\rR\n" +
 	"seenDecode\x12\x10\n" +
 	"\x03why\x18\b \x01(\tR\x03why\x12\x16\n" +
-	"\x06alarms\x18\t \x03(\tR\x06alarms\x12\x19\n" +
-	"\blast_act\x18\n" +
-	" \x01(\tR\alastAct\"\xac\x01\n" +
+	"\x06alarms\x18\t \x03(\tR\x06alarms\x12-\n" +
+	"\ahistory\x18\v \x03(\v2\x13.weft.v1.PlannerActR\ahistoryJ\x04\b\n" +
+	"\x10\vR\blast_act\"P\n" +
+	"\n" +
+	"PlannerAct\x12.\n" +
+	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\"\xac\x01\n" +
 	"\x0fTellPlanRequest\x12'\n" +
 	"\x05plans\x18\x01 \x03(\v2\x11.weft.v1.MeshPlanR\x05plans\x12\x1d\n" +
 	"\n" +
@@ -3667,7 +3725,7 @@ func file_weft_v1_mesh_proto_rawDescGZIP() []byte {
 }
 
 var file_weft_v1_mesh_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
 var file_weft_v1_mesh_proto_goTypes = []any{
 	(MemberRole)(0),                   // 0: weft.v1.MemberRole
 	(FlowKind)(0),                     // 1: weft.v1.FlowKind
@@ -3675,122 +3733,125 @@ var file_weft_v1_mesh_proto_goTypes = []any{
 	(*WatchMeshResponse)(nil),         // 3: weft.v1.WatchMeshResponse
 	(*MeshDemand)(nil),                // 4: weft.v1.MeshDemand
 	(*MeshPlan)(nil),                  // 5: weft.v1.MeshPlan
-	(*TellPlanRequest)(nil),           // 6: weft.v1.TellPlanRequest
-	(*TellPlanResponse)(nil),          // 7: weft.v1.TellPlanResponse
-	(*PageCounts)(nil),                // 8: weft.v1.PageCounts
-	(*MemberTier)(nil),                // 9: weft.v1.MemberTier
-	(*MemberStart)(nil),               // 10: weft.v1.MemberStart
-	(*MeshMember)(nil),                // 11: weft.v1.MeshMember
-	(*WorkerSpeed)(nil),               // 12: weft.v1.WorkerSpeed
-	(*MemberRoleState)(nil),           // 13: weft.v1.MemberRoleState
-	(*MeshFlow)(nil),                  // 14: weft.v1.MeshFlow
-	(*MeshModel)(nil),                 // 15: weft.v1.MeshModel
-	(*MeshImages)(nil),                // 16: weft.v1.MeshImages
-	(*MeshAdapter)(nil),               // 17: weft.v1.MeshAdapter
-	(*MeshAdapterHolder)(nil),         // 18: weft.v1.MeshAdapterHolder
-	(*MeshPoint)(nil),                 // 19: weft.v1.MeshPoint
-	(*LatencyQuantiles)(nil),          // 20: weft.v1.LatencyQuantiles
-	(*MeshRequest)(nil),               // 21: weft.v1.MeshRequest
-	(*ListRequestSpansRequest)(nil),   // 22: weft.v1.ListRequestSpansRequest
-	(*ListRequestSpansResponse)(nil),  // 23: weft.v1.ListRequestSpansResponse
-	(*DrainMemberRequest)(nil),        // 24: weft.v1.DrainMemberRequest
-	(*DrainMemberResponse)(nil),       // 25: weft.v1.DrainMemberResponse
-	(*UndrainMemberRequest)(nil),      // 26: weft.v1.UndrainMemberRequest
-	(*UndrainMemberResponse)(nil),     // 27: weft.v1.UndrainMemberResponse
-	(*FlushMemberRequest)(nil),        // 28: weft.v1.FlushMemberRequest
-	(*FlushMemberResponse)(nil),       // 29: weft.v1.FlushMemberResponse
-	(*SetMemberRoleRequest)(nil),      // 30: weft.v1.SetMemberRoleRequest
-	(*SetMemberRoleResponse)(nil),     // 31: weft.v1.SetMemberRoleResponse
-	(*SetMemberLogLevelRequest)(nil),  // 32: weft.v1.SetMemberLogLevelRequest
-	(*SetMemberLogLevelResponse)(nil), // 33: weft.v1.SetMemberLogLevelResponse
-	(*StartMeshProfileRequest)(nil),   // 34: weft.v1.StartMeshProfileRequest
-	(*StartMeshProfileResponse)(nil),  // 35: weft.v1.StartMeshProfileResponse
-	(*StopMeshProfileRequest)(nil),    // 36: weft.v1.StopMeshProfileRequest
-	(*StopMeshProfileResponse)(nil),   // 37: weft.v1.StopMeshProfileResponse
-	(*ReadMeshProfileRequest)(nil),    // 38: weft.v1.ReadMeshProfileRequest
-	(*ReadMeshProfileResponse)(nil),   // 39: weft.v1.ReadMeshProfileResponse
-	(*LoadMeshAdapterRequest)(nil),    // 40: weft.v1.LoadMeshAdapterRequest
-	(*LoadMeshAdapterResponse)(nil),   // 41: weft.v1.LoadMeshAdapterResponse
-	(*UnloadMeshAdapterRequest)(nil),  // 42: weft.v1.UnloadMeshAdapterRequest
-	(*UnloadMeshAdapterResponse)(nil), // 43: weft.v1.UnloadMeshAdapterResponse
-	(*durationpb.Duration)(nil),       // 44: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 45: google.protobuf.Timestamp
-	(*Span)(nil),                      // 46: weft.v1.Span
-	(*SilentService)(nil),             // 47: weft.v1.SilentService
-	(*ProfileOptions)(nil),            // 48: weft.v1.ProfileOptions
-	(*ProfileSummary)(nil),            // 49: weft.v1.ProfileSummary
+	(*PlannerAct)(nil),                // 6: weft.v1.PlannerAct
+	(*TellPlanRequest)(nil),           // 7: weft.v1.TellPlanRequest
+	(*TellPlanResponse)(nil),          // 8: weft.v1.TellPlanResponse
+	(*PageCounts)(nil),                // 9: weft.v1.PageCounts
+	(*MemberTier)(nil),                // 10: weft.v1.MemberTier
+	(*MemberStart)(nil),               // 11: weft.v1.MemberStart
+	(*MeshMember)(nil),                // 12: weft.v1.MeshMember
+	(*WorkerSpeed)(nil),               // 13: weft.v1.WorkerSpeed
+	(*MemberRoleState)(nil),           // 14: weft.v1.MemberRoleState
+	(*MeshFlow)(nil),                  // 15: weft.v1.MeshFlow
+	(*MeshModel)(nil),                 // 16: weft.v1.MeshModel
+	(*MeshImages)(nil),                // 17: weft.v1.MeshImages
+	(*MeshAdapter)(nil),               // 18: weft.v1.MeshAdapter
+	(*MeshAdapterHolder)(nil),         // 19: weft.v1.MeshAdapterHolder
+	(*MeshPoint)(nil),                 // 20: weft.v1.MeshPoint
+	(*LatencyQuantiles)(nil),          // 21: weft.v1.LatencyQuantiles
+	(*MeshRequest)(nil),               // 22: weft.v1.MeshRequest
+	(*ListRequestSpansRequest)(nil),   // 23: weft.v1.ListRequestSpansRequest
+	(*ListRequestSpansResponse)(nil),  // 24: weft.v1.ListRequestSpansResponse
+	(*DrainMemberRequest)(nil),        // 25: weft.v1.DrainMemberRequest
+	(*DrainMemberResponse)(nil),       // 26: weft.v1.DrainMemberResponse
+	(*UndrainMemberRequest)(nil),      // 27: weft.v1.UndrainMemberRequest
+	(*UndrainMemberResponse)(nil),     // 28: weft.v1.UndrainMemberResponse
+	(*FlushMemberRequest)(nil),        // 29: weft.v1.FlushMemberRequest
+	(*FlushMemberResponse)(nil),       // 30: weft.v1.FlushMemberResponse
+	(*SetMemberRoleRequest)(nil),      // 31: weft.v1.SetMemberRoleRequest
+	(*SetMemberRoleResponse)(nil),     // 32: weft.v1.SetMemberRoleResponse
+	(*SetMemberLogLevelRequest)(nil),  // 33: weft.v1.SetMemberLogLevelRequest
+	(*SetMemberLogLevelResponse)(nil), // 34: weft.v1.SetMemberLogLevelResponse
+	(*StartMeshProfileRequest)(nil),   // 35: weft.v1.StartMeshProfileRequest
+	(*StartMeshProfileResponse)(nil),  // 36: weft.v1.StartMeshProfileResponse
+	(*StopMeshProfileRequest)(nil),    // 37: weft.v1.StopMeshProfileRequest
+	(*StopMeshProfileResponse)(nil),   // 38: weft.v1.StopMeshProfileResponse
+	(*ReadMeshProfileRequest)(nil),    // 39: weft.v1.ReadMeshProfileRequest
+	(*ReadMeshProfileResponse)(nil),   // 40: weft.v1.ReadMeshProfileResponse
+	(*LoadMeshAdapterRequest)(nil),    // 41: weft.v1.LoadMeshAdapterRequest
+	(*LoadMeshAdapterResponse)(nil),   // 42: weft.v1.LoadMeshAdapterResponse
+	(*UnloadMeshAdapterRequest)(nil),  // 43: weft.v1.UnloadMeshAdapterRequest
+	(*UnloadMeshAdapterResponse)(nil), // 44: weft.v1.UnloadMeshAdapterResponse
+	(*durationpb.Duration)(nil),       // 45: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 46: google.protobuf.Timestamp
+	(*Span)(nil),                      // 47: weft.v1.Span
+	(*SilentService)(nil),             // 48: weft.v1.SilentService
+	(*ProfileOptions)(nil),            // 49: weft.v1.ProfileOptions
+	(*ProfileSummary)(nil),            // 50: weft.v1.ProfileSummary
 }
 var file_weft_v1_mesh_proto_depIdxs = []int32{
-	44, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
-	45, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
-	11, // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
-	14, // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
-	15, // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
-	17, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
-	19, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
-	21, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
-	21, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
+	45, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
+	46, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
+	12, // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
+	15, // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
+	16, // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
+	18, // 5: weft.v1.WatchMeshResponse.adapters:type_name -> weft.v1.MeshAdapter
+	20, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
+	22, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
+	22, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
 	4,  // 9: weft.v1.WatchMeshResponse.demand:type_name -> weft.v1.MeshDemand
 	5,  // 10: weft.v1.WatchMeshResponse.plans:type_name -> weft.v1.MeshPlan
-	5,  // 11: weft.v1.TellPlanRequest.plans:type_name -> weft.v1.MeshPlan
-	44, // 12: weft.v1.TellPlanRequest.lease:type_name -> google.protobuf.Duration
-	44, // 13: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
-	0,  // 14: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
-	10, // 15: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
-	8,  // 16: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
-	9,  // 17: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
-	13, // 18: weft.v1.MeshMember.role_state:type_name -> weft.v1.MemberRoleState
-	12, // 19: weft.v1.MeshMember.speed:type_name -> weft.v1.WorkerSpeed
-	44, // 20: weft.v1.WorkerSpeed.step_base:type_name -> google.protobuf.Duration
-	44, // 21: weft.v1.WorkerSpeed.step_request:type_name -> google.protobuf.Duration
-	44, // 22: weft.v1.MemberRoleState.lease:type_name -> google.protobuf.Duration
-	1,  // 23: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
-	16, // 24: weft.v1.MeshModel.images:type_name -> weft.v1.MeshImages
-	18, // 25: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
-	45, // 26: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
-	44, // 27: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
-	20, // 28: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
-	20, // 29: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
-	8,  // 30: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
-	45, // 31: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
-	44, // 32: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
-	44, // 33: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
-	46, // 34: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
-	47, // 35: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
-	44, // 36: weft.v1.SetMemberRoleRequest.lease:type_name -> google.protobuf.Duration
-	48, // 37: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
-	49, // 38: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
-	2,  // 39: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
-	22, // 40: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
-	24, // 41: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
-	26, // 42: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
-	28, // 43: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
-	32, // 44: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
-	30, // 45: weft.v1.MeshService.SetMemberRole:input_type -> weft.v1.SetMemberRoleRequest
-	6,  // 46: weft.v1.MeshService.TellPlan:input_type -> weft.v1.TellPlanRequest
-	34, // 47: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
-	36, // 48: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
-	38, // 49: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
-	40, // 50: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
-	42, // 51: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
-	3,  // 52: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
-	23, // 53: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
-	25, // 54: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
-	27, // 55: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
-	29, // 56: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
-	33, // 57: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
-	31, // 58: weft.v1.MeshService.SetMemberRole:output_type -> weft.v1.SetMemberRoleResponse
-	7,  // 59: weft.v1.MeshService.TellPlan:output_type -> weft.v1.TellPlanResponse
-	35, // 60: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
-	37, // 61: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
-	39, // 62: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
-	41, // 63: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
-	43, // 64: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
-	52, // [52:65] is the sub-list for method output_type
-	39, // [39:52] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	6,  // 11: weft.v1.MeshPlan.history:type_name -> weft.v1.PlannerAct
+	46, // 12: weft.v1.PlannerAct.time:type_name -> google.protobuf.Timestamp
+	5,  // 13: weft.v1.TellPlanRequest.plans:type_name -> weft.v1.MeshPlan
+	45, // 14: weft.v1.TellPlanRequest.lease:type_name -> google.protobuf.Duration
+	45, // 15: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
+	0,  // 16: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
+	11, // 17: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
+	9,  // 18: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
+	10, // 19: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
+	14, // 20: weft.v1.MeshMember.role_state:type_name -> weft.v1.MemberRoleState
+	13, // 21: weft.v1.MeshMember.speed:type_name -> weft.v1.WorkerSpeed
+	45, // 22: weft.v1.WorkerSpeed.step_base:type_name -> google.protobuf.Duration
+	45, // 23: weft.v1.WorkerSpeed.step_request:type_name -> google.protobuf.Duration
+	45, // 24: weft.v1.MemberRoleState.lease:type_name -> google.protobuf.Duration
+	1,  // 25: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
+	17, // 26: weft.v1.MeshModel.images:type_name -> weft.v1.MeshImages
+	19, // 27: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
+	46, // 28: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
+	45, // 29: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
+	21, // 30: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
+	21, // 31: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
+	9,  // 32: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
+	46, // 33: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
+	45, // 34: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
+	45, // 35: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
+	47, // 36: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
+	48, // 37: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
+	45, // 38: weft.v1.SetMemberRoleRequest.lease:type_name -> google.protobuf.Duration
+	49, // 39: weft.v1.StartMeshProfileRequest.options:type_name -> weft.v1.ProfileOptions
+	50, // 40: weft.v1.ReadMeshProfileResponse.summary:type_name -> weft.v1.ProfileSummary
+	2,  // 41: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
+	23, // 42: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
+	25, // 43: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
+	27, // 44: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
+	29, // 45: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
+	33, // 46: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
+	31, // 47: weft.v1.MeshService.SetMemberRole:input_type -> weft.v1.SetMemberRoleRequest
+	7,  // 48: weft.v1.MeshService.TellPlan:input_type -> weft.v1.TellPlanRequest
+	35, // 49: weft.v1.MeshService.StartMeshProfile:input_type -> weft.v1.StartMeshProfileRequest
+	37, // 50: weft.v1.MeshService.StopMeshProfile:input_type -> weft.v1.StopMeshProfileRequest
+	39, // 51: weft.v1.MeshService.ReadMeshProfile:input_type -> weft.v1.ReadMeshProfileRequest
+	41, // 52: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
+	43, // 53: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
+	3,  // 54: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
+	24, // 55: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
+	26, // 56: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
+	28, // 57: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
+	30, // 58: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
+	34, // 59: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
+	32, // 60: weft.v1.MeshService.SetMemberRole:output_type -> weft.v1.SetMemberRoleResponse
+	8,  // 61: weft.v1.MeshService.TellPlan:output_type -> weft.v1.TellPlanResponse
+	36, // 62: weft.v1.MeshService.StartMeshProfile:output_type -> weft.v1.StartMeshProfileResponse
+	38, // 63: weft.v1.MeshService.StopMeshProfile:output_type -> weft.v1.StopMeshProfileResponse
+	40, // 64: weft.v1.MeshService.ReadMeshProfile:output_type -> weft.v1.ReadMeshProfileResponse
+	42, // 65: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
+	44, // 66: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
+	54, // [54:67] is the sub-list for method output_type
+	41, // [41:54] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_weft_v1_mesh_proto_init() }
@@ -3800,18 +3861,18 @@ func file_weft_v1_mesh_proto_init() {
 	}
 	file_weft_v1_profile_proto_init()
 	file_weft_v1_trace_proto_init()
-	file_weft_v1_mesh_proto_msgTypes[7].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[8].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[9].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[17].OneofWrappers = []any{}
-	file_weft_v1_mesh_proto_msgTypes[20].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[10].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[18].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[21].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_mesh_proto_rawDesc), len(file_weft_v1_mesh_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   42,
+			NumMessages:   43,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

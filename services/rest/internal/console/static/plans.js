@@ -1,16 +1,19 @@
-// What planners want, why, and what they did last.
+// What planners want, why, and what they did.
 
 import { h, reconcile, setText } from "./dom.js";
+import { clock, millis } from "./format.js";
 
-const COLUMNS = ["model", "planner", "wants", "there are", "why", "last act", "alarms"];
+const COLUMNS = ["model", "planner", "wants", "there are", "why", "did", "alarms"];
 const numbers = (prefill, decode) => `${prefill ?? 0} prefill, ${decode ?? 0} decode`;
+
+const told = (act) => `${clock(millis(act.time))} ${act.text}`;
 
 /** A panel that shows itself while there are plans. */
 export function makePlans() {
   const body = h("tbody");
   const heads = COLUMNS.map((name) => h("th", { scope: "col" }, name));
   const table = h("table", {}, h("thead", {}, h("tr", {}, heads)), body);
-  const panel = h("section", { class: "panel", "aria-label": "Plans", hidden: true },
+  const panel = h("section", { class: "panel plans", "aria-label": "Plans", hidden: true },
     h("h2", {}, "Plans"), h("div", { class: "scroll" }, table));
   panel.show = (plans) => {
     panel.hidden = !plans.length;
@@ -20,7 +23,7 @@ export function makePlans() {
         const acts = plan.acts ? "acts" : "advises";
         const texts = [plan.model, `${plan.planner_id} ${acts}`,
           numbers(plan.wanted_prefill, plan.wanted_decode), numbers(plan.seen_prefill, plan.seen_decode),
-          plan.why ?? "", plan.last_act ?? ""];
+          plan.why ?? "", (plan.history ?? []).map(told).join("\n")];
         texts.forEach((text, at) => setText(row.children[at], text));
         const alarms = row.lastElementChild.firstElementChild;
         alarms.hidden = !plan.alarms?.length;
