@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -130,6 +131,16 @@ async def test_those_that_have_not_started_end_first_and_without_a_drain(tmp_pat
     assert up.drained == []
     assert set(up.states()) == {"worker-0", "worker-2"}
     assert up.listed()["decode"] == up.listed()["prefill"]
+
+
+@pytest.mark.parametrize(("before", "now"), itertools.product((1, 2, 3, 4), repeat=2))
+async def test_only_so_many_end_as_are_too_many(tmp_path: Path, before: int, now: int) -> None:
+    up = Up(tmp_path, {f"worker-{at}": "both" for at in range(before)}, spare=4 - before)
+    up.order(0, 0, now)
+    states = list(up.states().values())
+    assert states.count("draining") == max(0, before - now)
+    assert states.count("serving") == min(before, now)
+    assert states.count("starting") == max(0, now - before)
 
 
 async def test_orders_that_cannot_be_are_refused(tmp_path: Path) -> None:

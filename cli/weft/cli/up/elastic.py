@@ -151,7 +151,8 @@ class ElasticWorkers:
         def rank(at: int) -> tuple[bool, int, int]:
             return self._is_serving(names[at]), wanted.get(names[at], len(wanted)), -at
 
-        return [names[at] for at in sorted(range(len(names)), key=rank)][: len(names) - count]
+        too_many = max(0, len(names) - count)
+        return [names[at] for at in sorted(range(len(names)), key=rank)][:too_many]
 
     def _start(self, model: _Model, role: str) -> None:
         assert self._supervisor is not None
