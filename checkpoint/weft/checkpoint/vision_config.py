@@ -135,7 +135,7 @@ class VitConfig:
     has_patch_bias: bool = True
     """Whether the product of patches has a bias, if products have some."""
     frames: int = 1
-    """Frames of a patch; a picture is as many equal ones."""
+    """Frames of a patch; a picture is as many equal ones, unless it is of a video."""
     is_gated: bool = False
     """Whether the MLP has a gate."""
     rope: AxialRopeConfig | None = None
@@ -322,8 +322,9 @@ class VisionConfig:
         return self.connector.out_features * (1 + num_taps)
 
     def patches_of(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of patches of a picture of this shape, [height, width, 3]. Raises
-        InvalidRequest for a shape that the tower does not take.
+        """Rows and columns of patches of a picture of this shape, [height, width, 3], or of as many
+        frames of a video as a patch has, [height, width, 3 * frames]. Raises InvalidRequest for a
+        shape that the tower does not take.
         """
         vit, side, most = self.vit, self.square_size, self.most_pixels
         if most is None:
@@ -331,7 +332,8 @@ class VisionConfig:
             if list(shape) != whole:
                 raise _wrong_shape(shape, f"{whole}")
             return vit.grid, vit.grid
-        is_picture = len(shape) == 3 and shape[2] == NUM_CHANNELS and min(shape) > 0
+        channels = (NUM_CHANNELS, NUM_CHANNELS * vit.frames)
+        is_picture = len(shape) == 3 and shape[2] in channels and min(shape) > 0
         if not is_picture or shape[0] % side or shape[1] % side or shape[0] * shape[1] > most:
             told = f"[height, width, 3] in multiples of {side} with at most {most} pixels"
             raise _wrong_shape(shape, told)

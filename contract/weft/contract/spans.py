@@ -33,6 +33,10 @@ class MediaSpan:
     """`Media.shape` of the medium, which workers without an encoder need where a model rotates by
     rows and columns; empty: not told.
     """
+    time: int = field(default=0, metadata=wire(low=0))
+    """Where a model rotates by time too: 0 for a picture or a video's first frames, else one more
+    than the steps from these to the span's, which follows the span before directly.
+    """
 
     @property
     def end(self) -> int:
@@ -44,7 +48,8 @@ class MediaSpan:
 class Media:
     """One medium, processed so far that only a model's encoder is left to run.
 
-    An image is one picture of the shape [height, width, 3], uint8. Encoders that look at tiles get
+    An image is one picture of the shape [height, width, 3], uint8; in a video consecutive frames
+    that an encoder joins are one, as [height, width, 3 * frames]. Encoders that look at tiles get
     one medium for each tile. A clip of audio is its log-mel spectrogram, little-endian float32, as
     [mels, frames, 4].
     """

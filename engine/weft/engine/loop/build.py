@@ -352,7 +352,10 @@ def _load_parts(
         encoder=_encoder_facts(loaded),
         media_row_bytes=0 if media is None else media.row_bytes,
         media_slot_rows=num_slot_rows(config, loaded, layout),
-        media_axes=MediaAxes(vision.grid_of if vision is not None and vision.axes else None),
+        media_axes=MediaAxes(
+            vision.grid_of if vision is not None and vision.axes else None,
+            loaded.config.max_position_embeddings,
+        ),
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,

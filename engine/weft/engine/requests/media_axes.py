@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from weft.checkpoint.config import MAX_POSITIONS
 from weft.contract.errors import InvalidRequest
 from weft.contract.spans import MediaSpan
 from weft.engine.requests.media_positions import MediaPositions
@@ -21,10 +22,12 @@ class MediaAxes:
 
     Args:
         grid_of: None: the model rotates by tokens' positions alone.
+        num_positions: Positions that the model knows.
     """
 
-    def __init__(self, grid_of: GridOf | None) -> None:
+    def __init__(self, grid_of: GridOf | None, num_positions: int = MAX_POSITIONS) -> None:
         self._grid_of = grid_of
+        self._num_positions = num_positions
         self._shifts: dict[int, int] = {}
 
     def check(self, spans: Sequence[MediaSpan]) -> None:
@@ -33,6 +36,7 @@ class MediaAxes:
         """
         if self._grid_of is None:
             return
+        self.check_times(spans)
         for span in spans:
             rows, columns = self._grid_of(span.shape)
             if span.offset + span.length > rows * columns:
@@ -42,6 +46,21 @@ class MediaAxes:
                     stage="validate",
                     param="spans",
                 )
+
+    def check_times(self, spans: Sequence[MediaSpan]) -> None:
+        """Raises InvalidRequest for frames of a video that follow no others, or are
+        later than the model has positions.
+        """
+        end_before = 0
+        for span in spans:
+            told = ""
+            if span.time and span.position != end_before:
+                told = "frames of a video that follow others begin where these end"
+            if span.time and span.position + span.time > self._num_positions:
+                told = f"a video is longer than the {self._num_positions} positions of the model"
+            if told:
+                raise InvalidRequest(told, stage="validate", param="spans")
+            end_before = span.end
 
     def begin(self, request: Request, shapes: Sequence[Sequence[int]]) -> None:
         """Sets a request's positions by the shapes of its spans' media."""

@@ -2,8 +2,9 @@
 (M-RoPE, arXiv 2409.12191).
 
 Text goes on along all axes alike. The rows of a medium have one time, and the rows and columns of
-its grid. What follows a medium begins after the largest position in it. A medium has at least as
-many tokens as its grid is long, so that rotations are never ahead of positions.
+its grid. What follows a medium begins after the largest row and column in it. A medium has at least
+as many tokens as its grid is long, so that these are never ahead of positions. The frames of a
+video have the same rows and columns, and each its own time, which may be ahead.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class MediaPositions:
 
     def __init__(self, spans: Sequence[MediaSpan], grids: Sequence[tuple[int, int]]) -> None:
         self._spans = spans
-        self._columns = {
-            span.position: columns for span, (_, columns) in zip(spans, grids, strict=True)
-        }
-        shifts = [0]
+        self._begins: dict[int, tuple[int, int]] = {}
+        """Of each span by its position: where it begins along all axes, and its columns."""
+        shifts, start = [0], 0
         for span, grid in zip(spans, grids, strict=True):
-            shifts.append(shifts[-1] + max(grid) - span.length)
+            if not span.time:
+                start = span.position + shifts[-1]
+            self._begins[span.position] = start, grid[1]
+            shifts.append(shifts[-1] - span.length + (0 if span.time else max(grid)))
         self._shifts = np.array(shifts, np.int64)
         self._ends = np.array([span.end for span in spans], np.int64)
         self.end = spans[-1].end
@@ -45,10 +48,10 @@ class MediaPositions:
         shifts = self._shifts[np.searchsorted(self._ends, positions, side="right")]
         axes = np.repeat((positions + shifts)[:, None], NUM_AXES, axis=1)
         for span, begin, last in spans_within(self._spans, first, end):
-            start = span.position + int(self._shifts[np.searchsorted(self._ends, span.end)])
+            start, columns = self._begins[span.position]
             rows = np.arange(begin, last) - span.position + span.offset
-            columns = self._columns[span.position]
+            times = np.full_like(rows, max(0, span.time - 1))
             axes[begin - first : last - first] = start + np.stack(
-                (np.zeros_like(rows), rows // columns, rows % columns), axis=1
+                (times, rows // columns, rows % columns), axis=1
             )
         return axes

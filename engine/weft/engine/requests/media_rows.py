@@ -219,6 +219,7 @@ class MediaRows:
         if self._facts.is_first:
             self._check_first(spans, num_tokens + is_part)
         self.store.check(spans)
+        self.axes.check_times(spans)
         for span in spans:
             media = self.store.get(span.digest)
             num_rows = self._facts.rows_of(media.shape)

@@ -147,6 +147,7 @@ class MediaSpan(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position in the prompt of the first token."""
     length: _builtins.int
@@ -155,6 +156,10 @@ class MediaSpan(_message.Message):
     """Of the processed medium, 32 bytes; see PutMedia."""
     offset: _builtins.int
     """Row of the medium that stands at `position`; the others follow in order."""
+    time: _builtins.int
+    """For models that rotate by time too: 0 for a picture or the first frames of a video, else one more
+    than the steps from these to the span's, which follows the span before directly.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of the processed medium; see PutMedia. Workers without an image tower need it where a model
@@ -169,10 +174,11 @@ class MediaSpan(_message.Message):
         digest: _builtins.bytes = ...,
         offset: _builtins.int = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        time: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "offset", b"offset", "position", b"position", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "offset", b"offset", "position", b"position", "shape", b"shape", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ class PatchEmbedding:
 
     patch_size: int
     frames: int
-    """Equal frames of a patch."""
+    """Frames of a patch."""
     square: int
     """Patches along a side of a square."""
     weight: LinearWeight
@@ -60,20 +60,27 @@ class PatchEmbedding:
     def __call__(
         self, pictures: Sequence[torch.Tensor], grids: Sequence[Grid], layout: Layout
     ) -> torch.Tensor:
-        """[height, width, 3] uint8 each -> [T, hidden], in the layout's order."""
+        """[height, width, 3] uint8 each, or [height, width, 3 * frames] of a video -> [T, hidden],
+        in the layout's order.
+        """
         parts = [self._numbers(*each) for each in zip(pictures, grids, strict=True)]
         numbers = torch.cat(parts) if len(parts) > 1 else parts[0]
         if layout.order is not None:
             numbers = numbers.index_select(0, layout.order)
-        if self.frames > 1:
-            numbers = numbers.repeat(1, self.frames)
         added = None if self.positions is None else self.positions(grids, layout)
         return linear(numbers, self.weight, added)
 
     def _numbers(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[patches, patch_size * patch_size * 3]: what the product takes, in the order of
+        """[patches, frames * patch_size * patch_size * 3]: what the product takes, in the order of
         squares.
         """
+        frames = pixels.split(NUM_CHANNELS, dim=-1)
+        parts = [self._numbers_of_frame(frame, grid) for frame in frames]
+        if len(parts) < self.frames:
+            return parts[0].repeat(1, self.frames)
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def _numbers_of_frame(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
         side, square = self.patch_size, self.square
         rows, columns = grid
         whole = pixels[: rows * side, : columns * side]
