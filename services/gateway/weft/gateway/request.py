@@ -18,11 +18,13 @@ from weft.contract.request import (
     StopCriteria,
     TimeTokens,
 )
-from weft.contract.spans import Media, MediaKind, MediaSpan
+from weft.contract.spans import Media, MediaSpan
 from weft.contract.tasks import Output
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.long_text import LongText
 
+FileKind = Literal["image", "audio", "video"]
+"""Kinds of files in chats. The media of a video are images."""
 LoadFormat = Literal["TEXT", "JSON"]
 """Form of the mesh's load in the header of an answer."""
 
@@ -101,7 +103,7 @@ class ClipPrompt(TokenPrompt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaFile:
-    """An image, or a clip of audio, as a client sent it; nothing of it is checked yet."""
+    """An image, a clip of audio or a video, as a client sent it; nothing of it is checked yet."""
 
     source: str | bytes | LongText = field(repr=False)
     """A URL, base64 alone, or the file itself."""
@@ -111,7 +113,7 @@ class MediaFile:
     """What the client's API calls such a part."""
     type_param: str
     """Path of the field that says what the part is."""
-    modality: MediaKind = "image"
+    modality: FileKind = "image"
     is_coarse: bool = False
     """Whether few tokens are wanted, at less detail."""
     is_of_tool: bool = False
@@ -124,9 +126,9 @@ class ChatPrompt:
 
     messages: tuple[Mapping[str, Any], ...]
     """Messages, each with `role` and `content`: a string or, in a message with images or audio, a
-    list of parts in their order, each `{"type": "image"}`, `{"type": "audio"}` or
-    `{"type": "text", "text": ...}`. One with `tool_calls` has them in OpenAI's form, but for the
-    arguments: an object, or the text where a client gave none.
+    list of parts in their order, each `{"type": "image"}`, `{"type": "audio"}`,
+    `{"type": "video"}` or `{"type": "text", "text": ...}`. One with `tool_calls` has them in
+    OpenAI's form, but for the arguments: an object, or the text where a client gave none.
     """
     files: tuple[MediaFile, ...] = ()
     """The images and clips of all messages, in order."""

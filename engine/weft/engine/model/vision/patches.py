@@ -74,7 +74,7 @@ class PatchEmbedding:
         """[patches, frames * patch_size * patch_size * 3]: what the product takes, in the order of
         squares.
         """
-        frames = pixels.split(NUM_CHANNELS, dim=-1)
+        frames = torch.split(pixels, NUM_CHANNELS, dim=-1)
         parts = [self._numbers_of_frame(frame, grid) for frame in frames]
         if len(parts) < self.frames:
             return parts[0].repeat(1, self.frames)

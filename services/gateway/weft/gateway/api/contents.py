@@ -74,6 +74,26 @@ class ContentBuilder:
             )
         )
 
+    def add_video(
+        self,
+        source: str | bytes | LongText | None,
+        *,
+        kind: str,
+        where: str,
+        type_param: str,
+    ) -> None:
+        """Adds a video, as `add_image` does an image."""
+        self._add(
+            MediaFile(
+                source=source or "",
+                where=where,
+                kind=kind,
+                type_param=type_param,
+                modality="video",
+                is_of_tool=self._is_of_tool,
+            )
+        )
+
     def add_input_audio(
         self, data: str | bytes | LongText | None, format: str | None, place: str
     ) -> None:

@@ -5,6 +5,7 @@ of strangers.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy.typing as npt
 from weft.checkpoint.audio_config import FRAME_SAMPLES, SAMPLE_RATE
 from weft.contract.arrays import Float32Array
 from weft.gateway.media.clip_forms import BadAudio
+from weft.gateway.media.containers import EXTRA, demuxer_of, is_installed, sound_of
+from weft.gateway.media.prompts import BadFile
 
 PROCESSOR = "whisper-log-mel-1"
 Float64Array = npt.NDArray[np.float64]
@@ -28,38 +31,57 @@ def decode(data: bytes | bytearray, max_seconds: float) -> Float32Array:
     """The samples of a file, 16,000 a second, channels mixed before they are resampled. Decodes no
     more than `max_seconds`, whatever the file's header says. Raises BadAudio.
     """
-    import soundfile
-    import soxr
-
-    most = int(max_seconds * SAMPLE_RATE)
+    most, parts, count = int(max_seconds * SAMPLE_RATE), list[Float32Array](), 0
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            rate, channels = file.samplerate, file.channels
-            if not _LEAST_RATE <= rate <= _MOST_RATE:
-                raise BadAudio(f"has {rate} samples a second")
-            resampler = None
-            if rate != SAMPLE_RATE:
-                resampler = soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32")
-            parts, count, size = list[Float32Array](), 0, max(1, _BLOCK_NUMBERS // channels)
-            is_last = False
-            while not is_last:
-                block = file.read(size, dtype="float32", always_2d=True)
-                is_last = len(block) < size
-                mono = block.mean(axis=1, dtype=np.float32)
-                if resampler is not None:
-                    mono = resampler.resample_chunk(mono, last=is_last)
-                count += len(mono)
-                if count > most:
-                    raise BadAudio(f"is longer than {max_seconds:g} s")
-                parts.append(mono)
-    except BadAudio:
+        for part in _resampled(_blocks(data)):
+            count += len(part)
+            if count > most:
+                raise BadAudio(f"is longer than {max_seconds:g} s")
+            parts.append(part)
+    except BadFile:
         raise
     except Exception:  # Readers raise errors of several kinds for damaged files.
-        raise BadAudio("is no audio that can be read; give WAV, FLAC, OGG or MP3") from None
+        known = "WAV, FLAC, OGG, MP3, M4A or WEBM" if is_installed() else "WAV, FLAC, OGG or MP3"
+        raise BadAudio(f"is no audio that can be read; give {known}") from None
     if not count:
         raise BadAudio("has no samples")
     samples = np.concatenate(parts)
     return np.nan_to_num(samples, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1e4, 1e4)
+
+
+def _blocks(data: bytes | bytearray) -> Iterator[tuple[int, Float32Array]]:
+    """Samples a second, and the samples of a file, block after block."""
+    if demuxer := demuxer_of(data):
+        if not is_installed():
+            raise BadAudio(
+                "is of a kind that this gateway does not read; give WAV, FLAC, OGG or MP3, or "
+                f"install the wheel with its extra `{EXTRA}`"
+            )
+        yield from sound_of(data, demuxer)
+        return
+    import soundfile
+
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+        size, is_last = max(1, _BLOCK_NUMBERS // file.channels), False
+        while not is_last:
+            block = file.read(size, dtype="float32", always_2d=True)
+            is_last = len(block) < size
+            yield file.samplerate, block.mean(axis=1, dtype=np.float32)
+
+
+def _resampled(blocks: Iterable[tuple[int, Float32Array]]) -> Iterator[Float32Array]:
+    import soxr
+
+    first, resampler = 0, None
+    for rate, mono in blocks:
+        if not _LEAST_RATE <= rate <= _MOST_RATE or rate != (first := first or rate):
+            raise BadAudio(f"has {rate} samples a second" + (f" after {first}" if first else ""))
+        if rate != SAMPLE_RATE:
+            resampler = resampler or soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32")
+            mono = resampler.resample_chunk(mono)
+        yield mono
+    if resampler is not None:
+        yield resampler.resample_chunk(np.zeros(0, np.float32), last=True)
 
 
 def log_mel(samples: Float32Array, num_mels: int, num_samples: int) -> Float32Array:

@@ -19,7 +19,7 @@ class MediaCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The endpoint's thread calls this."""
-        reader, pool = self._reader, self._reader.pool
+        reader, pools = self._reader, (self._reader.pool, self._reader.videos)
         images = CounterMetricFamily(
             "weft_images", "Images of requests, by source: memo, decoded.", labels=["source"]
         )
@@ -30,8 +30,8 @@ class MediaCollector(Collector):
             "Media processes that were replaced, by reason: timeout, crash.",
             labels=["reason"],
         )
-        for reason, count in list(pool.num_failures.items()):
-            losses.add_metric([reason], count)
+        for reason in pools[0].num_failures:
+            losses.add_metric([reason], sum(pool.num_failures[reason] for pool in pools))
         fetches = CounterMetricFamily(
             "weft_media_fetches",
             "Fetches of images by URL, by outcome: ok, forbidden, failed.",
@@ -43,8 +43,8 @@ class MediaCollector(Collector):
         jobs = GaugeMetricFamily(
             "weft_media_jobs", "Images in media processes and before them.", labels=["state"]
         )
-        jobs.add_metric(["running"], pool.num_running)
-        jobs.add_metric(["queued"], pool.num_queued)
+        jobs.add_metric(["running"], sum(pool.num_running for pool in pools))
+        jobs.add_metric(["queued"], sum(pool.num_queued for pool in pools))
         memory = GaugeMetricFamily(
             "weft_media_bytes", "Processed images in memory, by holder.", labels=["holder"]
         )

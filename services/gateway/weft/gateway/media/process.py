@@ -45,7 +45,7 @@ def _answer(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], b
         return _answer_audio(head, data)
     try:
         file = from_base64(data) if head["is_base64"] else data
-        size, media = (_clip if head["form"] == ClipForm.name else _image)(file, head)
+        size, media = _READERS.get(head["form"], _image)(file, head)
     except BadFile as error:
         return {"bad": str(error)}, b""
     told = [
@@ -76,6 +76,34 @@ def _clip(
     form = ClipForm.of(head["options"])
     form.frames(len(samples))
     return (len(samples),), () if head["measures"] else form.process(samples)
+
+
+def _video(
+    file: bytes | bytearray, head: Mapping[str, Any]
+) -> tuple[Sequence[int], Sequence[Media]]:
+    # Only in the process of videos: PyAV is large.
+    from weft.gateway.media.containers import facts_of, images_of
+    from weft.gateway.media.video_forms import VideoForm
+
+    form = VideoForm(**head["options"])
+    try:
+        facts = facts_of(file, head["max_seconds"], head["max_pixels"])
+        chosen = form.chosen(facts)
+        grid = form.resized(len(chosen), facts.height, facts.width)
+        times = form.times(chosen, facts)
+        media: Sequence[Media] = ()
+        if not head["measures"]:
+            images = images_of(file, facts, list(dict.fromkeys(chosen)))
+            media = form.process(images, chosen, grid, times)
+    except BadFile:
+        raise
+    except Exception as error:  # FFmpeg's errors are of many kinds.
+        raise BadFile(f"is damaged: {type(error).__name__}") from None
+    return (*grid, *times), media
+
+
+_READERS = {ClipForm.name: _clip, "video": _video}
+"""What reads a file, by the name of its form; others are of images."""
 
 
 def _answer_audio(head: Mapping[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes]:

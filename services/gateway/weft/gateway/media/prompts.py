@@ -23,6 +23,8 @@ class Run(NamedTuple):
     """Number of the medium among those of its file."""
     offset: int
     """Row of the medium that the first has."""
+    time: int = 0
+    """As in `MediaSpan`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def put_in(
                     digest=media[run.medium].digest,
                     offset=run.offset,
                     shape=media[run.medium].shape,
+                    time=run.time,
                 )
                 for run in expansion.runs
             ]

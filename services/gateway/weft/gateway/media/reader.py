@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from weft.contract.errors import Overloaded
-from weft.contract.spans import Media, MediaKind
+from weft.contract.spans import Media
 from weft.gateway.media.pool import MediaPool
 from weft.gateway.media.prompts import MediaForm
 from weft.gateway.media.sources import (
@@ -23,7 +23,7 @@ from weft.gateway.media.sources import (
     too_large,
     url_of,
 )
-from weft.gateway.request import MediaFile
+from weft.gateway.request import FileKind, MediaFile
 from weft.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -102,15 +102,23 @@ class MediaReader:
             settings.max_request_image_bytes,
             settings.max_image_bytes,
             settings.max_audio_bytes,
+            settings.max_video_bytes,
         )
         """Bounds of a request's files."""
         self._max_pixels = settings.max_image_pixels
         self._max_seconds = settings.max_audio_seconds
+<<<<<<< HEAD
         self._max_running = settings.num_media_processes
+=======
+        self._max_video_seconds = settings.max_video_seconds
+        self._max_running = settings.media_processes
+>>>>>>> 14ba52d8 (wip)
         self.pool = MediaPool(
             settings.num_media_processes, settings.max_queued_media, settings.media_timeout_s
         )
         """The processes that do the work."""
+        self.videos = MediaPool(1, settings.max_queued_media, settings.media_timeout_s)
+        """The process of videos, whose decoders are many."""
         self.memo = MediaMemo(settings.media_memo_bytes)
         """Files that were processed before."""
         self.fetcher: UrlFetcher | None = None
@@ -134,6 +142,7 @@ class MediaReader:
         if self.fetcher is not None:
             self.fetcher.close()
         self.pool.close()
+        self.videos.close()
 
     async def sources(
         self,
@@ -194,7 +203,7 @@ class MediaReader:
 
     async def sizes(
         self,
-        forms: Mapping[MediaKind, MediaForm],
+        forms: Mapping[FileKind, MediaForm],
         files: Sequence[MediaFile],
         sources: Sequence[Source],
         *,
@@ -218,7 +227,7 @@ class MediaReader:
 
     async def process(
         self,
-        forms: Mapping[MediaKind, MediaForm],
+        forms: Mapping[FileKind, MediaForm],
         files: Sequence[MediaFile],
         sources: Sequence[Source],
         on_file: Callable[[ProcessedFile], None],
@@ -302,7 +311,7 @@ class MediaReader:
             digest, content = bytes.fromhex(told["digest"]), bytes(view[at:end])
             media.append(
                 Media(
-                    kind=file.modality,
+                    kind="audio" if file.modality == "audio" else "image",
                     processor=told["processor"],
                     shape=shape,
                     data=content,
@@ -325,16 +334,18 @@ class MediaReader:
         *,
         measures: bool,
     ) -> tuple[dict[str, Any], bytearray]:
+        is_video = file.modality == "video"
         head = {
             "form": form.name,
             "options": form.options(),
             "is_coarse": file.is_coarse,
             "max_pixels": self._max_pixels,
-            "max_seconds": self._max_seconds,
+            "max_seconds": self._max_video_seconds if is_video else self._max_seconds,
             "measures": measures,
             "is_base64": source.is_base64,
         }
-        reply, data = await self.pool.run(head, source.data, deadline=deadline, tenant=tenant)
+        pool = self.videos if is_video else self.pool
+        reply, data = await pool.run(head, source.data, deadline=deadline, tenant=tenant)
         if "bad" in reply:
             raise _BadFile(reply["bad"])
         return reply, data

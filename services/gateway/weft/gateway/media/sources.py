@@ -43,10 +43,13 @@ class SourceLimits(NamedTuple):
     """Of an image."""
     max_audio_bytes: int
     """Of a clip."""
+    max_video_bytes: int
 
     def of_file(self, file: MediaFile) -> int:
         """Most bytes of a file."""
-        return self.max_file_bytes if file.modality == "image" else self.max_audio_bytes
+        if file.modality == "image":
+            return self.max_file_bytes
+        return self.max_audio_bytes if file.modality == "audio" else self.max_video_bytes
 
 
 class Source(NamedTuple):

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from weft.contract.spans import Media, MediaKind, check_spans
+from weft.contract.spans import Media, check_spans
 from weft.gateway.media.prompts import Expansion, MediaForm, put_in
 from weft.gateway.media.reader import FetchedFiles, MediaReader
 from weft.gateway.media.sources import MediaRefused, Source
-from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
+from weft.gateway.request import ChatPrompt, FileKind, GenerateRequest, PreparedPrompt
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.parts import without_file
 
@@ -148,7 +148,7 @@ class PromptMedia:
         return asyncio.get_running_loop().time() + self._timeout_s
 
 
-def _forms_of(model: ModelCard) -> dict[MediaKind, MediaForm]:
+def _forms_of(model: ModelCard) -> dict[FileKind, MediaForm]:
     return {kind: one.form for kind, one in model.media.items()}
 
 

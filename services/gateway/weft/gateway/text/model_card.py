@@ -17,10 +17,12 @@ from weft.checkpoint.tokenizer_files import read_json, read_tokenizer
 from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import ModelError
 from weft.contract.request import PARAMETERS, SAMPLING_DEFAULTS, Reasoning
-from weft.contract.spans import MediaKind
+from weft.gateway.media.containers import EXTRA, is_installed
 from weft.gateway.media.hearing import ClipPrompts, load_clip_prompts
 from weft.gateway.media.load import ImagePrompts, load_image_prompts
 from weft.gateway.media.prompts import MediaPrompts
+from weft.gateway.media.video_forms import VideoPrompts, load_video_prompts
+from weft.gateway.request import FileKind
 from weft.gateway.text.answer.formats import (
     FORMATS,
     REASONING_FORMATS,
@@ -86,6 +88,10 @@ class ModelCard:
     """How the model takes clips of audio in chats; None: it does not hear."""
     audio_problem: str = ""
     """Why its audio is not served; empty: it is, or it has none."""
+    videos: VideoPrompts | None = None
+    """How the model takes videos; None: it does not."""
+    videos_problem: str = ""
+    """Why videos are not served; empty: they are, or it takes none."""
     speech: SpeechTokens | None = None
     """How the model transcribes speech; None: it does not."""
     model_type: str = ""
@@ -108,17 +114,22 @@ class ModelCard:
     """Unix time of the load, in seconds."""
 
     @property
-    def media(self) -> Mapping[MediaKind, MediaPrompts]:
+    def media(self) -> Mapping[FileKind, MediaPrompts]:
         """How the model takes media in chats, by their kinds; others it does not take."""
-        known: Mapping[MediaKind, MediaPrompts | None] = {"image": self.images, "audio": self.audio}
+        known: Mapping[FileKind, MediaPrompts | None] = {
+            "image": self.images,
+            "audio": self.audio,
+            "video": self.videos,
+        }
         return {kind: one for kind, one in known.items() if one is not None}
 
     @property
-    def unread(self) -> Mapping[MediaKind, str]:
+    def unread(self) -> Mapping[FileKind, str]:
         """The kinds of media that it does not take, and why not; empty: it is not made for them."""
-        problems: Mapping[MediaKind, str] = {
+        problems: Mapping[FileKind, str] = {
             "image": self.images_problem,
             "audio": self.audio_problem or f"the model `{self.name}` does not hear",
+            "video": self.videos_problem or f"the model `{self.name}` takes no videos",
         }
         return {kind: why for kind, why in problems.items() if kind not in self.media}
 
@@ -127,7 +138,7 @@ class ModelCard:
         """What it takes in chats, for messages."""
         if not self.media:
             return "text alone"
-        names = {"image": "images", "audio": "audio"}
+        names = {"image": "images", "audio": "audio", "video": "videos"}
         return " and ".join(["text", *(names[kind] for kind in self.media)])
 
     @property
@@ -201,12 +212,13 @@ def load_model_card(
     tokenizer: Tokenizer = parts["tokenizer"]
     images, images_problem = _images(folder, whole_config, tokenizer)
     audio, audio_problem = _audio(folder, whole_config, tokenizer)
+    videos, videos_problem = _videos(folder, whole_config, tokenizer)
     speech = load_speech(folder, whole_config, generation_config, tokenizer)
     context = context if speech is None else speech.context_tokens
     return ModelCard(
         name=name or folder.resolve().name,
         **parts,
-        controls=_controls(parts, [one for one in (images, audio) if one is not None]),
+        controls=_controls(parts, [one for one in (images, audio, videos) if one is not None]),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         json_whitespace=json_whitespace,
@@ -225,6 +237,8 @@ def load_model_card(
         images_problem=images_problem,
         audio=audio,
         audio_problem=audio_problem,
+        videos=videos,
+        videos_problem=videos_problem,
         speech=speech,
         model_type=str(config.get("model_type", "")),
         hidden_size=_integer(config, "hidden_size", 1) if config.get("hidden_size") else 0,
@@ -337,6 +351,19 @@ def _images(
     except ModelError as error:
         _log.warning("%s serves no images: %s", folder, error.message)
         return None, error.message
+
+
+def _videos(
+    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer
+) -> tuple[VideoPrompts | None, str]:
+    try:
+        prompts = load_video_prompts(folder, config, tokenizer)
+    except ModelError as error:
+        _log.warning("%s serves no videos: %s", folder, error.message)
+        return None, error.message
+    if prompts is not None and not is_installed():
+        return None, f"this gateway reads no videos; install the wheel with its extra `{EXTRA}`"
+    return prompts, ""
 
 
 def _audio(

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weft.contract.spans import MediaKind
-from weft.gateway.request import ChatPrompt, MediaFile
+from weft.gateway.request import ChatPrompt, FileKind, MediaFile
 from weft.gateway.validate import unsupported
 from weft.gateway.warnings import warn
 
 Part = Mapping[str, Any]
 Content = str | list[Part]
-MEDIA_PARTS: Mapping[MediaKind, Part] = {"image": {"type": "image"}, "audio": {"type": "audio"}}
-"""What a chat template is given for an image or a clip, in place of its content."""
+MEDIA_PARTS: Mapping[FileKind, Part] = {
+    "image": {"type": "image"},
+    "audio": {"type": "audio"},
+    "video": {"type": "video"},
+}
+"""What a chat template is given for a file, in place of its content."""
 
 
 def text_part(text: str) -> Part:
@@ -57,7 +60,7 @@ def instead_of(kind: str, reads: str = "text alone") -> str:
     return f"[The tool returned content of type {kind[:80]}. This model reads {reads}.]"
 
 
-def without_unread(prompt: ChatPrompt, unread: Mapping[MediaKind, str], reads: str) -> ChatPrompt:
+def without_unread(prompt: ChatPrompt, unread: Mapping[FileKind, str], reads: str) -> ChatPrompt:
     """A conversation for a model that does not take all kinds of media: a text stands for each such
     file that a tool has returned.
 
@@ -103,7 +106,7 @@ def without_file(prompt: ChatPrompt, file: MediaFile, problem: str) -> ChatPromp
     """The conversation with a text in place of one of its images or clips."""
     place = next(number for number, one in enumerate(prompt.files) if one is file)
     warn(file.where, f"left out: {problem}")
-    what = "an image" if file.modality == "image" else "audio"
+    what = {"image": "an image", "audio": "audio", "video": "a video"}[file.modality]
     text = text_part(f"[The tool returned {what}. It {problem}.]")
     numbers = itertools.count()
     messages = tuple(

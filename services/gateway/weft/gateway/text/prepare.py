@@ -12,12 +12,17 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
+<<<<<<< HEAD
 from weft.contract.spans import Media, MediaKind, MediaSpan
+=======
+from weft.contract.spans import MediaSpan
+>>>>>>> 14ba52d8 (wip)
 from weft.gateway.admission.admission import Admission
 from weft.gateway.media.reader import MediaReader
 from weft.gateway.request import (
     ChatPrompt,
     ClipPrompt,
+    FileKind,
     GenerateRequest,
     PairPrompt,
     PoolingOptions,
@@ -283,10 +288,10 @@ def _tokenize_chat(model: ModelCard, prompt: ChatPrompt, rendered: Rendered) -> 
     return PreparedPrompt(ids=ids, begins_reasoning=begins, has_reasoned=has_reasoned)
 
 
-def _check_placeholders(kind: MediaKind, num_placeholders: int, num_files: int) -> None:
+def _check_placeholders(kind: FileKind, num_placeholders: int, num_files: int) -> None:
     """The n-th placeholder is the n-th file's, since no text of the conversation makes one."""
     if num_placeholders != num_files:
-        what = "images" if kind == "image" else "clips of audio"
+        what = {"image": "images", "audio": "clips of audio", "video": "videos"}[kind]
         raise invalid(
             "messages",
             f"have {num_files} {what}, for which the model's chat template wrote "

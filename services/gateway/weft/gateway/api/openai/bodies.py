@@ -113,6 +113,8 @@ _FILE_FIELDS = (
     ("messages", "*", "content", "*", "input_audio", "data"),
     ("messages", "*", "content", "*", "audio_url", "url"),
     ("messages", "*", "content", "*", "audio_url"),
+    ("messages", "*", "content", "*", "video_url", "url"),
+    ("messages", "*", "content", "*", "video_url"),
 )
 
 
@@ -184,19 +186,28 @@ class AudioUrlBody(BaseModel):
     url: FileText = Field(description="`data:audio/...;base64,...`; other URLs are not fetched")
 
 
+class VideoUrlBody(BaseModel):
+    """The field `video_url` of a part."""
+
+    model_config = _HISTORY
+
+    url: FileText = Field(description="`data:video/...;base64,...`; other URLs are not fetched")
+
+
 class ContentPart(BaseModel):
     """One part of a message's content."""
 
     model_config = _HISTORY
 
     type: str = Field(
-        description="`text`, `refusal` or, for models that take them, `image_url`, `input_audio` "
-        "and `audio_url`; others are not supported"
+        description="`text`, `refusal` or, for models that take them, `image_url`, `input_audio`, "
+        "`audio_url` and `video_url`; others are not supported"
     )
     text: str | None = Field(None, description="of a text part")
     image_url: ImageUrlBody | FileText | None = Field(None, description="of an image")
     input_audio: InputAudioBody | None = Field(None, description="of a clip")
     audio_url: AudioUrlBody | FileText | None = Field(None, description="of a clip")
+    video_url: VideoUrlBody | FileText | None = Field(None, description="of a video")
     refusal: str | None = Field(None, description="of a refusal, which counts as text")
 
 

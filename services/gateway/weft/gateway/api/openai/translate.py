@@ -21,6 +21,7 @@ from weft.gateway.api.openai.bodies import (
     TokenizeBody,
     ToolBody,
     ToolChoiceBody,
+    VideoUrlBody,
 )
 from weft.gateway.api.openai.constrain import (
     CONSTRAINING,
@@ -289,13 +290,14 @@ def _content(
             content.add_input_audio(
                 audio.data if audio else None, audio.format if audio else None, place
             )
-        elif part.type == "audio_url":
-            sent = part.audio_url
-            is_object = isinstance(sent, AudioUrlBody)
-            content.add_audio(
-                sent.url if isinstance(sent, AudioUrlBody) else sent,
+        elif part.type in ("audio_url", "video_url"):
+            sent = part.audio_url if part.type == "audio_url" else part.video_url
+            is_object = isinstance(sent, AudioUrlBody | VideoUrlBody)
+            add = content.add_audio if part.type == "audio_url" else content.add_video
+            add(
+                sent.url if isinstance(sent, AudioUrlBody | VideoUrlBody) else sent,
                 kind=part.type,
-                where=f"{place}.audio_url.url" if is_object else f"{place}.audio_url",
+                where=f"{place}.{part.type}.url" if is_object else f"{place}.{part.type}",
                 type_param=f"{place}.type",
             )
         elif is_of_tool:
