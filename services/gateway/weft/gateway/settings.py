@@ -395,19 +395,14 @@ class GatewaySettings(_RoutingSettings):
         le=86_400,
         description="longest audio of one file; no more of a file is decoded, in seconds",
     )
-<<<<<<< HEAD
-    media_processes: int | None = Field(
-        None,
-=======
     max_video_bytes: int = Field(
         48 << 20, ge=1, le=1 << 30, description="largest file of a video, in bytes"
     )
     max_video_seconds: float = Field(
         600.0, gt=0, le=86_400, description="longest video, in seconds"
     )
-    media_processes: int = Field(
-        2,
->>>>>>> 14ba52d8 (wip)
+    media_processes: int | None = Field(
+        None,
         ge=1,
         le=64,
         description="processes that decode images and audio, started as they are needed; default: "

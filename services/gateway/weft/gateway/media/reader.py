@@ -107,12 +107,8 @@ class MediaReader:
         """Bounds of a request's files."""
         self._max_pixels = settings.max_image_pixels
         self._max_seconds = settings.max_audio_seconds
-<<<<<<< HEAD
-        self._max_running = settings.num_media_processes
-=======
         self._max_video_seconds = settings.max_video_seconds
-        self._max_running = settings.media_processes
->>>>>>> 14ba52d8 (wip)
+        self._max_running = settings.num_media_processes
         self.pool = MediaPool(
             settings.num_media_processes, settings.max_queued_media, settings.media_timeout_s
         )

@@ -12,11 +12,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidRequest
-<<<<<<< HEAD
-from weft.contract.spans import Media, MediaKind, MediaSpan
-=======
-from weft.contract.spans import MediaSpan
->>>>>>> 14ba52d8 (wip)
+from weft.contract.spans import Media, MediaSpan
 from weft.gateway.admission.admission import Admission
 from weft.gateway.media.reader import MediaReader
 from weft.gateway.request import (
