@@ -2,11 +2,10 @@
 
     python bench/sm_partition.py [--model llama-3.1-8b] [--batch 64] [--parts 40 64 96]
 
-`mixed` is an engine as it is: a batch decodes while prompts come, and the engine cuts their chunks
-by the time that they may add to a step (`inter_token_target_s`, tried at several values). `parts`
-gives the decode graph of the batch some of the GPU's multiprocessors, by a CUDA green context, and
-the rest to a second engine of the same weights' shape that computes prompts without graphs. There
-the graph is replayed without a scheduler between, so the figures of `parts` are an upper bound.
+`mixed` is an engine as it is: a batch decodes while prompts come, and each step takes a chunk of
+so many of their rows. `parts` gives the decode graph of the batch some of the multiprocessors, by a
+CUDA green context, and the rest to a second engine of the same model that computes prompts without
+graphs. There the graph is replayed without a scheduler between, so its figures are an upper bound.
 
 A row tells prompt tokens per second while the batch decodes, and the times between its tokens, over
 those of the batch alone on the whole GPU.
@@ -50,7 +49,7 @@ harness.flag("--model", choices=MODELS, default="llama-3.1-8b")
 harness.flag("--batch", type=int, default=64, help="decodes")
 harness.flag("--prompts", type=int, default=64, help=f"of {NEXT_TOKENS} tokens beside them")
 harness.flag("--parts", type=int, nargs="+", default=[40, 64, 96], help="of the decodes")
-harness.flag("--targets-ms", type=float, nargs="+", default=[1, 2, 5], help="of mixed")
+harness.flag("--chunks", type=int, nargs="+", default=[32, 64, 128, 256], help="rows, of mixed")
 
 
 def checked(answer: tuple[Any, ...]) -> Any:
@@ -143,7 +142,7 @@ def replays(llm: LLM, batch: int, goes_on: Any) -> list[float]:
         torch.cuda.synchronize()
         times.extend(a.elapsed_time(b) for a, b in itertools.pairwise(ends))
 
-    run_batch(llm, batch, PROMPT_TOKENS, 16, repeat_step)
+    run_batch(llm, batch, PROMPT_TOKENS, 64, repeat_step)
     return times
 
 
@@ -159,9 +158,10 @@ def row_of(way: str, alone_ms: float, times: list[float], tokens: int, seconds: 
     return {"way": way, "prompt tokens/s": rate, "gap p50 / alone": p50, "gap p99 / alone": p99}
 
 
-def mixed_row(llm: LLM, options: Any, target_ms: float) -> dict[str, Any]:
+def mixed_row(llm: LLM, options: Any, chunk: int) -> dict[str, Any]:
     """A batch that decodes while prompts come to the same engine, for `STEPS` steps."""
     engine, batch = llm.engine, options.batch
+    scheduler = engine.scheduler
 
     def submits(first: int, count: int, length: int, new: int) -> Inbox:
         stop = StopCriteria(max_tokens=new, ignore_eos=True)
@@ -180,6 +180,7 @@ def mixed_row(llm: LLM, options: Any, target_ms: float) -> dict[str, Any]:
             ]
         )
 
+    scheduler._prompt_budget = None
     without = run_batch(llm, batch, PROMPT_TOKENS, STEPS)
     alone_ms = 1e3 * without.seconds / without.num_steps
     inbox: Inbox | None = submits(0, batch, PROMPT_TOKENS, STEPS + 50)
@@ -196,13 +197,16 @@ def mixed_row(llm: LLM, options: Any, target_ms: float) -> dict[str, Any]:
                 started.add(tokens.request_id)
                 has_decoded |= int(tokens.request_id) < batch
         if len(started) == batch and not ends:
+            scheduler._prompt_budget = lambda *_, **__: chunk
             inbox = submits(batch, options.prompts, NEXT_TOKENS, 1)
             ends.append(time.perf_counter())
         elif ends and has_decoded and num_started < options.prompts and len(ends) < STEPS:
             ends.append(time.perf_counter())
             num_started = len(started) - batch
+            if num_started == options.prompts or len(ends) == STEPS:
+                scheduler._prompt_budget = None
     times = [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
-    what = f"mixed, {target_ms:g} ms added to a step"
+    what = f"mixed, {chunk} rows of prompts a step"
     return row_of(what, alone_ms, times, num_started * NEXT_TOKENS, ends[-1] - ends[0])
 
 
@@ -250,17 +254,14 @@ def partition(run: Run) -> None:
     options = run.options
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder), options.model)
-        alone_ms = 0.0
-        for target in options.targets_ms:
-            changed = {"inter_token_target_s": target / 1e3, "first_token_weight": 0.0}
-            with LLM(model, **settings_of(options, **changed)) as llm:
-                if not alone_ms:
-                    alone_ms = alone(llm, options.batch)
-                    run.note(f"{options.batch} decodes alone: {alone_ms:.2f} ms a step")
-                mixed_row(llm, options, target)  # Costs of steps are measured.
-                run.row(mixed_row(llm, options, target), table="beside prompts")
-            del llm
-            release()
+        with LLM(model, **settings_of(options)) as llm:
+            alone_ms = alone(llm, options.batch)
+            run.note(f"{options.batch} decodes alone: {alone_ms:.2f} ms a step")
+            for chunk in options.chunks:
+                mixed_row(llm, options, chunk)  # Compiles and captures.
+                run.row(mixed_row(llm, options, chunk), table="beside prompts")
+        del llm
+        release()
         for num_sms in options.parts:
             with run.noted(f"{num_sms} multiprocessors"):
                 run.row(split_row(model, options, num_sms, alone_ms), table="beside prompts")
