@@ -92,6 +92,9 @@ def mesh_of(run: Run, system: str, model: Path, folder: Path) -> Iterator[LocalM
         mesh.wait_ready()
         mesh.wait_healthy()
         print(f"{system}: ready after {time.perf_counter() - began_s:.0f} s", flush=True)
+        names = [name for role in ("prefill", "decode", "worker") for name in mesh.names(role)]
+        pages = (f"{name} {mesh.load(name).total_pages:,}" for name in names)
+        run.note(f"{system}: KV pages: {', '.join(pages)}")
         yield mesh
     finally:
         mesh.stop()
