@@ -11,7 +11,7 @@ Then the same pictures with another question, beside a text prompt as long of wh
 cached. `beside`: text requests at a rate, alone and beside requests with pictures; with `--apart`
 prompts are computed on another GPU.
 
-`encode`: the tower alone, in an engine of this process, as a CUDA graph and as launches.
+`encode`: the tower alone, in this process, as a CUDA graph and as launches.
 `attention`: one layer's of its attentions beside torch's.
 """
 
@@ -111,6 +111,8 @@ PROCESSOR: dict[str, Any] = {
     "image_std": [0.5, 0.5, 0.5],
 }
 SIDE = 1024
+MEDIA_ROWS, STEP_PATCHES = 16384, 4096
+"""Defaults of workers."""
 QUESTION_TOKENS = 200
 MAX_TEXT_REQUEST_S = 60.0
 
@@ -330,30 +332,33 @@ def encode(run: Run) -> None:
     """The tower alone."""
     import torch
     from clocks import event_s
-    from weft.engine.loop.llm import LLM
+    from weft.engine.executor.embeddings import MediaEmbeddings
+    from weft.engine.model.loader import load_model
 
-    options = run.options
+    options, device = run.options, torch.device(run.options.device)
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder), options)
-        settings = {"device": options.device, "dtype": options.dtype, "dummy_weights": True}
-        with LLM(model, num_pages=64, max_context_tokens=2048, **settings) as llm:
-            media = llm.engine.parts.local.media
-            for count, side in ((1, 256), (1, 512), (1, SIDE), (4, SIDE)):
-                shape = (count, side, side, 3)
-                pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=options.device)
-                ways = {"graph": media.encoded, "launches": media.encoder.encode}
-                times: dict[str, list[float]] = {name: [] for name in ways}
-                with torch.inference_mode():
-                    for _ in range(options.repeats + 2):
-                        for name, way in ways.items():
-                            times[name].append(1e3 * event_s(partial(way, pixels)))
-                for name, found in times.items():
-                    run.row(
-                        name=f"{count} x {side} x {side}, {name}",
-                        encode_ms=spread(found[2:]),
-                        rows=media.encoder.rows_of(shape[1:]),
-                        table="encode",
-                    )
+        encoder = load_model(model, options.dtype, options.device, dummy=True, images=True).encoder
+        assert encoder is not None
+        dtype = getattr(torch, options.dtype)
+        media = MediaEmbeddings(encoder, encoder.row_width, MEDIA_ROWS, dtype, device, STEP_PATCHES)
+        media.capture()
+        for count, side in ((1, 256), (1, 512), (1, SIDE), (4, SIDE)):
+            shape = (count, side, side, 3)
+            pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+            ways = {"graph": media.encoded, "launches": encoder.encode}
+            times: dict[str, list[float]] = {name: [] for name in ways}
+            with torch.inference_mode():
+                for _ in range(options.repeats + 2):
+                    for name, way in ways.items():
+                        times[name].append(1e3 * event_s(partial(way, pixels)))
+            for name, found in times.items():
+                run.row(
+                    name=f"{count} x {side} x {side}, {name}",
+                    encode_ms=spread(found[2:]),
+                    rows=encoder.rows_of(shape[1:]),
+                    table="encode",
+                )
 
 
 @harness.part

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from weft.contract.codec.pairs import FAULT
+from weft.contract.faults import FaultSpec
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_vision import CHAT_TEMPLATE, image_logits, make_vision
+from weft.v1 import admin_pb2
 
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(400)]
 
@@ -58,8 +62,9 @@ def mesh(
     """Prompts are computed by the prefill worker. The decode worker has no image tower, or one that
     it does not need.
     """
-    flags = ("--model", str(model_dir), "--dtype", "float32", "--kvstore", "1")
+    flags = ("--model", str(model_dir), "--dtype", "float32", "--kvstore", "1", "--enable-faults")
     flags += ("--local-prefill-max-tokens", "0", "--decode-args", PATIENT + request.param)
+    flags += ("--prefill-args", "--prefill-chunk-tokens 32")
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
     try:
         mesh.wait_ready()
@@ -208,10 +213,18 @@ def test_an_image_seen_before_is_found_again(mesh: LocalMesh, reference: Referen
     assert cached(fresh) < num_tokens // 4
 
 
-def test_an_answer_survives_its_worker(mesh: LocalMesh, reference: Reference) -> None:
-    """The decode worker's engine is killed in the middle. Its successor was never brought the
-    image.
-    """
+@pytest.mark.parametrize(
+    ("victim", "process"),
+    [
+        ("decode-0", "engine_pid"),
+        pytest.param("decode-0", "pid", marks=pytest.mark.full),
+        ("prefill-0", "pid"),
+    ],
+)
+def test_an_answer_survives_a_worker(
+    victim: str, process: str, mesh: LocalMesh, reference: Reference
+) -> None:
+    """A worker is killed in the middle of it. The owner's successor was never brought the image."""
     content: list[str | Image.Image] = [picture(100, 180), "Tell me all."]
     ids: list[int] = []
     with httpx.stream(
@@ -230,11 +243,38 @@ def test_an_answer_survives_its_worker(mesh: LocalMesh, reference: Reference) ->
             for choice in event["choices"]:
                 ids += choice.get("token_ids") or []
             if before < 20 <= len(ids):
-                os.kill(mesh.service("decode-0")["engine_pid"], signal.SIGKILL)
+                os.kill(mesh.service(victim)[process], signal.SIGKILL)
     assert len(ids) == 400
     reference.check(content, ids)
-    wait_until(lambda: mesh.is_idle("decode-0"), 60, "the worker is idle")
     mesh.wait_healthy()
+    wait_until(lambda: mesh.is_idle("decode-0"), 60, "the worker is idle")
+
+
+def test_a_prompt_survives_the_worker_that_computes_it(
+    mesh: LocalMesh, reference: Reference
+) -> None:
+    """A prefill worker is killed between an image's encoding and its last chunk."""
+    content: list[str | Image.Image] = [picture(256, 256), "and", picture(250, 250), "What is it?"]
+    before = mesh.counters("prefill-0")["encoded_media"]
+    arm(mesh, "prefill-0", FaultSpec(point="engine.step", kind="delay", skip=1, delay_s=60.0))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask_again, mesh, content)
+
+        def has_encoded() -> bool:
+            return bool(mesh.counters("prefill-0")["encoded_media"] > before)
+
+        wait_until(has_encoded, 60, "the first image is encoded")
+        assert not answer.done()
+        os.kill(mesh.service("prefill-0")["pid"], signal.SIGKILL)
+        reference.check(content, tokens_of(answer.result(120)))
+    mesh.wait_healthy()
+    wait_until(lambda: mesh.is_idle("decode-0"), 60, "the worker is idle")
+
+
+def arm(mesh: LocalMesh, name: str, fault: FaultSpec) -> None:
+    with mesh.operators(name) as (stub, metadata):
+        request = admin_pb2.InjectFaultRequest(fault=FAULT.encode(fault))
+        stub.InjectFault(request, metadata=metadata, timeout=10)
 
 
 def test_a_prefill_worker_that_was_restarted_is_brought_the_images(

@@ -100,6 +100,10 @@ def _launch_config(dtype: torch.dtype, dim: int) -> _LaunchConfig:
         return _LaunchConfig(rows=32, tile=32, warps=4, stages=1)
     if dim > 128:
         return _LaunchConfig(rows=64, tile=64, warps=4, stages=2)
+    if _columns(dim)[1] and dim > 64:
+        # On an H200, 4,096 rows of 16 heads of 72 take 0.327 ms; with tiles of 64 0.414, and as 128
+        # columns at best 0.382.
+        return _LaunchConfig(rows=128, tile=32, warps=8, stages=3)
     if dim > 64:
         return _LaunchConfig(rows=128, tile=64, warps=8, stages=3)
     return _LaunchConfig(rows=64, tile=64, warps=4, stages=3)
