@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from weft.contract.errors import ConfigError
-from weft.engine.executor.sleeping import Span, spans_of
+from weft.engine.executor.sleeping import Span, spans_of, without
 
 _PINNED, _DEVICE, _READ_WRITE, _NO_MEMORY = 1, 1, 3, 2
 
@@ -187,7 +187,7 @@ class DeviceArena:
         kept = list[Span]()
         if self.tensors is not None:
             kept = [Span(one.address, one.address + one.size) for one in self._pieces.values()]
-            kept = kept if keeps else _without(kept, spans_of(self.tensors()))
+            kept = kept if keeps else without(kept, spans_of(self.tensors()))
         self._put_away(kept)
         torch.cuda.synchronize(self._device)
         for piece in self._pieces.values():
@@ -238,7 +238,7 @@ class DeviceArena:
         parameters = [] if self.tensors is None else spans_of(self.tensors())
         kept, at, to = list[Span](), 0, 0
         for begin, end in self._kept:
-            left = [] if begin in self._dropped else _without([Span(begin, end)], parameters)
+            left = [] if begin in self._dropped else without([Span(begin, end)], parameters)
             for first, last in left:
                 source = self._host[at + first - begin : at + last - begin].clone()
                 self._host[to : to + last - first].copy_(source)
@@ -290,19 +290,3 @@ class _Bytes:
             "data": (address, False),
             "version": 3,
         }
-
-
-def _without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
-    """The parts of spans that no span of `taken`, which are in order, covers."""
-    left = list[Span]()
-    for begin, end in spans:
-        at = begin
-        for first, last in taken:
-            if last <= at or first >= end:
-                continue
-            if first > at:
-                left.append(Span(at, first))
-            at = max(at, min(last, end))
-        if at < end:
-            left.append(Span(at, end))
-    return left

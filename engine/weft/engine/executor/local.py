@@ -65,7 +65,7 @@ from weft.engine.executor.profiler import StepProfiler
 from weft.engine.executor.refits import WeightRefits
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.routes import PageRoutes, by_page
-from weft.engine.executor.sleeping import HostPools, HostWeights, Sleeper, SleepMemory
+from weft.engine.executor.sleeping import HostPools, HostWeights, Sleeper, SleepMemory, TensorsOf
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import PooledRows, StepInput
 from weft.engine.model.heads.drafted import DraftedModel
@@ -144,6 +144,7 @@ class LocalExecutor:
         refit: Changes the model's weights; None: they cannot be changed, and do not sleep.
         loads_by_layer: Whether tiers may load pages layer by layer while steps compute.
         sleep: What sleeps on a GPU, and where weights of a CPU sleep; None: the defaults.
+        beside: Returns the tensors that sleep with the weights and that no update fills.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class LocalExecutor:
         packed: PackedTensors | None = None,
         sleep: SleepMemory | None = None,
         loads_by_layer: bool = False,
+        beside: TensorsOf = list,
     ) -> None:
         sleep = sleep or SleepMemory()
         is_in_arena = sleep.weights is not None
@@ -226,7 +228,7 @@ class LocalExecutor:
             self.routes = PageRoutes(*routes)
         recorded = None if self.routes is None else self.routes.memory
         own = (self._page_rows, *further) if is_own else further
-        self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device)
+        self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device, beside)
         self.states: StateMemory | None = None
         """None: the model has no recurrent layers."""
         if layout.states is not None:
@@ -709,19 +711,23 @@ class LocalExecutor:
 
 
 def _sleeper(
-    sleep: SleepMemory, refit: Refit | None, pools: HostPools, device: torch.device
+    sleep: SleepMemory,
+    refit: Refit | None,
+    pools: HostPools,
+    device: torch.device,
+    beside: TensorsOf,
 ) -> Sleeper:
-    problem = ""
-    if refit is None:
-        problem = "the weights of a model with images, or that makes vectors, do not sleep"
-    elif device.type == "cuda" and sleep.weights is None:
+    problem, can_drop = "", refit is not None
+    if device.type == "cuda" and sleep.weights is None:
         problem = "weights on a GPU sleep only in workers that were started with sleep_host_bytes"
     if device.type == "cuda":
         if sleep.weights is not None and refit is not None:
             sleep.weights.tensors = refit.tensors
-        return Sleeper(None if problem else sleep.weights, sleep.pools, device, problem)
-    weights = None if refit is None else HostWeights(refit.tensors, sleep.folder)
-    return Sleeper(weights, pools, device, problem)
+        weights = None if problem else sleep.weights
+        return Sleeper(weights, sleep.pools, device, problem, can_drop=can_drop)
+    updated = list if refit is None else refit.tensors
+    host = HostWeights(updated, sleep.folder, beside)
+    return Sleeper(host, pools, device, problem, can_drop=can_drop)
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from weft.contract.errors import ConfigError, Internal, WeftError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TensorsOf: TypeAlias = Callable[[], Sequence[torch.Tensor]]
 _GAP_BYTES = 64
 """Parameters of one block of memory begin at multiples of this. A lesser gap between two belongs to
 nobody.
@@ -81,16 +82,52 @@ def spans_of(tensors: Sequence[torch.Tensor]) -> list[Span]:
     return spans
 
 
+def without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
+    """The parts of spans that no span of `taken`, which are in order, covers."""
+    left = list[Span]()
+    for begin, end in spans:
+        at = begin
+        for first, last in taken:
+            if last <= at or first >= end:
+                continue
+            if first > at:
+                left.append(Span(at, first))
+            at = max(at, min(last, end))
+        if at < end:
+            left.append(Span(at, end))
+    return left
+
+
 class HostWeights:
-    """Weights in the memory of a CPU. They are put away in a file without a name.
+    """Weights in the memory of a CPU. They are put away in files without a name.
 
     Args:
-        tensors: Returns the parameters.
-        folder: Where the file lies; empty: the system's folder for such files.
+        tensors: Returns the parameters that an update fills.
+        folder: Where the files lie; empty: the system's folder for such files.
+        beside: Returns the tensors that no update fills, some of which may be `tensors`. They are
+            always put away.
     """
 
-    def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]], folder: str) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: TensorsOf, folder: str, beside: TensorsOf = list) -> None:
+        self._updated = _HostBytes(lambda: spans_of(tensors()), folder)
+        self._others = _HostBytes(lambda: without(spans_of(beside()), spans_of(tensors())), folder)
+
+    def leave(self, *, keeps: bool) -> None:
+        self._others.leave(keeps=True)
+        try:
+            self._updated.leave(keeps=keeps)
+        except ConfigError:
+            self._others.come_back()
+            raise
+
+    def come_back(self) -> None:
+        self._updated.come_back()
+        self._others.come_back()
+
+
+class _HostBytes:
+    def __init__(self, spans: Callable[[], list[Span]], folder: str) -> None:
+        self._find = spans
         self._folder = folder or None
         self._spans = list[Span]()
         self._file: IO[bytes] | None = None
@@ -102,7 +139,7 @@ class HostWeights:
         if self._is_away:
             self._close()
             return
-        self._spans = spans_of(self._tensors())
+        self._spans = self._find()
         if keeps:
             self._save()
         try:
@@ -145,7 +182,7 @@ class HostWeights:
             for data in _pieces(self._spans):
                 for begin in range(0, len(data), _PIECE_BYTES):
                     at += os.preadv(number, [data[begin : begin + _PIECE_BYTES]], at)
-            if at != os.fstat(number).st_size:
+            if at != sum(span.end - span.begin for span in self._spans):
                 raise OSError(f"only {at:,} bytes could be read")
         except OSError as error:
             raise ConfigError(f"the weights that were put away cannot be read: {error}") from error
@@ -208,11 +245,19 @@ class Sleeper:
         weights: None: they cannot sleep.
         pages: None: they stay.
         problem: Why the weights cannot sleep.
+        can_drop: Whether an update could bring weights that were dropped.
     """
 
     def __init__(
-        self, weights: Memory | None, pages: Memory | None, device: torch.device, problem: str = ""
+        self,
+        weights: Memory | None,
+        pages: Memory | None,
+        device: torch.device,
+        problem: str = "",
+        *,
+        can_drop: bool = True,
     ) -> None:
+        self.can_drop = can_drop
         self._weights, self._pages = weights, pages
         self._device = device
         self.problem = problem

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +90,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import can_capture
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.refit import Refit
+from weft.engine.model.weights.refill import tensors_of
 from weft.engine.parallel.shards import describe_shards
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stages import describe_stages
@@ -213,7 +215,8 @@ def _load_parts(
     drafts = draft_adapters(config, models.drafted, device)
     shared = None if ranks is None else SharedMemory(ranks, peers)
     media = media_of(config, loaded, layout, device, peers)
-    lora = make_lora_pool(config, loaded, device, drafts, shared)
+    with sleep.loading() if shared is None else nullcontext():
+        lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
     pools = size_pools(
         config, loaded, layout, models.max_context_tokens, models.draft, device, lora, ranks
@@ -476,11 +479,27 @@ def _make_executor(
         packed=models.loaded.packed,
         sleep=sleep,
         loads_by_layer=config.has_tiers and config.load_by_layer != "never",
+        beside=partial(_sleeping_beside, models, lora, is_alone=config.num_ranks == 1),
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)
         shared.others.agree("pool")
     return executor
+
+
+def _sleeping_beside(
+    models: _Models, lora: LoraPool | None, *, is_alone: bool
+) -> list[torch.Tensor]:
+    """Tensors that sleep with the weights and that no update fills: those of towers, pooling, heads
+    and models that draft, and of adapters. Of several ranks draft heads and adapters stay awake,
+    since they lie in memory that the ranks share, or reach it.
+    """
+    loaded, draft = models.loaded, models.draft
+    found = [tensor for _, tensor in loaded.packed.tensors()]
+    if is_alone:
+        roots = (loaded.heads, lora, models.drafted)
+        found += [tensor for root in roots if root is not None for _, tensor in tensors_of(root)]
+    return found if draft is None else [*found, *draft.tensors()]
 
 
 def _refit_of(config: EngineConfig, models: _Models) -> Refit | None:

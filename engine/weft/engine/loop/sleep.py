@@ -21,6 +21,7 @@ from weft.engine.executor.orders import Sleep, Wake
 from weft.engine.executor.port import Executor
 from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.sleeping import Sleeper
+from weft.engine.scheduler.adapters import Adapters
 from weft.engine.transfer.transport import Transport
 from weft.pages.transfer.nixl import TransferError
 
@@ -61,8 +62,10 @@ class SleepControl:
         sleeper: Sleeper,
         transport: Transport,
         pages: CachedPages,
+        adapters: Adapters,
         clock: Clock,
     ) -> None:
+        self._adapters = adapters
         self._executor = executor
         self._sleeper = sleeper
         self._transport = transport
@@ -114,6 +117,12 @@ class SleepControl:
             return False
         if "weights" in tags and not wakes and self._sleeper.problem:
             raise ConfigError(self._sleeper.problem, stage="sleep")
+        if "weights" in tags and not wakes and command.level == 2 and not self._sleeper.can_drop:
+            message = (
+                "level: no update could bring the weights of a model with images, or that makes "
+                "vectors; give 1"
+            )
+            raise ConfigError(message, stage="sleep", param="level")
         phase: Literal["draining", "moving"] = "moving" if wakes else "draining"
         self._job = _Job(command, tags, self._clock() + command.limit_s, phase)
         if wakes:
@@ -139,6 +148,8 @@ class SleepControl:
         self._job = None
         if "kv_cache" not in self._asleep:
             self._transport.register()
+        if "weights" not in self._asleep:
+            self._adapters.let_go()
         return job.command, job.error
 
     @property
@@ -166,6 +177,10 @@ class SleepControl:
             if self._pages.num_used() or not self._pages.are_quiet():
                 return
             self._transport.release()
+        if "weights" in job.tags:
+            self._adapters.hold()
+            if not self._adapters.is_still:
+                return
         keeps = job.command.level == 1
         self._executor.order(Sleep("weights" in job.tags, "kv_cache" in job.tags, keeps))
         job.phase = "moving"

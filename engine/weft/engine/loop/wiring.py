@@ -311,7 +311,8 @@ class EngineWiring:
         parts = self._parts
         pages = CachedPages(self.flush, self._are_pages_quiet, lambda: parts.memory.counts().used)
         return SleepControl(
-            parts.executor, parts.local.sleeper, parts.transport, pages, self._clock
+            *(parts.executor, parts.local.sleeper, parts.transport, pages),
+            *(parts.adapters, self._clock),
         )
 
     # -- what parts ask of parts that are made later ---------------------------------------------

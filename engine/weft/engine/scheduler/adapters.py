@@ -186,6 +186,17 @@ class Adapters:
     def turn(self) -> None:
         """Continues loading and evicting; called twice a turn."""
 
+    def hold(self) -> None:
+        """Begins no write to the device, until `let_go`: its memory is about to sleep."""
+
+    def let_go(self) -> None:
+        """The device may be written again."""
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no write to the device is under way."""
+        return True
+
     def states(self) -> list[AdapterState]:
         return []
 

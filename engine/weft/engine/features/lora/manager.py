@@ -111,6 +111,7 @@ class AdapterManager(Adapters):
         """Reader threads that are still blocked by an abandoned read."""
         self._writer = BackgroundThread("weft-lora-write", wake, host)
         self._is_changed = False
+        self._is_held, self._num_writing = False, 0
         self._touched: set[bytes] = set()
         """Adapters whose reported state has changed."""
         self.num_reads = 0
@@ -120,6 +121,19 @@ class AdapterManager(Adapters):
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
+
+    # -- sleep -----------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        self._is_held = True
+
+    def let_go(self) -> None:
+        self._is_changed |= self._is_held
+        self._is_held = False
+
+    @property
+    def is_still(self) -> bool:
+        return not self._num_writing
 
     # -- orders and queries ----------------------------------------------------------------------
 
@@ -269,7 +283,7 @@ class AdapterManager(Adapters):
         wanted = self._wanted()
         for digest in self.residency.stay(wanted):
             self._waitlist.came(digest)
-        for index, digest in enumerate(wanted):
+        for index, digest in enumerate([] if self._is_held else wanted):
             self._bring(self._entries[digest], wanted[index + 1 :])
         if self._reading is None:
             self._read_next(wanted)
@@ -324,9 +338,11 @@ class AdapterManager(Adapters):
 
     def _write(self, entry: _Entry, place: DevicePlace, weights: HostWeights) -> None:
         self.num_writes += 1
+        self._num_writing += 1
         self._writer.give(_Write(self._pool, place, weights, lambda e: self._written(entry, e)))
 
     def _written(self, entry: _Entry, error: Exception | None) -> None:
+        self._num_writing -= 1
         self.residency.arrived(entry.digest)
         if error is None:
             self._waitlist.came(entry.digest)

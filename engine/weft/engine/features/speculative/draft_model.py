@@ -65,6 +65,10 @@ class DraftModel:
         self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
         """Rows of the draft model's largest step."""
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Its weights."""
+        return [tensor for _, tensor in self._loaded.packed.tensors()]
+
     def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
         """Pages of its pool, the null page included; enough for at least one longest request.
         `num_target_pages` does not include the target's null page.
