@@ -370,7 +370,7 @@ class LocalExecutor:
             self.page_table.note(step.slots[new], step.max_starts[new] // self._page_size)
         arrays = StepArrays.of_step(step, self.page_table, self._page_size)
         scores, vectors = None, None
-        if step.scores or step.pooled:
+        if step.scores or step.pooled or step.pooled_elsewhere:
             (hidden, scores, vectors), bucket = self._with_more_rows(step, arrays), None
         else:
             hidden, bucket = self._hidden(arrays, step)
@@ -541,6 +541,7 @@ class LocalExecutor:
                 for one in step.scores
             ),
             *((one.request, one.wanted) for one in step.pooled),
+            *step.pooled_elsewhere,
         ]
         rows = np.concatenate(
             [int(arrays.cu_q_lens[at]) + np.array(own, np.int64) for at, own in wanted]

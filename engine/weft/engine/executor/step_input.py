@@ -149,6 +149,8 @@ class StepInput:
     scores: Sequence[ScoredRows] = ()
     """Chunks of prompts whose log-probabilities are wanted."""
     pooled: Sequence[PooledRows] = ()
+    pooled_elsewhere: Sequence[tuple[int, range]] = ()
+    """Requests, and rows of each of them, of which rank 0 makes vectors and this rank does not."""
     """Chunks of prompts whose vectors are wanted."""
     waits_for_layers: bool = False
     """Whether pages of some chunk are still being loaded, layer by layer."""

@@ -52,7 +52,7 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     check_trust(model, trusts=config.trust_remote_code)
     if isinstance(model, TransformersConfig):
         _check_transformers(config, model)
-    check_ranks(folder, model, config.task, config.quantization, config.tp, config.ep)
+    check_ranks(folder, model, config.task, config.tp, config.ep, on_gpu=config.is_on_gpu)
     has_images, has_hosts = config.has_tower(model), config.has_pages_by_stage
     check_stages(folder, model, config.task, config.pp, has_images=has_images, has_hosts=has_hosts)
     if config.cp > 1:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.pooling import load_pooling
-from weft.checkpoint.quantization import resolve_quantization
 from weft.checkpoint.recurrent_config import (
     GatedDeltaConfig,
     Mamba2Config,
@@ -111,13 +110,12 @@ DIVIDED = frozenset(
 
 
 def check_ranks(
-    model_dir: Path, config: ModelConfig, task: str, quantization: str, size: int, ep: int
+    model_dir: Path, config: ModelConfig, task: str, size: int, ep: int, *, on_gpu: bool
 ) -> None:
     """Checks that ranks can serve a model.
 
     Args:
         task: As in `load_pooling`.
-        quantization: As in `resolve_quantization`.
         ep: As in `check_divides`.
 
     Raises:
@@ -127,16 +125,10 @@ def check_ranks(
         return
     check_divides(config, size, ep)
     task = load_pooling(model_dir, task).task
-    if task != "generate":
+    if task != "generate" and on_gpu:
         raise ConfigError(
-            f"tp = {size}: the model serves the task {task}, whose vectors ranks do not make yet; "
-            "take tp = 1, or --task generate",
-            param="tp",
-        )
-    chosen = resolve_quantization(quantization, config.quantization)
-    if chosen is not None and chosen.format == "gguf":
-        raise ConfigError(
-            f"tp = {size}: weights of GGUF files are not divided among ranks; take tp = 1",
+            f"tp = {size}: the model serves the task {task}, whose vectors ranks on GPUs do not "
+            "make yet; take tp = 1, device = cpu or --task generate",
             param="tp",
         )
 

@@ -109,7 +109,6 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
         assert isinstance(step.drafts, LaterChains), "drafts of another rank's device"
         assert step.drafts.requests is not None, "the step is not encoded"
         made = step.drafts.requests.draft_limits
-    assert not step.pooled, "ranks make no vectors"
     scores = NO_NUMBERS
     if step.scores:
         told = [
@@ -124,7 +123,9 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
     media: list[Int64Array | None] = [*(step.inserted or _NOT_INSERTED), None, None]
     if step.turned is not None:
         media[-2:] = step.turned.rows, step.turned.axes.reshape(-1)
-    arrays = [*_arrays_of(step), scores, made, *pages, *of_states, *media]
+    pooled = [(one.request, one.wanted.start, one.wanted.stop) for one in step.pooled]
+    made_of = np.array(pooled, np.int64).reshape(-1) if pooled else NO_NUMBERS
+    arrays = [*_arrays_of(step), scores, made_of, made, *pages, *of_states, *media]
     lengths = [_NONE if array is None else len(array) for array in arrays]
     if step.starts is step.max_starts:
         lengths[_ARRAYS.index("starts")] = _SAME
@@ -187,7 +188,7 @@ def decode(
 def _step(numbers: Int64Array) -> Step:
     num_pages = len(NewPages._fields)
     num_media = len(_NOT_INSERTED) + len(TurnedRows._fields)
-    num_lengths = len(_ARRAYS) + 2 + num_pages + _NUM_STATES + num_media
+    num_lengths = len(_ARRAYS) + 3 + num_pages + _NUM_STATES + num_media
     _, num_decodes, num_verified, has_trees, num_few = numbers[:5].tolist()
     at, arrays = 5 + num_lengths, list[Int64Array | None]()
     for length in numbers[5:at].tolist():
@@ -213,7 +214,8 @@ def _step(numbers: Int64Array) -> Step:
     assert draws is not None
     assert recomputed_rows is not None
     assert tokens is not None
-    scores, made, *rest = arrays[len(_ARRAYS) :]
+    scores, made_of, made, *rest = arrays[len(_ARRAYS) :]
+    assert made_of is not None
     of_pages, rest = rest[:num_pages], rest[num_pages:]
     (borders, blocks, writes, table), media = rest[:_NUM_STATES], rest[_NUM_STATES:]
     rows, sources, ends, turned_rows, axes = media
@@ -241,6 +243,9 @@ def _step(numbers: Int64Array) -> Step:
         pages=added,
         adapters=None if adapters is None else adapters.astype(np.int32),
         scores=_scores([] if scores is None else scores.tolist()),
+        pooled_elsewhere=[
+            (request, range(first, end)) for request, first, end in made_of.reshape(-1, 3).tolist()
+        ],
         states=states,
         inserted=None if rows is None or sources is None else InsertedRows(rows, sources, ends),
         turned=(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.gguf_file import GROUP, GgufFile, GgufGroups
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, listing
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
@@ -37,7 +38,8 @@ class GgufScheme(QuantisedScheme):
         parts = []
         for part in shares:
             groups = _groups(part.name, part.shape, weights)
-            if groups is None or part.size != part.shape:
+            groups = None if groups is None else _part_of(groups, part)
+            if groups is None:
                 break
             parts.append(groups)
         bits = max((part.bits for part in parts), default=0)
@@ -74,6 +76,24 @@ def _groups(name: str, shape: tuple[int, ...] | None, weights: Weights) -> GgufG
     if not isinstance(file, GgufFile) or (shape is not None and file.shape_of(full) != shape):
         return None
     return file.groups(full)
+
+
+def _part_of(whole: GgufGroups, part: TensorSlice) -> GgufGroups | None:
+    """A rank's rows and columns; None: the columns do not begin or end between two groups."""
+    if part.size == part.shape:
+        return whole
+    rows, columns = (*part.slices, slice(None), slice(None))[:2]
+    if len(part.shape) != 2 or isinstance(rows, int) or isinstance(columns, int):
+        return None
+    first, end, _ = columns.indices(part.shape[1])
+    if first % GROUP or end % GROUP:
+        return None
+    groups, offsets = slice(first // GROUP, end // GROUP), whole.offsets
+    return whole._replace(
+        numbers=whole.numbers[rows, first:end],
+        scales=whole.scales[rows, groups],
+        offsets=None if offsets is None else offsets[rows, groups],
+    )
 
 
 def _joined(parts: Sequence[GgufGroups]) -> IntGroups:
