@@ -179,8 +179,8 @@ def _launched_as(launch: GroupsLaunchConfig) -> Iterator[None]:
     def chosen(*_: object, **__: object) -> GroupsLaunchConfig:
         return launch
 
-    def tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
-        return packed_tiles(pairs, experts, is_plain=is_plain)._replace(rows=launch.rows)
+    def tiles(pairs: int, experts: int, **more: bool) -> Tiles:
+        return packed_tiles(pairs, experts, **more)._replace(rows=launch.rows)
 
     with (
         patch.object(triton_products, product_launch_config.__name__, chosen),

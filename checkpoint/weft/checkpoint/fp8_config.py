@@ -114,6 +114,34 @@ def compressed_group(section: Fields) -> Fields | str:
     return schemes[0]
 
 
+def is_mixed(section: Fields) -> bool:
+    """Whether a configuration of compressed-tensors has groups of several formats."""
+    if section.text("quant_method", "") != "compressed-tensors":
+        return False
+    groups = section.section("config_groups")
+    schemes = [groups.section(name) for name in groups]
+    return any(not group.equals(schemes[0], but="targets") for group in schemes)
+
+
+def sections_of_groups(section: Fields) -> list[Fields]:
+    """A configuration of each group alone, in the group's own format."""
+    groups = section.section("config_groups")
+    found = []
+    for name in groups:
+        group = groups.section(name)
+        format_of = group.get("format") or _format_of(group.section("weights"))
+        found.append(section.replaced(config_groups={name: groups.get(name)}, format=format_of))
+    return found
+
+
+def _format_of(weights: Fields) -> str:
+    """The format of a group that does not name its own, by its numbers."""
+    kind = weights.get("num_bits"), weights.get("type")
+    if kind == (4, "float"):
+        return "nvfp4-pack-quantized"
+    return "float-quantized" if kind == (8, "float") else "pack-quantized"
+
+
 def targeted_modules(section: Fields) -> tuple[str, ...]:
     """The modules that a configuration of compressed-tensors quantises; empty: all products."""
     groups = section.section("config_groups")

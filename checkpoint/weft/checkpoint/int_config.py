@@ -6,15 +6,18 @@ auto-round with either packing, and compressed-tensors' pack-quantized.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weft.checkpoint.fields import Fields
-from weft.checkpoint.module_names import anywhere
+from weft.checkpoint.module_names import anywhere, names_in
 
 INT_METHODS = ("gptq", "awq", "auto-round")
 """Values of `quant_method` that mean packed integers, in addition to compressed-tensors."""
 _BITS = (4, 8)
+_FLOAT_BITS = 16
+"""Bits of a module from which on it is in floats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,20 @@ class IntPacking:
         return "weight_packed" if self.layout == "compressed-tensors" else "qweight"
 
 
-def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ...]] | str:
-    """Reads a `quantization_config` of one of `INT_METHODS`. Returns the packing, and patterns of
-    modules that stay in floats, or a text that says what is not supported. Other modules with a
-    `weight` in the checkpoint are in floats too.
+class Packed(NamedTuple):
+    """How modules are packed."""
+
+    packing: IntPacking
+    ignore: tuple[str, ...] = ()
+    """Patterns of modules that stay in floats. Other modules with a `weight` in the checkpoint are
+    in floats too.
     """
+    others: tuple[tuple[tuple[str, ...], IntPacking], ...] = ()
+    """Patterns of modules that are packed otherwise; the first that matches counts."""
+
+
+def read_packed(section: Fields, method: str) -> Packed | str:
+    """Reads a `quantization_config` of one of `INT_METHODS`; a text says what is not supported."""
     if method == "awq":
         return _read_awq(section)
     if method == "auto-round":
@@ -52,18 +64,34 @@ def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ..
     return _read_gptq(section)
 
 
-def _read_gptq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
+def _read_gptq(section: Fields) -> Packed | str:
     version = section.text("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         return f"checkpoint_format {version!r} is not supported (gptq and gptq_v2 are)"
-    if section.get("dynamic"):
-        return "dynamic is not supported: all modules must have the same bits and groups"
     if section.get("lm_head"):
         return "lm_head is not supported: it must be in floats"
-    return _packing(section, "gptq", 1 if version == "gptq" else 0)
+    shift = 1 if version == "gptq" else 0
+    whole = _packing(section, "gptq", shift)
+    if isinstance(whole, str):
+        return whole
+    ignore, others, dynamic = list[str](), [], section.section("dynamic")
+    for name in dynamic:
+        pattern = f"re:{name.removeprefix('+:').removeprefix('-:')}"
+        names_in(section.replaced(dynamic=[pattern]), "dynamic")  # It must compile.
+        if name.startswith("-:"):
+            ignore.append(pattern)
+            continue
+        changed = section.replaced(
+            **{key: dynamic.section(name).get(key) for key in dynamic.section(name)}
+        )
+        own = _packing(changed, "gptq", shift)
+        if isinstance(own, str):
+            return f"dynamic: {name}: {own}"
+        others.append(((pattern,), own.packing))
+    return whole._replace(ignore=tuple(ignore), others=tuple(others))
 
 
-def _read_awq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
+def _read_awq(section: Fields) -> Packed | str:
     version = section.text("version", "gemm").lower()
     if version != "gemm":
         return f"version {version!r} is not supported (gemm is)"
@@ -77,41 +105,55 @@ def _read_awq(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
         return found if isinstance(found, str) else "modules_to_not_convert is no list"
     # AutoAWQ's own rule is that a name contains one of these, and yet it writes "gate" beside a
     # quantised gate_proj. So whole parts of names count, as in transformers.
-    return found[0], tuple(anywhere(str(name)) for name in names)
+    return found._replace(ignore=tuple(anywhere(str(name)) for name in names))
 
 
-def _read_auto_round(section: Fields) -> tuple[IntPacking, tuple[str, ...]] | str:
+def _read_auto_round(section: Fields) -> Packed | str:
     packing = section.text("packing_format", "auto_round:auto_gptq")
     kind = packing.removeprefix("auto_round:")
     if kind not in ("auto_gptq", "gptq", "auto_awq", "awq"):
         return f"packing_format {packing!r} is not supported (auto_gptq and auto_awq are)"
     if section.text("data_type", "int") != "int":
         return f"data_type {section.get('data_type')!r} is not supported (int is)"
-    for name, own in (section.get("extra_config") or {}).items():
-        # Modules in floats have a `weight` of their own.
-        if not isinstance(own, dict) or own.get("bits", 0) < 16:
-            return f"extra_config of {name} is not supported: all must have the same bits"
-    if kind.endswith("awq"):
-        return _packing(section, "awq", 0)
-    return _packing(section, "gptq", 1)
+    layout: Literal["gptq", "awq"] = "awq" if kind.endswith("awq") else "gptq"
+    shift = 0 if layout == "awq" else 1
+    whole = _packing(section, layout, shift)
+    if isinstance(whole, str):
+        return whole
+    ignore, others, extra = list[str](), [], section.section("extra_config")
+    for name in extra:
+        own = extra.section(name)
+        # A name of a module, or an expression that its name matches from the beginning.
+        is_name = re.fullmatch(r"[\w.]+", name) is not None
+        pattern = name if is_name else f"re:{name}"
+        names_in(section.replaced(extra_config=[pattern]), "extra_config")  # It must compile.
+        bits = own.get("bits")
+        if isinstance(bits, int) and bits >= _FLOAT_BITS:
+            ignore.append(pattern)
+            continue
+        changed = _packing(section.replaced(**{key: own.get(key) for key in own}), layout, shift)
+        if isinstance(changed, str):
+            return f"extra_config of {name}: {changed}"
+        if changed.packing != whole.packing:
+            others.append(((pattern,), changed.packing))
+    return whole._replace(ignore=tuple(ignore), others=tuple(others))
 
 
-def _packing(
-    section: Fields, layout: Literal["gptq", "awq"], shift: int
-) -> tuple[IntPacking, tuple[str, ...]] | str:
+def _packing(section: Fields, layout: Literal["gptq", "awq"], shift: int) -> Packed | str:
     bits, group = section.get("bits"), section.get("group_size")
     if bits not in _BITS or (layout == "awq" and bits != 4):
         return f"bits = {bits!r} is not supported, only 4{' and 8' if layout == 'gptq' else ''}"
     if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
         return f"group_size {group!r} is not supported"
-    return IntPacking(
+    packing = IntPacking(
         layout=layout,
         bits=bits,
         group=max(group, 0),
         zero_shift=shift,
         # AutoGPTQ's and auto-round's default where the field is left out.
         is_symmetric=layout == "gptq" and section.flag("sym", True),
-    ), ()
+    )
+    return Packed(packing)
 
 
 def read_packed_compressed(weights: Fields) -> IntPacking | str:

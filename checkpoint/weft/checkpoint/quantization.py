@@ -15,8 +15,10 @@ from weft.checkpoint.fp8_config import (
     Fp8Config,
     compressed_group,
     is_fp8,
+    is_mixed,
     read_fp8,
     read_fp8_compressed,
+    sections_of_groups,
     targeted_modules,
 )
 from weft.checkpoint.int_config import (
@@ -77,15 +79,28 @@ class Quantization:
 
     packing: IntPacking | None = None
     """How the checkpoint packs integers into words; None: it does not."""
+    others: tuple[tuple[tuple[str, ...], Quantization], ...] = ()
+    """Modules whose weights have another format, by patterns; the first that matches counts."""
 
     @property
     def file_format(self) -> str:
         """The checkpoint's format, in words."""
         if self.source == "load":
             return "floats"
+        if self.others:
+            own = replace(self, others=())
+            formats = (own.file_format, *(other.file_format for _, other in self.others))
+            return " + ".join(dict.fromkeys(formats))
         if self.packing is not None:
             return f"{self.packing.layout} {self.format}"
         return f"fp8 {self.scales}" if self.format == "fp8" else self.format
+
+    def of(self, module: str) -> Quantization:
+        """The format of a module, by its full name."""
+        for patterns, other in self.others:
+            if any(matches(pattern, module) for pattern in patterns):
+                return other
+        return self
 
     def ignores(self, module: str) -> bool:
         """Whether the weights of a module, by its full name, stay in floats."""
@@ -101,6 +116,8 @@ class Quantization:
         del values["has_kv_scales"], values["targets"]
         if self.packing is None:
             del values["packing"]
+        if not self.others:
+            del values["others"]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -137,8 +154,23 @@ def read_quantization(fields: Fields) -> Quantization | None:
     has_kv_scales = read_kv_scheme(section)
     if isinstance(has_kv_scales, str):
         raise fields.error("quantization_config", has_kv_scales)
+    if is_mixed(section):
+        return replace(_read_mixed(fields, section), has_kv_scales=has_kv_scales)
     targets = targeted_modules(section) if "config_groups" in section else ()
     return replace(_read(fields, section), has_kv_scales=has_kv_scales, targets=targets)
+
+
+def _read_mixed(fields: Fields, section: Fields) -> Quantization:
+    """Groups of several formats, as compressed-tensors writes them. The first group that names
+    `Linear` holds for all other modules.
+    """
+    found = [(one, _read(fields, one)) for one in sections_of_groups(section)]
+    whole = next((own for one, own in found if not targeted_modules(one)), None)
+    named = tuple((targeted_modules(one), own) for one, own in found if own is not whole)
+    if whole is not None:
+        return replace(whole, others=named)
+    targets = tuple(name for patterns, _ in named for name in patterns)
+    return replace(named[0][1], targets=targets, others=named[1:])
 
 
 def _read(fields: Fields, section: Fields) -> Quantization:
@@ -158,7 +190,8 @@ def _read(fields: Fields, section: Fields) -> Quantization:
     elif method in INT_METHODS:
         packed = read_packed(section, method)
         if not isinstance(packed, str):
-            return _packed(*packed)
+            own = tuple((patterns, _packed(other, ())) for patterns, other in packed.others)
+            return replace(_packed(packed.packing, packed.ignore), others=own)
         found = packed
     elif method == GGUF:
         return Quantization(format="gguf", source="checkpoint")

@@ -66,18 +66,29 @@ MAX_GATED_ROWS = 128
 
 
 def product_launch_config(
-    rows: int, columns: int, half: int, *, is_gated: bool, is_fixed: bool, can_split: bool = True
+    rows: int,
+    columns: int,
+    half: int,
+    *,
+    is_gated: bool,
+    is_fixed: bool,
+    can_split: bool = True,
+    is_nvfp4: bool = False,
 ) -> GroupsLaunchConfig:
-    """The launch configuration of a product (measured on an H100, K of 4,096 and 14,336).
+    """The launch configuration of a product (measured on an H100, K of 4,096 and 14,336; NVFP4's
+    experts on an H200).
 
     Args:
         rows: Rows; of experts, rows of a block.
         half: Half the columns of a block of the weight.
         is_fixed: Whether each sum must be one chain over K, the same for any number of rows.
+        is_nvfp4: Whether the weight is in NVFP4, whose slices of K are slow.
     """
     is_short, splits = half < 64, can_split and not is_fixed and columns <= _FEW_COLUMNS
     if rows <= MAX_SLICED_ROWS and not is_fixed:
         few = 8 if rows <= 8 else 16
+        if is_nvfp4 and not can_split:
+            return GroupsLaunchConfig(16, 64, 0, 4, 4)
         if is_short and not can_split:
             return (
                 GroupsLaunchConfig(few, 32, 4, 4, 4)

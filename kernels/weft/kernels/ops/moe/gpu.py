@@ -268,7 +268,8 @@ def _tiles(
     rows, (experts, hidden, width) = x.shape[0], w2.shape
     experts = more.num_routed(experts)
     if isinstance(w2, PackedExperts):
-        return packed_tiles(rows * top_k, experts, is_plain=lora is None)
+        is_nvfp4 = w2.first.factors is not None
+        return packed_tiles(rows * top_k, experts, is_plain=lora is None, is_nvfp4=is_nvfp4)
     if isinstance(w2, Fp8Experts) and w2.rows and x.element_size() == 2:
         return fp8_tiles(rows * top_k, experts)
     return tiles_for(rows, top_k, experts, hidden, width)

@@ -69,13 +69,16 @@ def fp8_tiles(pairs: int, experts: int) -> Tiles:
     return Tiles(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))
 
 
-def packed_tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
-    """Tiles for weights of 4 bits in groups, of which only `rows` counts. `is_plain`: without
-    adapters, whose kernels take no fewer than 16 pairs.
+def packed_tiles(pairs: int, experts: int, *, is_plain: bool, is_nvfp4: bool = False) -> Tiles:
+    """Tiles for weights of 4 bits in groups, of which only `rows` counts.
+
+    Args:
+        is_plain: Without adapters, whose kernels take no fewer than 16 pairs.
+        is_nvfp4: Whether the weights are in NVFP4, which is slower in blocks of 8 pairs.
     """
     # Twice the average, since an expert of two blocks has its weights read twice.
     rows = triton.next_power_of_2(2 * triton.cdiv(pairs, experts))
-    rows = min(64, max(8 if is_plain else 16, rows))
+    rows = min(64, max(8 if is_plain and not is_nvfp4 else 16, rows))
     return Tiles(rows, *default_tiles(pairs, experts)[1:])
 
 

@@ -73,7 +73,7 @@ def multiply_sorted(
     if isinstance(weight, PackedExperts):
         shape = product_launch_config(
             tiles.rows, out.shape[1], weight.first.half, is_gated=is_gated, is_fixed=is_fixed,
-            can_split=False,
+            can_split=False, is_nvfp4=weight.first.factors is not None,
         )  # fmt: skip
         if weight.first.is_e2m1 and not shape.slices and not is_fixed:
             # Scales that are powers of two round nothing.

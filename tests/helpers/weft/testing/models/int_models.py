@@ -7,7 +7,7 @@ each by the format's definition.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,11 @@ def draw_projection(weight: torch.Tensor, layout: Layout) -> Drawn:
 
 
 def packed_models(
-    source: Path, path: Path, layout: Layout, floats: tuple[str, ...] = ()
+    source: Path,
+    path: Path,
+    layout: Layout,
+    floats: tuple[str, ...] = (),
+    others: Mapping[str, Layout] | None = None,
 ) -> tuple[Path, Path]:
     """A model with packed projections, and the same in floats.
 
@@ -94,6 +98,7 @@ def packed_models(
         path: Beside which both are made.
         layout: Of the projections.
         floats: Projections that stay as they are.
+        others: Layouts of projections that an expression finds.
     """
     tensors = load_file(source / "model.safetensors")
     packed, wide = dict(tensors), dict(tensors)
@@ -101,12 +106,14 @@ def packed_models(
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
         if _PROJECTION.search(name) and module not in floats:
-            drawn = draw_projection(weight, layout)
-            if layout.shares_order:
+            of = (own for found, own in (others or {}).items() if re.search(found, module))
+            own_layout = next(of, layout)
+            drawn = draw_projection(weight, own_layout)
+            if own_layout.shares_order:
                 source_of = re.sub(r"\.([qkv]|gate|up)_proj$", "", module)
                 drawn = replace(drawn, order=orders.setdefault(source_of, drawn.order))
             del packed[name]
-            parts = layout.write(drawn, layout.has_order)
+            parts = own_layout.write(drawn, own_layout.has_order)
             packed |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
             wide[name] = drawn.floats()
     own = {"quantization_config": layout.config}
