@@ -628,7 +628,7 @@ class EngineConfig(PageConfig):
             (
                 "device",
                 devices in (1, self.num_ranks),
-                f"one device, or {self.num_ranks}, one a rank",
+                f"one device, or one for each of {self.num_ranks} ranks",
             ),
         ]
         if self.pp > 1:
