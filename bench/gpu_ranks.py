@@ -212,7 +212,9 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
             card = H200 if "H200" in torch.cuda.get_device_name() else CARD
             rates = Rates(card.bytes_per_s * cards, card.flop_per_s * cards)
             for batch in case.batches:
-                figures = decode(llm, config, batch, PROMPT_TOKENS, rates, sizes, case.quick)
+                figures = decode(
+                    *(llm, config, batch, PROMPT_TOKENS, rates, sizes, case.quick), lanes=case.pp
+                )
                 if case.quick:
                     continue
                 run.row(table="decode", batch=batch, **figures)
@@ -239,8 +241,11 @@ def decode(
     sizes: WeightBytes,
     is_quick: bool,
     new_tokens: int = NEW_TOKENS,
+    lanes: int = 1,
 ) -> dict[str, float]:
-    """Steady decode at one batch size behind prompts of one length, the better of two runs."""
+    """Steady decode at one batch size behind prompts of one length, the better of two runs. A step
+    is one in which all requests get a token: with stages, a step of each lane.
+    """
     run_batch(llm, batch, 32, 8)
     if is_quick:
         run_batch(llm, min(batch, 64), prompt_tokens, 4)
@@ -248,7 +253,7 @@ def decode(
     tries = 2 if batch < 128 else 1
     runs = [run_batch(llm, batch, prompt_tokens, new_tokens) for _ in range(tries)]
     run = min(runs, key=lambda run: run.seconds / run.num_steps)
-    step_s = run.seconds / run.num_steps
+    step_s = lanes * run.seconds / run.num_steps
     context = prompt_tokens + new_tokens - run.num_steps / 2
     roof_s = decode_work(config, batch, context, sizes).seconds(rates)
     host_s = sorted(second for run in runs for second in run.host_s)

@@ -18,6 +18,7 @@ from weft.cli.hosts import RankStatus, ranks_of, show_hosts
 from weft.cli.tables import full_width, print_table
 from weft.cli.top.view import describe_plan
 from weft.common.rpc.tls import Identity
+from weft.contract.reports import describe_bubbles
 from weft.v1 import (
     common_pb2,
     gateway_pb2,
@@ -439,6 +440,7 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
         details.append(describe_states(worker.states) if worker.states is not None else "")
         details.append(pinned if worker.sessions else "")
         details.append(describe_weights(worker))
+        details.append(describe_bubbles(worker.counters))
         details.append(f"task {worker.task}" if worker.task not in ("", "generate") else "")
         for text in dict.fromkeys(detail for detail in details if detail):
             line = f"{worker.worker_id}: {text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.contract.adapters import AdapterState
@@ -184,3 +185,13 @@ class EngineInfo:
     """Numbers of layers, heads and elements of a head in the planes after the first, by name:
     planes whose pages are freed after a window, and planes of layers with other heads.
     """
+
+
+def describe_bubbles(counters: Mapping[str, int]) -> str:
+    """How long the stages of a worker's pipeline had nothing to compute, in words, since it
+    started; empty: there are no stages, or no step has run.
+    """
+    if not (total := counters.get("stage_us", 0)):
+        return ""
+    share = counters.get("bubble_us", 0) / total
+    return f"stages were idle for {share:.0%} of the time with steps under way (bubbles)"

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
+from weft.contract.reports import describe_bubbles
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel.stages import check_stages, layers_of_stages
@@ -120,6 +121,9 @@ def test_texts_are_those_of_one_process(kind: str, count: int, tmp_path: Path, s
         assert run(llm, prompts, kinds) == alone
         counters = llm.engine.counters()
     assert max(under_way) == count
+    assert 0 < counters["bubble_us"] < counters["stage_us"]
+    assert "bubbles" in describe_bubbles(counters)
+    assert not describe_bubbles({})
     with make_llm(folder, pp=count, poison_free_pages=True) as llm:
         assert run(llm, prompts, kinds) == alone
     for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):

@@ -31,7 +31,7 @@ KERNELS = {
     "drawing": "_scan _bound _collect _decide _search _draw _finish _count _top_of_row _largest "
     "_largest_of_row",
     "steps": "_resolve _accept _move _digest _gather _scatter _take _put",
-    "ranks": "_gather _share _sum",
+    "ranks": "_gather _share _sum _await _put _take _signal _push",
 }
 """Some that each group must have launched; it prints all."""
 

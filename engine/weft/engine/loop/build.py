@@ -363,6 +363,7 @@ def _load_parts(
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
         token_s=token_s,
+        stage_counters=ranked.counters if isinstance(ranked, StagedExecutor) else dict,
         host=host,
     )
 

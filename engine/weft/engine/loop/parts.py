@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weft.contract.give_way import HostPriority
@@ -61,6 +62,8 @@ class EngineComponents:
     """Longest prompt of a model that computes prompts whole; 0: they may be cut."""
     token_s: float = UNKNOWN_STEP_S
     """Seconds per token of a small step."""
+    stage_counters: Callable[[], dict[str, int]] = dict
+    """Counters of a pipeline's stages; empty without stages."""
     host: HostPriority = field(default_factory=HostPriority)
     """The lock that background threads yield while the engine thread works."""
 

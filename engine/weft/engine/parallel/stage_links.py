@@ -5,14 +5,19 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from weft.contract.errors import RanksLost
 
 _HEADER = struct.Struct("<qqq")
-"""Header: number of the step's stream, rows, columns."""
+"""Header: number of the step's stream, rows, columns. Before the rows follow the nanoseconds for
+which each stage up to the sender has computed, int64.
+"""
 _SEEN_S = 2.0
 """A stage whose neighbour closed the connection waits so long for the reason before it fails."""
 
@@ -49,15 +54,43 @@ class SocketStages:
     """Implements `weft.engine.model.stage.Neighbours` on a CPU, over stream sockets.
 
     Args:
+        stage: Number of this stage.
         names: Names of the stages before and after, for messages.
     """
 
-    def __init__(self, ends: StageEnds, group: StageGroup, names: tuple[str, str]) -> None:
+    def __init__(
+        self, ends: StageEnds, group: StageGroup, stage: int, names: tuple[str, str]
+    ) -> None:
         self._ends, self._group = ends, group
+        self._busy = np.zeros(stage + 1, np.int64)
+        self._blocked_ns = 0
         self._before, self._after = names
         self._num_received = self._num_sent = 0
 
+    @property
+    def busy_ns(self) -> NDArray[np.int64]:
+        """Nanoseconds for which each stage up to this one has computed, as far as is known here."""
+        return self._busy
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A block in which this stage computes a step; waits for neighbours do not count."""
+        began, blocked = time.perf_counter_ns(), self._blocked_ns
+        yield
+        self._busy[-1] += time.perf_counter_ns() - began - (self._blocked_ns - blocked)
+
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        began = time.perf_counter_ns()
+        stream = self._receive(shape, dtype)
+        self._blocked_ns += time.perf_counter_ns() - began
+        return stream
+
+    def send(self, stream: torch.Tensor) -> None:
+        began = time.perf_counter_ns()
+        self._send(stream)
+        self._blocked_ns += time.perf_counter_ns() - began
+
+    def _receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         assert self._ends.before is not None
         end, what = self._ends.before, f"the rows of {self._before}"
         stream = torch.empty(tuple(shape), dtype=dtype)
@@ -72,15 +105,16 @@ class SocketStages:
                 f"{self._before} has sent rows {tuple(rows)} of its step {number}, where "
                 f"{tuple(shape)} of step {self._num_received} are due"
             )
+        self._read(end, _bytes_of(torch.from_numpy(self._busy[:-1])), what, deadline)
         if stream.numel():
             self._read(end, _bytes_of(stream), what, deadline)
         return stream
 
-    def send(self, stream: torch.Tensor) -> None:
+    def _send(self, stream: torch.Tensor) -> None:
         assert self._ends.after is not None
         self._num_sent += 1
         end, stream = self._ends.after, stream.contiguous()
-        header = _HEADER.pack(self._num_sent, *stream.shape)
+        header = _HEADER.pack(self._num_sent, *stream.shape) + self._busy.tobytes()
         try:
             end.settimeout(self._group.limit_s)
             end.sendall(header)

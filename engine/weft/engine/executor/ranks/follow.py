@@ -166,7 +166,8 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
     max_tokens = min(config.max_context_tokens or most, most)
-    has_logits = stage_of_rank(others.rank, config.pp, config.tp) == config.pp - 1
+    is_in_last_stage = stage_of_rank(others.rank, config.pp, config.tp) == config.pp - 1
+    has_logits = is_in_last_stage and config.cp == 1
     num_pages = num_blocks = UNBOUNDED
     if device.type == "cuda" and not config.num_pages and config.kv_memory_bytes is None:
         own = layout_of_rank(layout, config.tp)
@@ -277,6 +278,11 @@ def follow(
         group.end()
 
 
+def _launch_stage(executor: LocalExecutor, neighbours: SocketStages, step: StepInput) -> Launched:
+    with neighbours.computing():
+        return executor.launch(step)
+
+
 def take_part(config: EngineConfig, others: FollowerGroup) -> None:
     """Loads this rank's share and runs frames until the group ends, which raises RanksLost."""
     executor, drafting = load(config, others)
@@ -288,6 +294,8 @@ def take_part(config: EngineConfig, others: FollowerGroup) -> None:
     launch: Callable[[StepInput], Launched | None] = executor.launch
     if config.cp > 1:
         launch = partial(launch_share, executor, rank=others.rank, size=others.size)
+    elif isinstance(others.neighbours, SocketStages):
+        launch = partial(_launch_stage, executor, others.neighbours)
     follow(executor, drafting, others.group, launch)
 
 
@@ -348,7 +356,8 @@ def main(argv: list[str]) -> int:
                 for number in hello["stage_ends"]
             )
             names = names_of_neighbours(rank, config.pp, config.tp)
-            neighbours = SocketStages(StageEnds(before, after), group, names)
+            stage = stage_of_rank(rank, config.pp, config.tp)
+            neighbours = SocketStages(StageEnds(before, after), group, stage, names)
         size, store_path = config.num_ranks, hello["store_path"]
         others = FollowerGroup(link, rank, size, group, store_path, neighbours)
         if config.bindings:

@@ -38,7 +38,7 @@ from weft.engine.parallel.host_sockets import (
 )
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.stage_links import SocketStages, StageEnds
-from weft.engine.parallel.stages import names_of_neighbours
+from weft.engine.parallel.stages import names_of_neighbours, stage_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,9 @@ class HostRanks(RankLeader):
         if self._rows is None:
             raise ConfigError(f"host {self.size - 1} has not sent its rows here", param="hosts")
         names = names_of_neighbours(0, config.pp)
-        self.neighbours = SocketStages(StageEnds(self._rows, None), self._group, names)
+        self.neighbours = SocketStages(
+            StageEnds(self._rows, None), self._group, config.pp - 1, names
+        )
 
     def _accept_rows(self, listener: socket.socket, tls: HostTls | None, deadline: float) -> None:
         with contextlib.suppress(OSError, ConfigError):  # The listener closes after an error.
@@ -335,7 +337,8 @@ def join(config: EngineConfig) -> Joined:
     config = replace(told, **local)
     group = HostGroup({0: frames}, START_LIMIT_S)
     names = names_of_neighbours(rank, config.pp)
-    return Joined(config, link, group, SocketStages(StageEnds(before, after), group, names))
+    stage = stage_of_rank(rank, config.pp)
+    return Joined(config, link, group, SocketStages(StageEnds(before, after), group, stage, names))
 
 
 def _check_answer(message: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import SentPages
 from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.parallel.stage_links import SocketStages
 from weft.pages.memory.page_table import PageTable
 
 
@@ -118,6 +120,7 @@ class StagedExecutor:
         self._has_one_pool = self._is_late and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
         self.facts = local.facts._replace(num_lanes=num_lanes)
+        self._began_ns = self._under_way_ns = 0
 
     def launch(self, step: StepInput) -> Launched:
         """Raises RanksLost if a rank is gone."""
@@ -125,6 +128,8 @@ class StagedExecutor:
         group.post(encode_step(step, pages))
         if not self._is_late:
             return self._launch_own(step, group.num_frames)
+        if not self._late:
+            self._began_ns = time.perf_counter_ns()
         late = _LateStep(partial(self._compute, step, pages, group.num_frames), self._come_to)
         self._late.append(late)
         scores: Any = _LateScores(late) if step.scores else None
@@ -137,11 +142,21 @@ class StagedExecutor:
 
     def _come_to(self, step: _LateStep) -> None:
         while step.launched is None:
-            self._late.popleft().run()
+            self._run_oldest()
+
+    def _run_oldest(self) -> None:
+        step = self._late[0]
+        step.run()
+        self._late.popleft()
+        if not self._late:
+            self._under_way_ns += time.perf_counter_ns() - self._began_ns
 
     def _compute(self, step: StepInput, pages: NewPages, number: int) -> Launched:
         pages.enter(self._local.page_table)
-        launched = self._launch_own(step, number)
+        neighbours = self._ranks.neighbours
+        assert isinstance(neighbours, SocketStages), "stages on a CPU"
+        with neighbours.computing():
+            launched = self._launch_own(step, number)
         self._ranks.await_stage(number)
         return launched
 
@@ -157,7 +172,18 @@ class StagedExecutor:
     def _settle(self) -> None:
         """Computes all steps that were launched."""
         while self._late:
-            self._late.popleft().run()
+            self._run_oldest()
+
+    def counters(self) -> dict[str, int]:
+        """Microseconds of all stages together with steps under way, and those of them in which
+        stages had nothing to compute; empty on GPUs, where they are not measured.
+        """
+        neighbours = self._ranks.neighbours
+        if not isinstance(neighbours, SocketStages):
+            return {}
+        of_stages = self._under_way_ns * len(neighbours.busy_ns)
+        idle = max(0, of_stages - int(neighbours.busy_ns.sum()))
+        return {"stage_us": of_stages // 1000, "bubble_us": idle // 1000}
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Does nothing: later steps bring these tokens."""

@@ -66,7 +66,7 @@ class Ranks(RankLeader):
         if config.pp > 1:
             self._ends = [connected_ends(config.pp) for _ in range(config.tp)]
             names = names_of_neighbours(0, config.pp, config.tp)
-            self.neighbours = SocketStages(self._ends[0][-1], self.group, names)
+            self.neighbours = SocketStages(self._ends[0][-1], self.group, config.pp - 1, names)
         self._followers: list[_Follower] = []
         self._watcher: threading.Thread | None = None
         try:

@@ -63,7 +63,7 @@ class PeerPools(NamedTuple):
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places", "first_layer"])
 def _push_kernel(
     own: tl.tensor,
     bases: tl.tensor,

@@ -106,7 +106,7 @@ def _await_kernel(
     await_turn(flags, lane == PEER, lane, turn, control, LANES, HAS_TIMER)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _put_kernel(
     words: tl.tensor,
     room: tl.tensor,
@@ -122,7 +122,7 @@ def _put_kernel(
     tl.store(theirs + at, tl.load(words + at, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _take_kernel(
     words: tl.tensor,
     room: tl.tensor,

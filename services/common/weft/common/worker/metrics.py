@@ -63,6 +63,18 @@ COUNTERS = {
     "reused_media": "Times that a step took rows which an earlier step had encoded",
 }
 """Help texts of the engine's counters; counters without one are exported under their bare names."""
+TIMES = {
+    "busy_us": ("weft_engine_busy_seconds", "Time that the engine spent in steps"),
+    "stage_us": (
+        "weft_engine_stage_seconds",
+        "Time with steps under way in a pipeline, of all its stages together",
+    ),
+    "bubble_us": (
+        "weft_engine_bubble_seconds",
+        "Of it, time in which stages had nothing to compute",
+    ),
+}
+"""Metrics in seconds, and their help texts, of counters in microseconds."""
 TIER_COUNTERS = {
     "queried_pages": "Pages that requests lacked and looked for in a tier",
     "hit_pages": "Of these, found",
@@ -112,9 +124,9 @@ class EngineCollector(Collector):
         for name, value in load.counters.items():
             if name == "open_fills":
                 yield GaugeMetricFamily("weft_open_fills", "Leases not closed yet", value)
-            elif name == "busy_us":
-                text = "Time that the engine spent in steps"
-                yield CounterMetricFamily("weft_engine_busy_seconds", text, value / 1e6)
+            elif name in TIMES:
+                metric, text = TIMES[name]
+                yield CounterMetricFamily(metric, text, value / 1e6)
             else:
                 yield CounterMetricFamily(f"weft_engine_{name}", COUNTERS.get(name, name), value)
 

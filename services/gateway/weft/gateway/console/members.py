@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.contract.codec.pairs import MEMBER_ROLES
+from weft.contract.reports import describe_bubbles
 from weft.gateway.console.stores import StoreState
 from weft.gateway.fleet.worker import FleetWorker
 from weft.v1 import common_pb2, kv_pb2, mesh_pb2
@@ -70,6 +71,8 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     member.adapters = worker.num_adapters
     if asked := report.counters.get("prefix_query_tokens", 0):
         member.hit_rate = report.counters.get("prefix_hit_tokens", 0) / asked
+    if bubbles := describe_bubbles(report.counters):
+        member.notices.append(bubbles)
     member.tiers.extend(_tier(tier) for tier in report.tiers)
     return member
 

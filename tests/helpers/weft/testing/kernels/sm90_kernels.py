@@ -61,8 +61,10 @@ from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.norm import triton_layer as layer_norm
 from weft.kernels.ops.page_digest import triton_digest as page_digest
 from weft.kernels.ops.pages import triton_pages as page_ops
+from weft.kernels.ops.pages import triton_push as page_push
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES
 from weft.kernels.ops.peers import triton_logits as peer_logits
+from weft.kernels.ops.peers import triton_stage as stage_rows
 from weft.kernels.ops.peers import triton_sum as peer_sum
 from weft.kernels.ops.recurrence import triton_chunks as chunked_recurrence
 from weft.kernels.ops.recurrence import triton_rows as recurrent_rows
@@ -563,6 +565,16 @@ def compile_ranks() -> None:
             x = torch.zeros(rows, width, dtype=BF16)
             peer_sum.sum_rows(memory, x, x, x, norm, x)
             peer_sum.sum_rows(memory, x, x, x)
+        link = stage_rows.StageMemory(
+            1 - rank, 2, 8 * width, 1 << 44, 1 << 45, torch.zeros(1, dtype=torch.int32), numbers[:2]
+        )
+        for rows in (3, 8):
+            stage_rows.send_rows(link, torch.zeros(rows, width, dtype=BF16))
+            stage_rows.receive_rows(link, torch.zeros(rows, width, dtype=BF16))
+        pools = [torch.zeros(4, 8, 32, 2, 16, 128, dtype=BF16) for _ in range(2)]
+        pushed = page_push.PeerPools.of(pools, rank)
+        for layers in (range(3, 4), range(32)):
+            pushed.push(numbers, layers)
 
 
 FORMATS = {"fp8", "groups", "8 bits", "both ways"}
