@@ -131,10 +131,21 @@ def codex_looks(picture: Path) -> str:
     return call("view_image", path=str(picture))
 
 
-LOOKS = {"claude": claude_looks, "codex": codex_looks}
-"""Calls of tools that show the model a picture. The other agents send none to a model of whose kind
-they know nothing.
-"""
+def opencode_looks(picture: Path) -> str:
+    return call("read", filePath=str(picture))
+
+
+def qwen_looks(picture: Path) -> str:
+    return call("read_file", file_path=str(picture))
+
+
+LOOKS = {
+    "claude": claude_looks,
+    "codex": codex_looks,
+    "opencode": opencode_looks,
+    "qwen": qwen_looks,
+}
+"""Calls of tools that show the model a picture; `cn` has none."""
 
 
 @pytest.fixture(scope="module")

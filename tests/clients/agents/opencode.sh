@@ -12,7 +12,13 @@ cat > ~/.config/opencode/opencode.json <<END
       "npm": "@ai-sdk/openai-compatible",
       "name": "Weft",
       "options": {"baseURL": "$WEFT_URL/v1"},
-      "models": {"$WEFT_MODEL": {"limit": {"context": $CONTEXT, "output": 4096}}}
+      "models": {
+        "$WEFT_MODEL": {
+          "limit": {"context": $CONTEXT, "output": 4096},
+          "attachment": true,
+          "modalities": {"input": ["text", "image"], "output": ["text"]}
+        }
+      }
     }
   }
 }

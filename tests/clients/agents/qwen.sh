@@ -3,6 +3,7 @@ mkdir -p ~/.qwen
 cat > ~/.qwen/settings.json <<END
 {
   "general": {"enableAutoUpdate": false},
+  "model": {"generationConfig": {"modalities": {"image": true}}},
   "privacy": {"usageStatisticsEnabled": false},
   "security": {"auth": {"selectedType": "openai"}}
 }

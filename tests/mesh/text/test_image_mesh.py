@@ -218,7 +218,7 @@ def test_an_image_seen_before_is_found_again(mesh: LocalMesh, reference: Referen
     [
         ("decode-0", "engine_pid"),
         pytest.param("decode-0", "pid", marks=pytest.mark.full),
-        ("prefill-0", "pid"),
+        pytest.param("prefill-0", "pid", marks=pytest.mark.full),
     ],
 )
 def test_an_answer_survives_a_worker(
@@ -253,17 +253,20 @@ def test_an_answer_survives_a_worker(
 def test_a_prompt_survives_the_worker_that_computes_it(
     mesh: LocalMesh, reference: Reference
 ) -> None:
-    """A prefill worker is killed between an image's encoding and its last chunk."""
+    """A prefill worker is killed when its owner has got the first pages of an image. The worker's
+    successor is brought the images again.
+    """
     content: list[str | Image.Image] = [picture(256, 256), "and", picture(250, 250), "What is it?"]
-    before = mesh.counters("prefill-0")["encoded_media"]
-    arm(mesh, "prefill-0", FaultSpec(point="engine.step", kind="delay", skip=1, delay_s=60.0))
+    before = mesh.counters("decode-0")["accepted_pages"]
+    held = FaultSpec(point="engine.step", kind="delay", count=0, skip=4, delay_s=60.0)
+    arm(mesh, "prefill-0", held)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask_again, mesh, content)
 
-        def has_encoded() -> bool:
-            return bool(mesh.counters("prefill-0")["encoded_media"] > before)
+        def has_pages() -> bool:
+            return bool(mesh.counters("decode-0")["accepted_pages"] > before)
 
-        wait_until(has_encoded, 60, "the first image is encoded")
+        wait_until(has_pages, 60, "the owner has the first pages")
         assert not answer.done()
         os.kill(mesh.service("prefill-0")["pid"], signal.SIGKILL)
         reference.check(content, tokens_of(answer.result(120)))

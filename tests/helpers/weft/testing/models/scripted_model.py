@@ -48,7 +48,7 @@ class Act:
         name: Of letters and hyphens.
         turns: One text for each answer. After the last one the model repeats it.
         word: The last text is written only if a tool's result in the conversation has this word;
-            else `UNSEEN` is.
+            else `UNSEEN` is. Some agents send a tool's image as a user's message after its result.
     """
 
     name: str
@@ -336,6 +336,9 @@ You may call these functions, each call as a JSON object within <tool_call></too
 {%- endfor %}<|im_end|>
 {% if m.role == 'user' %}
 %FIND%
+{%- if ns.turn and '<image>' in ns.text %}
+{%- set ns.results = ns.results + '<image>' %}
+{%- endif %}
 {%- elif m.role == 'assistant' %}
 {%- set ns.turn = ns.turn + 1 %}
 {%- elif m.role == 'tool' %}
