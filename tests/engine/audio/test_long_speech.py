@@ -33,50 +33,27 @@ from weft.gateway.media.audio import PROCESSOR, log_mel
 from weft.gateway.media.clips import Spectrogram
 from weft.gateway.request import CallFacts
 from weft.gateway.text.speech import load_speech
-from weft.testing.models.tiny_speech import NUM_POSITIONS, NUM_ROWS, TOKENS, speech_tokenizer
-from weft.testing.models.tiny_whisper import make_whisper
+from weft.testing.models.tiny_speech import (
+    CONTEXT,
+    NUM_POSITIONS,
+    NUM_ROWS,
+    TOKENS,
+    make_talker,
+    speech_tokenizer,
+)
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-RATE, FRAMES, CONTEXT = 16_000, 2 * NUM_POSITIONS, 100
+RATE, FRAMES = 16_000, 2 * NUM_POSITIONS
 TOKENIZER = speech_tokenizer()
 ID = {token: TOKENIZER.token_to_id(token) for token in TOKENS}
 END, START, FIRST = ID["<|endoftext|>"], ID["<|startoftranscript|>"], ID["<|notimestamps|>"] + 1
-TEXT = (40, 60, 80)
-"""Tokens of text that are not suppressed: so few, that samples end by themselves."""
 TIE = 1e-3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_whisper(
-        tmp_path_factory.mktemp("speech") / "model",
-        random.randrange(1 << 30),
-        vocab_size=TOKENIZER.get_vocab_size(),
-        max_target_positions=CONTEXT,
-        decoder_start_token_id=START,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), END),
-    )
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-    end = model.model.decoder.embed_tokens.weight[END].detach()
-    with torch.no_grad():
-        # Samples of random models hardly ever end.
-        model.model.decoder.layer_norm.bias.copy_(4.0 * end / end.square().sum())
-    model.save_pretrained(path)
-    TOKENIZER.save(str(path / "tokenizer.json"))
-    generation = json.loads((path / "generation_config.json").read_text())
-    generation |= {
-        "is_multilingual": True,
-        "lang_to_id": {"<|en|>": ID["<|en|>"], "<|de|>": ID["<|de|>"]},
-        "task_to_id": {name: ID[f"<|{name}|>"] for name in ("transcribe", "translate")},
-        "no_timestamps_token_id": FIRST - 1,
-        "prev_sot_token_id": ID["<|startofprev|>"],
-        "max_initial_timestamp_index": 50,
-        "suppress_tokens": sorted({*range(FIRST - 1)} - {*TEXT, END}),
-        "begin_suppress_tokens": [TEXT[0], END],
-    }
-    (path / "generation_config.json").write_text(json.dumps(generation))
-    return path
+    return make_talker(tmp_path_factory.mktemp("speech") / "model", random.randrange(1 << 30))
 
 
 class Pipeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import WhisperForConditionalGeneration
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
+from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
 from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_whisper import END, SHAPE, START, make_whisper
@@ -43,3 +45,37 @@ def test_tokens_of_clips_at_once_are_those_of_transformers(count: int, tmp_path:
         with torch.inference_mode():
             logits = reference(input_features=torch.from_numpy(mel)[None], decoder_input_ids=ids)
         check_choices(logits.logits[0], sample.token_ids, NEAR_TIE)
+
+
+def test_words_are_spoken_when_transformers_says_so(tmp_path: Path) -> None:
+    folder = make_whisper(tmp_path / "model", random.randrange(1 << 30), **SIZES)
+    reference: Any = WhisperForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    heads = [(1, head) for head in range(3)]
+    rng = np.random.default_rng(random.randrange(1 << 30))
+    equal = total = 0
+    with LLM(folder, device="cuda", dtype="float32", num_pages=400) as llm:
+        for _ in range(8):
+            mel = rng.normal(0, 0.7, (MELS, FRAMES)).astype("<f4")
+            clip = Media.of("audio", "test", (MELS, FRAMES, 4), mel.tobytes())
+            llm.put([clip])
+            text = rng.integers(0, END, 20).tolist()
+            pool = PoolingParams(output="alignment", aligned_from=ROWS + 1, num_frames=FRAMES // 2)
+            span = MediaSpan(position=0, length=ROWS, digest=clip.digest)
+            (found,) = llm.pool([[END] * ROWS + [START, *text]], pool, spans=[[span]])
+            ids = torch.tensor([[START, *text]])
+            with torch.inference_mode():
+                made = reference(
+                    input_features=torch.from_numpy(mel)[None],
+                    decoder_input_ids=ids,
+                    output_attentions=True,
+                )
+            outputs: Any = type("Outputs", (dict,), {})()
+            outputs.cross_attentions, outputs.sequences = [made.cross_attentions], ids
+            times = reference._extract_token_timestamps(
+                outputs, heads, time_precision=1.0, num_frames=FRAMES, num_input_ids=1
+            )[0, 1:-1]
+            equal += sum(a == b for a, b in zip(found[0].tolist(), times.tolist(), strict=True))
+            total += len(text)
+    assert equal >= 0.8 * total

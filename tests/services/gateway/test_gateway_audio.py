@@ -181,6 +181,39 @@ async def test_improbable_texts_are_drawn_again_and_silence_is_left_out(tmp_path
     assert [submit.sampling.n for submit, _ in speech.submits] == [1, 5, 5]
 
 
+async def test_samples_that_go_round_in_circles_do_not_count(tmp_path: Path) -> None:
+    """All tokens are as probable, and so the mean is the same for all samples."""
+    circle = words(" well" * 4)
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        if prompt[NUM_ROWS:] == [START]:
+            return Script(tokens=[[NO_SPEECH]], logprob=-0.1)
+        if submit.sampling.temperature == 0:
+            return Script(tokens=[[at(0), *circle, at(2), END]], logprob=-1.5)
+        samples = [circle, words(" well said"), words(" so long a text")]
+        return Script(tokens=[[at(0), *one, at(2), END] for one in samples], logprob=-0.5)
+
+    async with serving(tmp_path, script) as mesh:  # type: ignore[arg-type]
+        (answer,) = await ask(mesh, language="en", file=wav(SAMPLES[:RATE]))
+    assert json.loads(answer.data)["text"] == "well said"
+
+
+async def test_of_doubtful_texts_the_most_probable_one_is_told(tmp_path: Path) -> None:
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        if prompt[NUM_ROWS:] == [START]:
+            return Script(tokens=[[NO_SPEECH]], logprob=-9.0)
+        tenths = round(10 * submit.sampling.temperature)
+        text = words(f" {tenths}")
+        return Script(tokens=[[at(0), *text, at(2), END]], logprob=-1.2 if tenths == 4 else -2.0)
+
+    async with serving(tmp_path, script) as mesh:  # type: ignore[arg-type]
+        (answer,) = await ask(
+            mesh, language="en", file=wav(SAMPLES[:RATE]), response_format="verbose_json"
+        )
+    (segment,) = json.loads(answer.data)["segments"]
+    assert (segment["text"], segment["temperature"]) == (" 4", 1.0)
+
+
 async def test_what_a_model_or_a_file_cannot_do_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path, Speech(), is_multilingual=False) as mesh:
         cases = [

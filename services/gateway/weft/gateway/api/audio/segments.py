@@ -29,6 +29,11 @@ class Decoded:
     """Probability that nobody speaks; None: it was not asked for."""
 
     @property
+    def logprob(self) -> float:
+        """Log-probability of all tokens, the end included."""
+        return self.avg_logprob * (len(self.ids) + 1)
+
+    @property
     def compression_ratio(self) -> float:
         """Bytes of the text over those of its compressed form: large where it repeats itself."""
         data = self.text.encode()

@@ -36,7 +36,7 @@ from weft.gateway.text.speech import SpeechTokens
 
 _TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _NUM_SAMPLES = 5
-"""Of which the most probable one counts, above temperature 0."""
+"""Above temperature 0: the most probable text counts that does not repeat itself."""
 _MOST_COMPRESSION = 2.4
 _LEAST_LOGPROB = -1.0
 _MOST_NO_SPEECH = 0.6
@@ -148,17 +148,18 @@ class Transcription:
     async def _decode(self, clip: Media, said: Sequence[int]) -> Decoded:
         body = self._order.body
         temperatures = (body.temperature,) if body.temperature else _TEMPERATURES
-        decoded: Decoded | None = None
+        tried = list[Decoded]()
         for temperature in temperatures:
             decoded = await self._draw(clip, said, temperature)
             is_improbable = decoded.avg_logprob < _LEAST_LOGPROB
             if is_improbable or (body.is_verbose and decoded.no_speech is None):
                 decoded = replace(decoded, no_speech=await self._no_speech(clip, said))
-            repeats = decoded.compression_ratio > _MOST_COMPRESSION
-            if _is_silence(decoded) or not (is_improbable or repeats):
-                break
-        assert decoded is not None, "there is a temperature"
-        return decoded
+            if _is_silence(decoded) or not (is_improbable or _repeats(decoded)):
+                return decoded
+            tried.append(decoded)
+        best = max(_without_repeats(tried), key=lambda one: one.avg_logprob)
+        # The next clip is told nothing of a text that is as doubtful as this one.
+        return replace(best, temperature=temperatures[-1])
 
     async def _draw(self, clip: Media, said: Sequence[int], temperature: float) -> Decoded:
         speech, before = self._speech, self._prompt(said)
@@ -173,7 +174,10 @@ class Transcription:
         times = TimeTokens(first=speech.first_time, end=speech.end, max_initial=speech.max_initial)
         samples = await self._run(clip, before, given, times)
         made = [self._decoded(deltas, temperature) for deltas in samples]
-        return max(made, key=lambda one: one.avg_logprob)
+        probable = [one for one in made if one.avg_logprob >= _LEAST_LOGPROB]
+        # By the mean, texts that go round in circles would win: each round is likelier than the
+        # one before.
+        return max(_without_repeats(probable or made), key=lambda one: one.logprob)
 
     def _prompt(self, said: Sequence[int]) -> list[int]:
         """The tokens between a clip and its text."""
@@ -257,6 +261,14 @@ class Transcription:
         words = [one for one in ids if one < self._speech.end]
         text: str = self._card.tokenizer.decode(words)
         return text
+
+
+def _repeats(decoded: Decoded) -> bool:
+    return decoded.compression_ratio > _MOST_COMPRESSION
+
+
+def _without_repeats(made: Sequence[Decoded]) -> Sequence[Decoded]:
+    return [one for one in made if not _repeats(one)] or made
 
 
 def _is_silence(decoded: Decoded) -> bool:
