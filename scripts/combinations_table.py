@@ -82,6 +82,28 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "model_type": "qwen3_next",
         **_DELTA,
     },
+    "layers that differ (Gemma 4)": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "sliding_window": 512,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "Mamba 2 (Nemotron-H)": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-*-M-*-",
+        "num_hidden_layers": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+    },
     "by transformers (NanoChat)": {
         "architectures": ["NanoChatForCausalLM"],
         "model_type": "nanochat",
@@ -110,7 +132,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "host tier": _HOST,
     "KV store": {"has_store": True},
 }
-_PAIRED = ("dense (Qwen 3)", "recurrent layers (Qwen3-Next)")
+PAIRED = ("dense (Qwen 3)", "recurrent layers (Qwen3-Next)")
 """Models with which pairs of features are tried."""
 _DEVICES = ("cpu", "cuda:0")
 _HEAD = """# Combinations
@@ -149,7 +171,7 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 def page() -> str:
     refusals, parts = Refusals(), [_HEAD]
     with tempfile.TemporaryDirectory() as root:
-        folders = {name: _write(Path(root) / str(i), name) for i, name in enumerate(MODELS)}
+        folders = {name: write(Path(root) / str(i), name) for i, name in enumerate(MODELS)}
         for device in _DEVICES:
             parts.append(f"## Models on {_word(device)}\n")
             rows = {
@@ -159,7 +181,7 @@ def page() -> str:
                 for name, folder in folders.items()
             }
             parts.append(_table("model", rows))
-        for name in _PAIRED:
+        for name in PAIRED:
             for device in _DEVICES:
                 parts.append(f"## Features together: {name}, {_word(device)}\n")
                 parts.append(_table("", _pairs(folders[name], device, refusals)))
@@ -180,7 +202,7 @@ def _pairs(folder: Path, device: str, refusals: Refusals) -> dict[str, list[str]
     return rows
 
 
-def _write(folder: Path, name: str) -> Path:
+def write(folder: Path, name: str) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**_SIZES, **MODELS[name]}))
     return folder

@@ -69,13 +69,17 @@ class HeadConfig:
         `hidden` is the field of the target's hidden size, and its value in the head's file. Raises
         ModelError, whose message names the differing field and both values.
         """
-        for name, mine, its in (
+        sizes: list[tuple[str, int, int]] = [
             ("vocab_size", self.vocab_size, target.vocab_size),
             (*hidden, target.hidden_size),
+        ]
+        if target.latent is None:
             # The head's K and V lie in the target's pages, as one more layer.
-            ("num_key_value_heads", self.num_kv_heads, target.num_kv_heads),
-            ("head_dim", self.head_dim, target.head_dim),
-        ):
+            sizes += [
+                ("num_key_value_heads", self.num_kv_heads, target.num_kv_heads),
+                ("head_dim", self.head_dim, target.head_dim),
+            ]
+        for name, mine, its in sizes:
             if mine != its:
                 raise ModelError(
                     f"{where}: {name} of the draft head is {mine}, of the target model {its}; "

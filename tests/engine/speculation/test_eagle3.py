@@ -15,6 +15,7 @@ from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import load_draft_head
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle import EagleHead
+from weft.engine.model.heads.place import HeadPlace
 from weft.engine.model.loader import load_model
 from weft.engine.requests.request import HeldPages
 from weft.engine.scheduler.plan import VerifyItem
@@ -22,12 +23,17 @@ from weft.kernels.shared import cpu
 from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.eagle3_cases import NEAR_TIE
 from weft.testing.models.choices import where_experts_are_sure
+from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.paging import PagedDriver, PagedRequest
+from weft.testing.models.reference_models import make_reference
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_drafts import NaiveEagle, NaiveHead, make_tiny_draft, make_tiny_eagle
 from weft.testing.models.tiny_models import make_tiny
 
 SLOTS = 8
+LATENTS = {**MOE_FAMILIES["deepseek-v3"][1], "num_hidden_layers": 4, "first_k_dense_replace": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+"""Of heads whose K and V are a plane of their own, beside latents."""
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 7}, {}),
     "llama-torch": ("llama", {"num_hidden_layers": 7}, {}),
@@ -46,12 +52,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 5, "mlp_only_layers": [1]},
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
     ),
+    "latents": ("deepseek_v3", LATENTS, HEADS),
 }
 EAGLE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle-llama": ("llama", {}, {}),
     "eagle-llama-torch": ("llama", {"num_hidden_layers": 2}, {"fc_bias": False}),
     "eagle-tied": ("llama", {"tie_word_embeddings": True}, {"qkv_bias": True}),
     "eagle-qwen3-own": ("qwen3", {"num_hidden_layers": 2}, {"shares": False}),
+    "eagle-latents": ("deepseek_v3", LATENTS, HEADS),
     "eagle-qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}, {}),
 }
 """EAGLE-1 and EAGLE-2 heads."""
@@ -74,12 +82,20 @@ class Setup:
         seed = random.randrange(1 << 30)
         print(f"seed {seed}")
         random.seed(seed)
-        self.target_dir = make_tiny(kind, folder / "target", seed, **target)
+        self.target_dir = folder / "target"
+        if kind == "deepseek_v3":
+            make_reference(kind, self.target_dir, seed, **target)
+        else:
+            make_tiny(kind, self.target_dir, seed, **target)
         make = make_tiny_draft if is_eagle3 else make_tiny_eagle
         self.draft_dir = make(folder / "draft", self.target_dir, seed + 1, **draft)
         loaded = load_model(self.target_dir, "float32").model
         assert isinstance(loaded, DecoderOnlyLM)
         self.target = loaded
+        alone = load_model(self.target_dir, "float32").model
+        assert isinstance(alone, DecoderOnlyLM)
+        self.alone = alone
+        """The target, which does not know of the head."""
         self.head = load_draft_head(self.draft_dir, self.target)
         self.model = DraftedModel(self.target, self.head, SLOTS, 512)
         self.reference = AutoModelForCausalLM.from_pretrained(self.target_dir, dtype=torch.float32)
@@ -128,12 +144,15 @@ def assert_near(ours: torch.Tensor, exact: torch.Tensor) -> None:
     assert error < 1e-4, float(error)
 
 
-def stored(driver: PagedDriver, request: PagedRequest, layer: int) -> tuple[torch.Tensor, ...]:
+def stored(
+    driver: PagedDriver, request: PagedRequest, place: HeadPlace
+) -> tuple[torch.Tensor, ...]:
     """K and V [n, kv_heads, dim] of a request's positions from 1 on."""
+    pool, layer = place.of(driver.pool)
     positions = torch.arange(1, request.num_cached)
     pages = torch.tensor(request.pages)[positions // driver.page_size]
     # [n, kv_heads, 2, dim]
-    kv = driver.pool[pages, :, layer, :, positions % driver.page_size]
+    kv = pool[pages, :, layer, :, positions % driver.page_size]
     return kv[:, :, 0], kv[:, :, 1]
 
 
@@ -143,7 +162,7 @@ def check_entries(
     assert request.num_cached == len(tokens)
     exact = setup.naive.entries(setup.states(tokens)[:-1], tokens[1:])
     with where_experts_are_sure(lambda: setup.reference, tokens):
-        for ours, expected in zip(stored(driver, request, setup.head.layer), exact, strict=True):
+        for ours, expected in zip(stored(driver, request, setup.head.place), exact, strict=True):
             assert_near(ours, expected)
 
 
@@ -259,14 +278,18 @@ def test_a_step_that_begins_one_token_early_needs_nothing_that_was_kept(setup: S
 def test_the_target_is_what_it_is_without_a_draft(setup: Setup) -> None:
     texts = [setup.tokens(count) for count in (1, 8, 50)]
     logits, caches = [], []
-    for model in (setup.target, setup.model):
+    for model in (setup.alone, setup.model):
         driver = PagedDriver(model, num_pages=32)
         requests = [PagedRequest(slot=slot) for slot in range(3)]
         work = list(zip(requests, texts, strict=True))
         steps = [driver.step(work), driver.step([(r, t[:1]) for r, t in work]),
                  driver.step([(r, t[:5]) for r, t in work], range(5))]  # fmt: skip
         logits.append(torch.cat(steps))
-        caches.append(driver.pool[:, :, : setup.head.layer])
+        if setup.head.place.plane is None:
+            caches.append(driver.pool[:, :, : setup.head.place.layer])
+        else:
+            size = setup.alone.kv_layout(driver.page_size).page_bytes // 4
+            caches.append(driver.pool.flatten(1)[:, :size])
     caches = [cache.nan_to_num(7.0) for cache in caches]
     if isinstance(setup.head, EagleHead):
         # It has the whole last layer run, and not the rows alone that are drawn from.

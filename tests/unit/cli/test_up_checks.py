@@ -80,7 +80,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("llama", ["--drafter", "mtp"], "has no MTP head: LlamaForCausalLM brings none"),
     ("wide", ["--draft-dir", "head"], "head_dim of the draft head is 24, of the target model 32"),
     ("llama", ["--draft-dir", "head", "--drafter", "eagle"], "is for the drafter eagle3"),
-    ("latent", ["--draft-dir", "head"], "DeepseekV2ForCausalLM do not support draft heads"),
+    ("uneven", ["--draft-dir", "head"], "Gemma4ForCausalLM do not support draft heads"),
     ("windows", ["--draft-dir", "head", "--decode-args", "--draft-width 2"],
      "decode-0: draft_width = 2: layers of this model attend to the last 20 positions"),
     ("llama", ["--draft-dir", "other", "--drafter", "model"],

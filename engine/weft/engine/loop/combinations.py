@@ -196,14 +196,17 @@ def _check_drafts(config: EngineConfig, model: ModelConfig, task: Task) -> None:
 
 
 def _check_head(config: EngineConfig, draft_dir: Path, model: ModelConfig) -> None:
-    has_others = model.latent is not None or not model.has_equal_layers or model.is_encoder
+    has_others = not model.has_equal_layers or model.is_encoder
     has_others |= model.decoder is not None and model.decoder.altup is not None
     if has_others:
         raise ModelError(
             f"draft_dir = {draft_dir}: models of {model.architecture} do not support draft heads",
             param="draft_dir",
         )
-    load_head_config(draft_dir).check_target(model, draft_dir)
+    head = load_head_config(draft_dir)
+    head.check_target(model, draft_dir)
+    if model.latent is not None:
+        _check_head_of_latents(config, head.head_dim)
     kind = head_kind(draft_dir)
     if config.drafter in HEAD_DRAFTERS and config.drafter != kind:
         raise ConfigError(
@@ -217,6 +220,19 @@ def _check_head(config: EngineConfig, draft_dir: Path, model: ModelConfig) -> No
             f"{window.length} positions alone, too few for trees of {_TREE_ROWS} rows; set 1",
             param="draft_width",
         )
+
+
+def _check_head_of_latents(config: EngineConfig, head_dim: int) -> None:
+    refused = (
+        ("tp", config.tp > 1, "1"),
+        ("pp", config.pp > 1, "1"),
+        ("draft_width", config.draft_width > 1, "1"),
+        ("kv_dtype", config.kv_dtype != "auto" and head_dim % 16 > 0, "auto"),
+    )
+    for name, is_wrong, wanted in refused:
+        if is_wrong:
+            told = f"must be {wanted} with a draft head beside latent attention"
+            raise ConfigError(f"{name} = {getattr(config, name)}: {told}", param=name)
 
 
 def _check_draft_model(config: EngineConfig, draft_dir: Path, model: ModelConfig) -> None:

@@ -11,6 +11,7 @@ from weft.checkpoint.eagle_config import head_kind
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.eagle import load_eagle
 from weft.engine.model.heads.eagle3 import load_eagle3
+from weft.engine.model.heads.place import HeadPlace
 from weft.engine.model.step import Step
 from weft.kernels.ops.draft_head.spec import DraftChains
 
@@ -20,8 +21,7 @@ class DraftHead(Protocol):
 
     kind: HeadKind
     hidden_size: int
-    layer: int
-    """Index of the head's K and V among the pool's layers, after the target's."""
+    place: HeadPlace
     digest: bytes
     """32 bytes over files, configuration and dtype."""
     layer_bytes: int

@@ -107,10 +107,14 @@ class DraftedModel:
         return self._target.waits_for_layers
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        """The target's page with the head's layer after the target's own."""
+        """The target's page with the head's layer, or plane, after the target's own."""
         layout = self._target.kv_layout(page_size)
         plane, states = layout.plane, layout.states
-        both = replace(plane, layers=plane.layers + 1, draft=self.head.digest.hex())
+        own, draft = self.head.place.plane, self.head.digest.hex()
+        if own is None:
+            both = [replace(plane, layers=plane.layers + 1, draft=draft)]
+        else:
+            both = [replace(plane, draft=draft), own]
         if states is not None:
             # A request continues at a block, where no step can begin a token earlier.
             row = StatePart("draft", (self.head.hidden_size,), plane.dtype)
@@ -120,7 +124,7 @@ class DraftedModel:
             replace(group, reach=None if group.reach is None else group.reach + 1)
             for group in layout.groups[1:]
         )
-        return CacheLayout(page_size, (PageGroup((both,)), *windows), states)
+        return CacheLayout(page_size, (PageGroup(tuple(both)), *windows), states)
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """`step.slots` must not be None."""

@@ -15,6 +15,7 @@ from weft.checkpoint.draft_config import HeadKind, head_digest
 from weft.checkpoint.eagle_config import EagleConfig
 from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.place import place_of_head
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
@@ -39,7 +40,7 @@ class EagleHead:
 
     def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader) -> None:
         self.hidden_size = config.hidden_size
-        self.layer = target.kv_layout(1).plane.layers
+        self.place = place_of_head(config, target)
         self.digest = b""
         self.weight = w = _read_weight(config, target, file)
         self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
@@ -57,13 +58,13 @@ class EagleHead:
             cu_q_lens=group.cu_q_lens,
             request_slots=step.slots,
         )
-        eagle_entries(states, self.weight, rows, kept, pool, self.layer)
+        eagle_entries(states, self.weight, rows, kept, *self.place.of(pool))
         return states.index_select(0, step.logits_rows), states
 
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        return eagle_chain(state, token_ids, self.weight, chains, pool, self.layer)
+        return eagle_chain(state, token_ids, self.weight, chains, *self.place.of(pool))
 
 
 def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:

@@ -15,6 +15,7 @@ from weft.checkpoint.draft_config import HeadKind, head_digest
 from weft.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
 from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.place import place_of_head
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
@@ -45,8 +46,7 @@ class Eagle3Head:
         self.config = config
         self.hidden_size = config.hidden_size
         self.aux_layers = config.layers_of(target.config)
-        self.layer = target.kv_layout(1).plane.layers
-        """Index of the head's K and V among the pool's layers."""
+        self.place = place_of_head(config, target)
         self.digest = b""
         """32 bytes over files, configuration and dtype."""
         self.weight = w = _read_weight(config, target, names)
@@ -87,18 +87,18 @@ class Eagle3Head:
             is_uniform=group.max_q_len == 1 and len(step.positions) == len(step.slots),
             ancestors=group.ancestors,
         )
-        return DraftEntries(aux, self.weight, rows, kept, pool, self.layer)
+        return DraftEntries(aux, self.weight, rows, kept, *self.place.of(pool))
 
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
     ) -> torch.Tensor:
-        return draft_chain(state, token_ids, self.weight, chains, pool, self.layer)
+        return draft_chain(state, token_ids, self.weight, chains, *self.place.of(pool))
 
     def tree(
         self, state: torch.Tensor, token_ids: torch.Tensor, trees: DraftTrees, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Grows trees from the last tokens of requests, as `draft_tree` describes."""
-        return draft_tree(state, token_ids, self.weight, trees, pool, self.layer)
+        return draft_tree(state, token_ids, self.weight, trees, *self.place.of(pool))
 
 
 def adapt_eagle3(

@@ -17,6 +17,7 @@ from weft.checkpoint.draft_config import HeadKind
 from weft.checkpoint.mtp_config import missing_head
 from weft.engine.model.archs.decoder import Decoder, read_norm
 from weft.engine.model.decoder_only import DecoderOnlyLM, LMHead
+from weft.engine.model.heads.place import HeadPlace
 from weft.engine.model.interface import Model
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.stack import run_all, runs_of
@@ -63,10 +64,10 @@ class MtpHead:
             is_state_first: Whether the projection takes the state before the embedding.
         """
         self.hidden_size = target.config.hidden_size
-        self.layer = target.kv_layout(1).plane.layers
+        self.place = HeadPlace(target.kv_layout(1).plane.layers)
         self.digest = b""
         self.layer_bytes = projection.data.nbytes  # Only EAGLE-3 heads are ever copied.
-        layer.mixer.move(self.group, self.layer)
+        layer.mixer.move(self.group, self.place.layer)
         self._embedding = embedding
         self._norms = norms
         self._projection = projection

@@ -11,7 +11,7 @@ from weft.checkpoint.latent_config import LatentConfig
 from weft.checkpoint.parts import AttentionConfig
 from weft.contract.errors import ModelError
 from weft.contract.layout import CacheLayout, PagedPlane
-from weft.engine.model.layers.attention import Gate, o_spec
+from weft.engine.model.layers.attention import Gate, o_spec, plane_of
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
@@ -95,6 +95,7 @@ class LatentAttention:
         self.layer = self.in_pool = layer
         self.group = 0
         """Number of the step's page group that holds the latents, there as layer `in_pool`."""
+        self._plane: PlaneInPage | None = None
         self.rotary = rotary
         self.down_proj = down_proj
         self.q_norm = q_norm
@@ -174,7 +175,7 @@ class LatentAttention:
         return True
 
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        self.group, self.in_pool = group, in_pool
+        self.group, self.in_pool, self._plane = group, in_pool, plane
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         group = step.groups[self.group]
@@ -196,7 +197,7 @@ class LatentAttention:
         key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
         latent = self.kv_norm(latent.contiguous())
         vectors = torch.cat((latent, key), dim=1)
-        latents, places = group.pool_of(pool), group.places
+        latents, places = plane_of(group, pool, self._plane), group.places
         write_latents(vectors, latents, self.in_pool, self.spec, places, group.divided)
         if self.q_proj is not None and self.q_norm is not None:
             low = linear(self.q_norm(low.contiguous()), self.q_proj)
@@ -210,7 +211,7 @@ class LatentAttention:
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         group = step.groups[self.group]
-        latents, rows, dtype = group.pool_of(pool), len(query.q), query.q.dtype
+        latents, rows, dtype = plane_of(group, pool, self._plane), len(query.q), query.q.dtype
         group = self._planned(group, dtype, rows, pool)
         # Adapters may bring values that are not finite, which would spread to other requests.
         if step.lora is None and self._takes_heads(dtype, rows, group):
@@ -246,7 +247,7 @@ class LatentAttention:
         """`planned`, with the positions before the step only where heads of them are computed."""
         if group.num_earlier and not self._takes_heads(dtype, rows, group):
             group = group._replace(num_earlier=None)
-        return planned(group, dtype, self.spec, rows, group.pool_of(pool))
+        return planned(group, dtype, self.spec, rows, plane_of(group, pool, self._plane))
 
     def _takes_heads(self, dtype: torch.dtype, rows: int, group: AttentionMetadata) -> bool:
         if group.max_q_len <= 1 or group.ancestors is not None or self.spec.first_position:
