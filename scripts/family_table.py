@@ -36,6 +36,12 @@ MEANINGS = (
     "one scale for each row; experts in one tensor stay floats. Other forms "
     "([quantisation](../quantisation.md)) are tested on a few architectures."
 )
+HEARING = (
+    "Models of audio have tests of their own, tests/engine/audio and tests/gpu/engine/test_gpu_"
+    "hearing.py: WhisperForConditionalGeneration, VoxtralForConditionalGeneration and "
+    "Qwen2AudioForConditionalGeneration draw transformers' tokens in float32, in chunks, behind "
+    "cached pages and from a prefill worker; Voxtral and Qwen2-Audio also on two ranks."
+)
 FOLDERS = (
     "checkpoint/weft/checkpoint/families",
     "engine/weft/engine/model/archs",
@@ -170,6 +176,7 @@ def page(results: Sequence[Path]) -> str:
         MEANINGS,
         "\n".join(feature_lines(table)),
         others(table),
+        HEARING,
         "## Files",
         "\n".join(file_lines()),
         "## Parts without a second user",

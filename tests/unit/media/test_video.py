@@ -21,7 +21,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers.models.qwen3_vl import processing_qwen3_vl
 from transformers.video_utils import VideoMetadata, read_video_pyav
-from weft.gateway.media import audio
+from weft.gateway.media import audio, containers
 from weft.gateway.media.process import _answer
 from weft.gateway.media.video_forms import VideoForm, VideoPrompts
 from weft.testing.models.tiny_qwen_vl import MARKS
@@ -246,3 +246,47 @@ def test_audio_in_containers(name: str, codec: str, rate: int, layout: str) -> N
 def test_a_video_without_sound_is_no_audio() -> None:
     with pytest.raises(audio.BadFile, match="has no audio"):
         audio.decode(video(5, Fraction(5), (32, 32)), 60)
+
+
+def test_times_that_move_rotations_are_in_the_digest() -> None:
+    """Pages of the same frames at another rate hold other keys, and so have other names."""
+    pixels = np.random.default_rng(random.randrange(1 << 30)).integers(0, 255, (4, 16, 16, 3))
+    images = [Image.fromarray(one.astype(np.uint8)) for one in pixels]
+
+    def digests(form: VideoForm, *times: int) -> list[bytes]:
+        return [one.digest for one in form.process(iter(images), range(4), (2, 2), times)]
+
+    assert digests(QWEN3, 0, 9) == digests(QWEN3, 0, 12)
+    (first, second), (same, other) = digests(QWEN2, 0, 4), digests(QWEN2, 0, 8)
+    assert first == same
+    assert len({first, second, other}) == 3
+
+
+def test_silence_that_unpacks_to_much_is_not_unpacked() -> None:
+    """An hour of it has some hundred kilobytes."""
+    out = io.BytesIO()
+    out.name = "a.webm"
+    with av.open(out, "w") as container:
+        stream = container.add_stream("libopus", rate=48_000, layout="mono")
+        for _ in range(120):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 24_000), np.float32), "fltp", "mono")
+            frame.sample_rate = 48_000
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    data = out.getvalue()
+    assert len(data) < 40_000
+    taken = list[int]()
+    with (
+        pytest.raises(audio.BadAudio, match="longer than 2 s"),
+        patch.object(
+            audio, "sound_of", lambda *given: _counted(containers.sound_of(*given), taken)
+        ),
+    ):
+        audio.decode(data, 2.0)
+    assert sum(taken) < 3 * 48_000
+
+
+def _counted(blocks: Any, taken: list[int]) -> Any:
+    for rate, samples in blocks:
+        taken.append(len(samples))
+        yield rate, samples
