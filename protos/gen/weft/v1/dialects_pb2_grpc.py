@@ -1244,6 +1244,11 @@ class TrainerServiceStub:
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.UpdateWeightsFromPeer = channel.unary_unary(
+                '/weft.v1.TrainerService/UpdateWeightsFromPeer',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.UpdateWeightsFromIpc = channel.unary_unary(
                 '/weft.v1.TrainerService/UpdateWeightsFromIpc',
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
@@ -1421,6 +1426,13 @@ class TrainerServiceServicer:
 
     def UpdateWeightsFromTensor(self, request, context):
         """Refused: SGLang's form is pickled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeightsFromPeer(self, request, context):
+        """Copies the weights that one of the mesh's workers has to all others of its model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1614,6 +1626,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
             ),
             'UpdateWeightsFromTensor': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateWeightsFromTensor,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'UpdateWeightsFromPeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeightsFromPeer,
                     request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
@@ -2032,6 +2049,33 @@ class TrainerService:
             request,
             target,
             '/weft.v1.TrainerService/UpdateWeightsFromTensor',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeightsFromPeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.TrainerService/UpdateWeightsFromPeer',
             google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,

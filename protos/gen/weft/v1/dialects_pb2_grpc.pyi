@@ -436,6 +436,8 @@ class TrainerServiceStub:
     """Ends an update; answers once all workers serve the new weights."""
     UpdateWeightsFromTensor: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Refused: SGLang's form is pickled."""
+    UpdateWeightsFromPeer: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Copies the weights that one of the mesh's workers has to all others of its model."""
     UpdateWeightsFromIpc: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Refused: SGLang's form is pickled."""
     InitWeightTransferEngine: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
@@ -510,6 +512,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Ends an update; answers once all workers serve the new weights."""
     UpdateWeightsFromTensor: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Refused: SGLang's form is pickled."""
+    UpdateWeightsFromPeer: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Copies the weights that one of the mesh's workers has to all others of its model."""
     UpdateWeightsFromIpc: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Refused: SGLang's form is pickled."""
     InitWeightTransferEngine: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -653,6 +657,14 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Refused: SGLang's form is pickled."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeightsFromPeer(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Copies the weights that one of the mesh's workers has to all others of its model."""
 
     @_abc_1.abstractmethod
     def UpdateWeightsFromIpc(

@@ -105,6 +105,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.TrainerService/UpdateWeightsFromDistributed": _CONSOLE,
     "/weft.v1.TrainerService/EndWeightUpdate": _CONSOLE,
     "/weft.v1.TrainerService/UpdateWeightsFromTensor": _CONSOLE,
+    "/weft.v1.TrainerService/UpdateWeightsFromPeer": _CONSOLE,
     "/weft.v1.TrainerService/UpdateWeightsFromIpc": _CONSOLE,
     "/weft.v1.TrainerService/InitWeightTransferEngine": _CONSOLE,
     "/weft.v1.TrainerService/StartWeightUpdate": _CONSOLE,

@@ -50,6 +50,7 @@ KEYLESS = frozenset(
         "/weft.v1.TrainerService/UpdateWeightsFromDistributed",
         "/weft.v1.TrainerService/EndWeightUpdate",
         "/weft.v1.TrainerService/UpdateWeightsFromTensor",
+        "/weft.v1.TrainerService/UpdateWeightsFromPeer",
         "/weft.v1.TrainerService/UpdateWeightsFromIpc",
         "/weft.v1.TrainerService/InitWeightTransferEngine",
         "/weft.v1.TrainerService/StartWeightUpdate",

@@ -55,6 +55,7 @@ from weft.gateway.api.trainer.bodies import (
     UpdateBody,
     UpdateFromDiskBody,
     UpdateFromDistributedBody,
+    UpdateFromPeerBody,
     UpdateFromTensorBody,
     VersionAnswer,
     WorldSizeAnswer,
@@ -370,6 +371,13 @@ _DIALECTS = (
                 "Takes tensors that a trainer on the workers' machine lends.",
                 TrainerAnswer,
                 UpdateFromTensorBody,
+            ),
+            Route(
+                "post",
+                "/update_weights_from_peer",
+                "Copies the weights of one of the mesh's workers to the others of its model.",
+                TrainerAnswer,
+                UpdateFromPeerBody,
             ),
             Route(
                 "post",

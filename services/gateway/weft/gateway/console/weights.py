@@ -47,6 +47,26 @@ class MeshWeights:
         request = weights_pb2.RefitRequest(folder=folder, version=version)
         return await self._on_all("Refit", request, token, MAX_LIMIT_S)
 
+    async def copy(self, worker_id: str, version: str, token: str) -> Mapping[str, WeightStatus]:
+        """Copies one worker's weights to all others of its model. Raises InvalidRequest if there is
+        no such worker, or no other.
+        """
+        workers = {one.info.worker_id: one for one in self.fleet.workers() if one.info is not None}
+        source = workers.get(worker_id)
+        if source is None:
+            known = ", ".join(sorted(workers))
+            message = f"worker: there is no {worker_id!r}, but {known}"
+            raise InvalidRequest(message, stage="weights", param="worker")
+        others = [
+            name for name, one in workers.items() if one is not source and one.model == source.model
+        ]
+        if not others:
+            message = f"worker: {worker_id} is the only one of its model"
+            raise InvalidRequest(message, stage="weights", param="worker")
+        request = weights_pb2.RefitRequest(peer=source.endpoint.address, version=version)
+        orders = dict.fromkeys(others, request)
+        return _statuses(await self._call_each("Refit", orders, token, MAX_LIMIT_S))
+
     async def join(self, group: WeightGroup, token: str) -> Mapping[str, WeightStatus]:
         """Joins a trainer's group with all ranks of all workers, the first as `group.rank`. Raises
         InvalidRequest if the group has too few places.

@@ -779,7 +779,7 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\fStartProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/start_profile\x12S\n" +
 	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
-	"\x12\b/metrics2\x84\x17\n" +
+	"\x12\b/metrics2\xef\x17\n" +
 	"\x0eTrainerService\x12R\n" +
 	"\fPauseWorkers\x12\x1c.weft.v1.PauseWorkersRequest\x1a\x14.google.api.HttpBody\"\x0e\x82\xd3\xe4\x93\x02\b\"\x06/pause\x12N\n" +
 	"\rResumeWorkers\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\"\a/resume\x12L\n" +
@@ -793,7 +793,8 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\x11BeginWeightUpdate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/begin_weight_update\x12w\n" +
 	"\x1cUpdateWeightsFromDistributed\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"+\x82\xd3\xe4\x93\x02%:\x01*\" /update_weights_from_distributed\x12\\\n" +
 	"\x0fEndWeightUpdate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1d\x82\xd3\xe4\x93\x02\x17:\x01*\"\x12/end_weight_update\x12m\n" +
-	"\x17UpdateWeightsFromTensor\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"&\x82\xd3\xe4\x93\x02 :\x01*\"\x1b/update_weights_from_tensor\x12g\n" +
+	"\x17UpdateWeightsFromTensor\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"&\x82\xd3\xe4\x93\x02 :\x01*\"\x1b/update_weights_from_tensor\x12i\n" +
+	"\x15UpdateWeightsFromPeer\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/update_weights_from_peer\x12g\n" +
 	"\x14UpdateWeightsFromIpc\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"#\x82\xd3\xe4\x93\x02\x1d:\x01*\"\x18/update_weights_from_ipc\x12o\n" +
 	"\x18InitWeightTransferEngine\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"'\x82\xd3\xe4\x93\x02!:\x01*\"\x1c/init_weight_transfer_engine\x12`\n" +
 	"\x11StartWeightUpdate\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/start_weight_update\x12W\n" +
@@ -899,91 +900,93 @@ var file_weft_v1_dialects_proto_depIdxs = []int32{
 	13, // 35: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
 	13, // 36: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
 	13, // 37: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
-	13, // 38: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
-	13, // 39: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
-	13, // 40: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
-	13, // 41: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
-	13, // 42: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
-	13, // 43: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
-	7,  // 44: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
-	14, // 45: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
-	14, // 46: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
-	8,  // 47: weft.v1.TrainerService.SleepWorkers:input_type -> weft.v1.SleepWorkersRequest
-	9,  // 48: weft.v1.TrainerService.WakeWorkers:input_type -> weft.v1.WakeWorkersRequest
-	14, // 49: weft.v1.TrainerService.IsSleeping:input_type -> google.protobuf.Empty
-	13, // 50: weft.v1.TrainerService.ReleaseMemory:input_type -> google.api.HttpBody
-	13, // 51: weft.v1.TrainerService.ResumeMemory:input_type -> google.api.HttpBody
-	13, // 52: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
-	13, // 53: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
-	13, // 54: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
-	10, // 55: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
-	13, // 56: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	13, // 57: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	13, // 58: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	13, // 59: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	13, // 60: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	13, // 61: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	13, // 62: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	13, // 63: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	13, // 64: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	13, // 65: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	13, // 66: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	13, // 67: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	13, // 68: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	13, // 69: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	13, // 70: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	13, // 71: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	13, // 72: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	13, // 73: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	13, // 74: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	13, // 75: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	13, // 76: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	13, // 77: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	13, // 78: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	13, // 79: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	13, // 80: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	13, // 81: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	13, // 82: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
-	13, // 83: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
-	13, // 84: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	13, // 85: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
-	13, // 86: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
-	13, // 87: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
-	13, // 88: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
-	13, // 89: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
-	13, // 90: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
-	13, // 91: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
-	13, // 92: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
-	13, // 93: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
-	13, // 94: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
-	13, // 95: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
-	13, // 96: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
-	13, // 97: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
-	13, // 98: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
-	13, // 99: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
-	13, // 100: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
-	13, // 101: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
-	13, // 102: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
-	13, // 103: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
-	13, // 104: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
-	13, // 105: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
-	13, // 106: weft.v1.TrainerService.SleepWorkers:output_type -> google.api.HttpBody
-	13, // 107: weft.v1.TrainerService.WakeWorkers:output_type -> google.api.HttpBody
-	13, // 108: weft.v1.TrainerService.IsSleeping:output_type -> google.api.HttpBody
-	13, // 109: weft.v1.TrainerService.ReleaseMemory:output_type -> google.api.HttpBody
-	13, // 110: weft.v1.TrainerService.ResumeMemory:output_type -> google.api.HttpBody
-	13, // 111: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
-	13, // 112: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
-	13, // 113: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
-	13, // 114: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
-	13, // 115: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	13, // 116: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	13, // 117: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	13, // 118: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	13, // 119: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	13, // 120: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	62, // [62:121] is the sub-list for method output_type
-	3,  // [3:62] is the sub-list for method input_type
+	13, // 38: weft.v1.TrainerService.UpdateWeightsFromPeer:input_type -> google.api.HttpBody
+	13, // 39: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
+	13, // 40: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
+	13, // 41: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
+	13, // 42: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
+	13, // 43: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
+	13, // 44: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
+	7,  // 45: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
+	14, // 46: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
+	14, // 47: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
+	8,  // 48: weft.v1.TrainerService.SleepWorkers:input_type -> weft.v1.SleepWorkersRequest
+	9,  // 49: weft.v1.TrainerService.WakeWorkers:input_type -> weft.v1.WakeWorkersRequest
+	14, // 50: weft.v1.TrainerService.IsSleeping:input_type -> google.protobuf.Empty
+	13, // 51: weft.v1.TrainerService.ReleaseMemory:input_type -> google.api.HttpBody
+	13, // 52: weft.v1.TrainerService.ResumeMemory:input_type -> google.api.HttpBody
+	13, // 53: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
+	13, // 54: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
+	13, // 55: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
+	10, // 56: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
+	13, // 57: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	13, // 58: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	13, // 59: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	13, // 60: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	13, // 61: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	13, // 62: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	13, // 63: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	13, // 64: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	13, // 65: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	13, // 66: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	13, // 67: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	13, // 68: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	13, // 69: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	13, // 70: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	13, // 71: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	13, // 72: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	13, // 73: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	13, // 74: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	13, // 75: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	13, // 76: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	13, // 77: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	13, // 78: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	13, // 79: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	13, // 80: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	13, // 81: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	13, // 82: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	13, // 83: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	13, // 84: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	13, // 85: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	13, // 86: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
+	13, // 87: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
+	13, // 88: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
+	13, // 89: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
+	13, // 90: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
+	13, // 91: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
+	13, // 92: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
+	13, // 93: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
+	13, // 94: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
+	13, // 95: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
+	13, // 96: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
+	13, // 97: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
+	13, // 98: weft.v1.TrainerService.UpdateWeightsFromPeer:output_type -> google.api.HttpBody
+	13, // 99: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
+	13, // 100: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
+	13, // 101: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
+	13, // 102: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
+	13, // 103: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
+	13, // 104: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
+	13, // 105: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
+	13, // 106: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
+	13, // 107: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
+	13, // 108: weft.v1.TrainerService.SleepWorkers:output_type -> google.api.HttpBody
+	13, // 109: weft.v1.TrainerService.WakeWorkers:output_type -> google.api.HttpBody
+	13, // 110: weft.v1.TrainerService.IsSleeping:output_type -> google.api.HttpBody
+	13, // 111: weft.v1.TrainerService.ReleaseMemory:output_type -> google.api.HttpBody
+	13, // 112: weft.v1.TrainerService.ResumeMemory:output_type -> google.api.HttpBody
+	13, // 113: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
+	13, // 114: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
+	13, // 115: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
+	13, // 116: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
+	13, // 117: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	13, // 118: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	13, // 119: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	13, // 120: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	13, // 121: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	13, // 122: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	63, // [63:123] is the sub-list for method output_type
+	3,  // [3:63] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name

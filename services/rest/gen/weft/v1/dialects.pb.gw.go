@@ -1017,6 +1017,33 @@ func local_request_TrainerService_UpdateWeightsFromTensor_0(ctx context.Context,
 	return msg, metadata, err
 }
 
+func request_TrainerService_UpdateWeightsFromPeer_0(ctx context.Context, marshaler runtime.Marshaler, client TrainerServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
+	var (
+		protoReq httpbody.HttpBody
+		metadata runtime.ServerMetadata
+	)
+	if err := marshaler.NewDecoder(req.Body).Decode(&protoReq); err != nil && !errors.Is(err, io.EOF) {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	if req.Body != nil {
+		_, _ = io.Copy(io.Discard, req.Body)
+	}
+	msg, err := client.UpdateWeightsFromPeer(ctx, &protoReq, grpc.Header(&metadata.HeaderMD), grpc.Trailer(&metadata.TrailerMD))
+	return msg, metadata, err
+}
+
+func local_request_TrainerService_UpdateWeightsFromPeer_0(ctx context.Context, marshaler runtime.Marshaler, server TrainerServiceServer, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
+	var (
+		protoReq httpbody.HttpBody
+		metadata runtime.ServerMetadata
+	)
+	if err := marshaler.NewDecoder(req.Body).Decode(&protoReq); err != nil && !errors.Is(err, io.EOF) {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	msg, err := server.UpdateWeightsFromPeer(ctx, &protoReq)
+	return msg, metadata, err
+}
+
 func request_TrainerService_UpdateWeightsFromIpc_0(ctx context.Context, marshaler runtime.Marshaler, client TrainerServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
 	var (
 		protoReq httpbody.HttpBody
@@ -2466,6 +2493,26 @@ func RegisterTrainerServiceHandlerServer(ctx context.Context, mux *runtime.Serve
 		}
 		forward_TrainerService_UpdateWeightsFromTensor_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
 	})
+	mux.Handle(http.MethodPost, pattern_TrainerService_UpdateWeightsFromPeer_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		var stream runtime.ServerTransportStream
+		ctx = grpc.NewContextWithServerTransportStream(ctx, &stream)
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateIncomingContext(ctx, mux, req, "/weft.v1.TrainerService/UpdateWeightsFromPeer", runtime.WithHTTPPathPattern("/update_weights_from_peer"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := local_request_TrainerService_UpdateWeightsFromPeer_0(annotatedContext, inboundMarshaler, server, req, pathParams)
+		md.HeaderMD, md.TrailerMD = metadata.Join(md.HeaderMD, stream.Header()), metadata.Join(md.TrailerMD, stream.Trailer())
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_TrainerService_UpdateWeightsFromPeer_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
+	})
 	mux.Handle(http.MethodPost, pattern_TrainerService_UpdateWeightsFromIpc_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
 		defer cancel()
@@ -3799,6 +3846,23 @@ func RegisterTrainerServiceHandlerClient(ctx context.Context, mux *runtime.Serve
 		}
 		forward_TrainerService_UpdateWeightsFromTensor_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
 	})
+	mux.Handle(http.MethodPost, pattern_TrainerService_UpdateWeightsFromPeer_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateContext(ctx, mux, req, "/weft.v1.TrainerService/UpdateWeightsFromPeer", runtime.WithHTTPPathPattern("/update_weights_from_peer"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := request_TrainerService_UpdateWeightsFromPeer_0(annotatedContext, inboundMarshaler, client, req, pathParams)
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_TrainerService_UpdateWeightsFromPeer_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
+	})
 	mux.Handle(http.MethodPost, pattern_TrainerService_UpdateWeightsFromIpc_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
 		defer cancel()
@@ -4155,6 +4219,7 @@ var (
 	pattern_TrainerService_UpdateWeightsFromDistributed_0 = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"update_weights_from_distributed"}, ""))
 	pattern_TrainerService_EndWeightUpdate_0              = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"end_weight_update"}, ""))
 	pattern_TrainerService_UpdateWeightsFromTensor_0      = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"update_weights_from_tensor"}, ""))
+	pattern_TrainerService_UpdateWeightsFromPeer_0        = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"update_weights_from_peer"}, ""))
 	pattern_TrainerService_UpdateWeightsFromIpc_0         = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"update_weights_from_ipc"}, ""))
 	pattern_TrainerService_InitWeightTransferEngine_0     = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"init_weight_transfer_engine"}, ""))
 	pattern_TrainerService_StartWeightUpdate_0            = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"start_weight_update"}, ""))
@@ -4190,6 +4255,7 @@ var (
 	forward_TrainerService_UpdateWeightsFromDistributed_0 = runtime.ForwardResponseMessage
 	forward_TrainerService_EndWeightUpdate_0              = runtime.ForwardResponseMessage
 	forward_TrainerService_UpdateWeightsFromTensor_0      = runtime.ForwardResponseMessage
+	forward_TrainerService_UpdateWeightsFromPeer_0        = runtime.ForwardResponseMessage
 	forward_TrainerService_UpdateWeightsFromIpc_0         = runtime.ForwardResponseMessage
 	forward_TrainerService_InitWeightTransferEngine_0     = runtime.ForwardResponseMessage
 	forward_TrainerService_StartWeightUpdate_0            = runtime.ForwardResponseMessage

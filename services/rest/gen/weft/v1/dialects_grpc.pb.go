@@ -1254,6 +1254,7 @@ const (
 	TrainerService_UpdateWeightsFromDistributed_FullMethodName = "/weft.v1.TrainerService/UpdateWeightsFromDistributed"
 	TrainerService_EndWeightUpdate_FullMethodName              = "/weft.v1.TrainerService/EndWeightUpdate"
 	TrainerService_UpdateWeightsFromTensor_FullMethodName      = "/weft.v1.TrainerService/UpdateWeightsFromTensor"
+	TrainerService_UpdateWeightsFromPeer_FullMethodName        = "/weft.v1.TrainerService/UpdateWeightsFromPeer"
 	TrainerService_UpdateWeightsFromIpc_FullMethodName         = "/weft.v1.TrainerService/UpdateWeightsFromIpc"
 	TrainerService_InitWeightTransferEngine_FullMethodName     = "/weft.v1.TrainerService/InitWeightTransferEngine"
 	TrainerService_StartWeightUpdate_FullMethodName            = "/weft.v1.TrainerService/StartWeightUpdate"
@@ -1306,6 +1307,8 @@ type TrainerServiceClient interface {
 	EndWeightUpdate(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Refused: SGLang's form is pickled.
 	UpdateWeightsFromTensor(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Copies the weights that one of the mesh's workers has to all others of its model.
+	UpdateWeightsFromPeer(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Refused: SGLang's form is pickled.
 	UpdateWeightsFromIpc(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// InitWeightsUpdateGroup in vLLM's form.
@@ -1468,6 +1471,16 @@ func (c *trainerServiceClient) UpdateWeightsFromTensor(ctx context.Context, in *
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
 	err := c.cc.Invoke(ctx, TrainerService_UpdateWeightsFromTensor_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) UpdateWeightsFromPeer(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_UpdateWeightsFromPeer_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -1704,6 +1717,8 @@ type TrainerServiceServer interface {
 	EndWeightUpdate(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Refused: SGLang's form is pickled.
 	UpdateWeightsFromTensor(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Copies the weights that one of the mesh's workers has to all others of its model.
+	UpdateWeightsFromPeer(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Refused: SGLang's form is pickled.
 	UpdateWeightsFromIpc(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// InitWeightsUpdateGroup in vLLM's form.
@@ -1787,6 +1802,9 @@ func (UnimplementedTrainerServiceServer) EndWeightUpdate(context.Context, *httpb
 }
 func (UnimplementedTrainerServiceServer) UpdateWeightsFromTensor(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromTensor not implemented")
+}
+func (UnimplementedTrainerServiceServer) UpdateWeightsFromPeer(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromPeer not implemented")
 }
 func (UnimplementedTrainerServiceServer) UpdateWeightsFromIpc(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromIpc not implemented")
@@ -2075,6 +2093,24 @@ func _TrainerService_UpdateWeightsFromTensor_Handler(srv interface{}, ctx contex
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(TrainerServiceServer).UpdateWeightsFromTensor(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_UpdateWeightsFromPeer_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).UpdateWeightsFromPeer(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_UpdateWeightsFromPeer_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).UpdateWeightsFromPeer(ctx, req.(*httpbody.HttpBody))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -2443,6 +2479,10 @@ var TrainerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "UpdateWeightsFromTensor",
 			Handler:    _TrainerService_UpdateWeightsFromTensor_Handler,
+		},
+		{
+			MethodName: "UpdateWeightsFromPeer",
+			Handler:    _TrainerService_UpdateWeightsFromPeer_Handler,
 		},
 		{
 			MethodName: "UpdateWeightsFromIpc",

@@ -130,6 +130,13 @@ class UpdateFromTensorBody(DialectBody):
     flush_cache: Any = left_out(_NAMES_PAGES, True)
 
 
+class UpdateFromPeerBody(DialectBody):
+    """Body of POST /update_weights_from_peer."""
+
+    worker: Name = Field(description="id of the worker that has the weights")
+    weight_version: str | None = Field(None, description="name of the version; default the peer's")
+
+
 class PickledBody(DialectBody):
     """Body of calls whose tensors are pickled."""
 

@@ -43,6 +43,7 @@ from weft.gateway.api.trainer.bodies import (
     UpdateBody,
     UpdateFromDiskBody,
     UpdateFromDistributedBody,
+    UpdateFromPeerBody,
     UpdateFromTensorBody,
 )
 from weft.gateway.api.trainer.token_answers import SglangWriter, VllmWriter
@@ -217,6 +218,12 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         version = body.weight_version or ""
         found = await self._weights.receive("", tensors, self._token(context), version=version)
         return _answer("weights received", found)
+
+    async def UpdateWeightsFromPeer(self, request: HttpBody, context: Context) -> HttpBody:
+        body = await self._body(UpdateFromPeerBody, request, context)
+        token = self._token(context)
+        found = await self._weights.copy(body.worker, body.weight_version or "", token)
+        return _answer("weights copied", found)
 
     async def UpdateWeightsFromIpc(self, request: HttpBody, context: Context) -> HttpBody:
         raise self._pickled(context)
