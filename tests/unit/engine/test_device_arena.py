@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 from weft.contract.errors import ConfigError
-from weft.engine.executor.device_arena import DeviceArena, _without
-from weft.engine.executor.sleeping import Span, spans_of
+from weft.engine.executor.device_arena import DeviceArena
+from weft.engine.executor.sleeping import Span, spans_of, without
 
 CPU = torch.device("cpu")
 PAGE = 1 << 16
@@ -54,7 +54,7 @@ class HostArena(DeviceArena):
 
     def tensor(self, *shape: int) -> torch.Tensor:
         made = torch.randn(shape)
-        address = self._on_take(made.nbytes, 0, None)
+        address = self._memory.on_take(made.nbytes, 0, None)
         assert address
         place = self._view(address, address + made.nbytes).view(torch.float32).view(shape)
         return place.copy_(made)
@@ -126,7 +126,7 @@ def test_memory_that_is_not_there_leaves_the_arena_asleep(
     with pytest.raises(ConfigError, match="not enough"):
         arena.come_back()
     # PyTorch is told that there is no memory.
-    assert arena._on_take(100, 0, None) == 0
+    assert arena._memory.on_take(100, 0, None) == 0
     driver.is_full = False
     arena.come_back()
     assert torch.equal(one, was)
@@ -134,9 +134,9 @@ def test_memory_that_is_not_there_leaves_the_arena_asleep(
 
 def test_freed_pieces_are_given_back(arena: HostArena, driver: HostDriver) -> None:
     first, second = arena.tensor(10, 10).data_ptr(), arena.tensor(10, 10).data_ptr()
-    arena._on_free(first, 400, 0, None)
+    arena._memory.on_free(first, 400, 0, None)
     arena.leave(keeps=True)
-    arena._on_free(second, 400, 0, None)
+    arena._memory.on_free(second, 400, 0, None)
     arena.come_back()
     assert not driver.mapped
     assert not driver.blocks
@@ -148,7 +148,7 @@ def test_nothing_comes_back_into_memory_that_was_freed_meanwhile(
     kept, freed = arena.tensor(10, 10), arena.tensor(10, 10).data_ptr()
     was = kept.clone()
     arena.leave(keeps=True)
-    arena._on_free(freed, 400, 0, None)
+    arena._memory.on_free(freed, 400, 0, None)
     seen, view = list[int](), arena._view
     monkeypatch.setattr(
         arena, "_view", lambda begin, end: (seen.append(begin), view(begin, end))[1]
@@ -160,9 +160,9 @@ def test_nothing_comes_back_into_memory_that_was_freed_meanwhile(
 
 def test_parts_without_others() -> None:
     whole = [Span(0, 10), Span(20, 30)]
-    assert _without(whole, []) == whole
-    assert _without(whole, [Span(3, 5), Span(8, 22)]) == [Span(0, 3), Span(5, 8), Span(22, 30)]
-    assert _without(whole, [Span(0, 30)]) == []
+    assert without(whole, []) == whole
+    assert without(whole, [Span(3, 5), Span(8, 22)]) == [Span(0, 3), Span(5, 8), Span(22, 30)]
+    assert without(whole, [Span(0, 30)]) == []
 
 
 def test_spans_leave_out_what_is_not_theirs() -> None:

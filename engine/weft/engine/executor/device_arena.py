@@ -118,6 +118,61 @@ class _Piece:
         """None: there is no memory behind the addresses."""
 
 
+class _Pieces:
+    """The memory that PyTorch has taken for one pool. PyTorch may give pieces back after their
+    arena has gone, and calls functions that Python made for it, and its own allocator object, of
+    which it has only the address. So all of these live as long as the process.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.lock = threading.RLock()
+        """Taking memory may run Python's garbage collector, which may give memory back."""
+        self.taken: dict[int, _Piece] = {}
+        self.freed: list[Span] = []
+        """Pieces that were given back since the arena has last looked."""
+        self.take = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)(self.on_take)
+        self.free = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)(self.on_free)
+        self.allocator: Any = None
+
+    def pool(self) -> Any:
+        """A pool of PyTorch's whose memory comes from here."""
+        take, free = (ctypes.cast(one, c_void_p).value for one in (self.take, self.free))
+        assert take is not None
+        assert free is not None
+        self.allocator = torch._C._cuda_customAllocator(take, free)
+        _ALL.append(self)
+        return torch.cuda.MemPool(self.allocator)
+
+    def on_take(self, size: int, device: int, stream: int | None) -> int:
+        # An exception cannot pass through PyTorch's code, which takes 0 for "no memory".
+        try:
+            with self.lock:
+                rounded = -(-size // self.driver.granularity) * self.driver.granularity
+                address = self.driver.reserve(rounded)
+                try:
+                    handle = self.driver.map(address, rounded)
+                except ConfigError:
+                    self.driver.free(address, rounded)
+                    return 0
+                self.taken[address] = _Piece(address, rounded, handle)
+                return address
+        except ConfigError:
+            return 0
+
+    def on_free(self, address: int | None, size: int, device: int, stream: int | None) -> None:
+        with self.lock:
+            piece = None if address is None else self.taken.pop(address, None)
+            if piece is not None:
+                if piece.handle is not None:
+                    self.driver.unmap(piece.address, piece.size, piece.handle)
+                self.driver.free(piece.address, piece.size)
+                self.freed.append(Span(piece.address, piece.address + piece.size))
+
+
+_ALL: list[_Pieces] = []
+
+
 class DeviceArena:
     """Memory of one kind: weights, or KV pools.
 
@@ -138,30 +193,20 @@ class DeviceArena:
         self._device = device
         self._driver = driver or Driver(device)
         self.tensors = tensors
-        self._lock = threading.Lock()
-        self._pieces: dict[int, _Piece] = {}
+        self._memory = _Pieces(self._driver)
         self._is_away = False
         self._kept = list[Span]()
         """What was put away, in the order in which it lies in the host's memory."""
-        self._dropped: set[int] = set()
-        """Begins of those spans whose memory was freed meanwhile, and may be another's."""
         self._host = torch.empty(0, dtype=torch.uint8)
         if host_bytes:
             self._host = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
-        # PyTorch calls these; they must live as long as the pool.
-        self._take = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)(self._on_take)
-        self._free = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)(self._on_free)
         self._pool: Any = None
 
     @contextmanager
     def taking(self) -> Iterator[None]:
         """Tensors that are made on the GPU inside, by any thread, lie in the arena."""
         if self._pool is None:
-            take, free = (ctypes.cast(one, c_void_p).value for one in (self._take, self._free))
-            assert take is not None
-            assert free is not None
-            allocator = torch._C._cuda_customAllocator(take, free)
-            self._pool = torch.cuda.MemPool(allocator)
+            self._pool = self._memory.pool()
         number = torch.cuda.current_device() if self._device.index is None else self._device.index
         # `torch.cuda.use_mem_pool` is for one thread, and several load a model.
         torch._C._cuda_beginAllocateToPool(number, self._pool.id)
@@ -174,7 +219,7 @@ class DeviceArena:
     @property
     def num_bytes(self) -> int:
         """Bytes of the GPU's memory that the arena has now."""
-        return sum(piece.size for piece in self._pieces.values() if piece.handle is not None)
+        return sum(piece.size for piece in self._memory.taken.values() if piece.handle is not None)
 
     def leave(self, *, keeps: bool) -> None:
         """As `Memory.leave`. Without `keeps` the content beside `tensors` is put away all the same,
@@ -186,11 +231,13 @@ class DeviceArena:
             return
         kept = list[Span]()
         if self.tensors is not None:
-            kept = [Span(one.address, one.address + one.size) for one in self._pieces.values()]
+            kept = [
+                Span(one.address, one.address + one.size) for one in self._memory.taken.values()
+            ]
             kept = kept if keeps else without(kept, spans_of(self.tensors()))
         self._put_away(kept)
         torch.cuda.synchronize(self._device)
-        for piece in self._pieces.values():
+        for piece in self._memory.taken.values():
             if piece.handle is not None:
                 self._driver.unmap(piece.address, piece.size, piece.handle)
                 piece.handle = None
@@ -200,20 +247,30 @@ class DeviceArena:
         if not self._is_away:
             return
         torch.cuda.empty_cache()
-        for piece in self._pieces.values():
+        for piece in self._memory.taken.values():
             if piece.handle is None:
                 piece.handle = self._driver.map(piece.address, piece.size)
                 if self.tensors is None:
                     self._view(piece.address, piece.address + piece.size).zero_()
-        at = 0
+        at, dropped = 0, self._dropped
         for begin, end in self._kept:
             place = self._host[at : at + end - begin]
-            if begin not in self._dropped:
+            if begin not in dropped:
                 self._view(begin, end).copy_(place, non_blocking=True)
             at += end - begin
         torch.cuda.synchronize(self._device)
-        self._dropped.clear()
+        self._memory.freed.clear()
         self._is_away = False
+
+    @property
+    def _dropped(self) -> set[int]:
+        """Begins of those spans that were put away and whose memory was freed meanwhile. It may be
+        another's.
+        """
+        freed = self._memory.freed
+        return {
+            begin for begin, _ in self._kept if any(first <= begin < last for first, last in freed)
+        }
 
     def _put_away(self, spans: Sequence[Span]) -> None:
         size = sum(end - begin for begin, end in spans)
@@ -231,14 +288,14 @@ class DeviceArena:
             place.copy_(self._view(begin, end), non_blocking=True)
             at += end - begin
         self._kept = list(spans)
-        self._dropped.clear()
+        self._memory.freed.clear()
 
     def _forget(self) -> None:
         """Keeps only what an update does not fill. The host's memory stays, for the next time."""
         parameters = [] if self.tensors is None else spans_of(self.tensors())
-        kept, at, to = list[Span](), 0, 0
+        kept, at, to, dropped = list[Span](), 0, 0, self._dropped
         for begin, end in self._kept:
-            left = [] if begin in self._dropped else without([Span(begin, end)], parameters)
+            left = [] if begin in dropped else without([Span(begin, end)], parameters)
             for first, last in left:
                 source = self._host[at + first - begin : at + last - begin].clone()
                 self._host[to : to + last - first].copy_(source)
@@ -246,38 +303,10 @@ class DeviceArena:
                 to += last - first
             at += end - begin
         self._kept = kept
-        self._dropped.clear()
+        self._memory.freed.clear()
 
     def _view(self, begin: int, end: int) -> torch.Tensor:
         return torch.as_tensor(_Bytes(begin, end - begin), device=self._device)
-
-    def _on_take(self, size: int, device: int, stream: int | None) -> int:
-        # An exception cannot pass through PyTorch's code, which takes 0 for "no memory".
-        try:
-            with self._lock:
-                rounded = -(-size // self._driver.granularity) * self._driver.granularity
-                address = self._driver.reserve(rounded)
-                try:
-                    handle = self._driver.map(address, rounded)
-                except ConfigError:
-                    self._driver.free(address, rounded)
-                    return 0
-                self._pieces[address] = _Piece(address, rounded, handle)
-                return address
-        except ConfigError:
-            return 0
-
-    def _on_free(self, address: int | None, size: int, device: int, stream: int | None) -> None:
-        with self._lock:
-            piece = None if address is None else self._pieces.pop(address, None)
-            if piece is not None:
-                if piece.handle is not None:
-                    self._driver.unmap(piece.address, piece.size, piece.handle)
-                self._driver.free(piece.address, piece.size)
-                last = piece.address + piece.size
-                self._dropped.update(
-                    one.begin for one in self._kept if piece.address <= one.begin < last
-                )
 
 
 class _Bytes:
