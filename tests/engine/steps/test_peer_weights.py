@@ -74,7 +74,7 @@ def mtp(path: Path, seed: int) -> Path:
     ("make", "settings"),
     [
         *(
-            # A process that had NIXL before may not know its lanes; tests/mesh has fresh ones.
+            # tests/mesh/operations/test_peer_weights.py has one such start with each run.
             pytest.param(make, settings, marks=pytest.mark.full)
             for make, settings in (
                 (plain, {}),

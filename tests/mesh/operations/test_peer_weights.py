@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from pathlib import Path
 
 import grpc
 import pytest
+from weft.common.worker.kernel_files import KernelFolders, KernelKeeper, kernel_version
+from weft.contract.cache_folder import cache_folder
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.secure_mesh import SecureMesh
 from weft.testing.meshes.tiny_mesh import Greedy
@@ -56,5 +59,35 @@ def test_a_worker_that_starts_again_copies_its_weights(tmp_path: Path, rest_bina
             with pytest.raises(grpc.RpcError) as refused:
                 mesh.call(caller, "decode-0", stub, "OfferWeights", request)
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        check_kernels(mesh, tmp_path / "kernels")
     finally:
         assert mesh.stop() == 0, mesh.text
+
+
+def check_kernels(mesh: SecureMesh, folder: Path) -> None:
+    """A worker gets the library that another one has compiled and uses; others get nothing."""
+    request = worker_pb2.GetKernelsRequest(version=kernel_version())
+    came: dict[str, bytes] = {}
+    with mesh.open("prefill", "decode-0") as channel:
+        for part in worker_pb2_grpc.WorkerServiceStub(channel).GetKernels(request, timeout=60):
+            came[part.name] = came.get(part.name, b"") + part.data
+            if part.digest:
+                assert hashlib.blake2b(came[part.name], digest_size=32).digest() == part.digest
+    native = {name: content for name, content in came.items() if name.startswith("native/")}
+    used = {path.name: path.read_bytes() for path in (cache_folder() / "native").glob("*.so")}
+    assert native
+    assert all(used[name.removeprefix("native/")] == content for name, content in native.items())
+    with KernelKeeper(KernelFolders(folder / "triton", folder / "native")) as keeper:
+        for name, content in came.items():
+            keeper.take(name, content, hashlib.blake2b(content, digest_size=32).digest())
+    assert len(list((folder / "native").iterdir())) == len(native)
+    for caller, version in (
+        ("gateway", kernel_version()),
+        ("prefill", "triton 0, cpython-30, ia64"),
+    ):
+        stub = worker_pb2_grpc.WorkerServiceStub
+        other = worker_pb2.GetKernelsRequest(version=version)
+        with mesh.open(caller, "decode-0") as channel, pytest.raises(grpc.RpcError) as refused:
+            list(stub(channel).GetKernels(other, timeout=20))
+        denied = grpc.StatusCode.PERMISSION_DENIED
+        assert (refused.value.code() == denied) == (caller == "gateway")

@@ -479,8 +479,8 @@ def _make_executor(
         refit=_refit_of(config, models),
         packed=models.loaded.packed,
         sleep=sleep,
-        loads_by_layer=config.has_tiers and config.load_by_layer != "never",
         beside=partial(_sleeping_beside, models, lora, is_alone=config.num_ranks == 1),
+        loads_by_layer=config.loads_by_layer(is_cuda=device.type == "cuda"),
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)

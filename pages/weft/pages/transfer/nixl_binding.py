@@ -105,7 +105,7 @@ class Binding:
             TypeError,
         )
         self._lock = threading.Lock()
-        self._log = _UcxLog()
+        self._log = _LOG
 
     def create_agent(self, name: str, *, has_device: bool, has_thread: bool = True) -> Any:
         """A UCX agent whose progress thread sleeps.
@@ -177,8 +177,9 @@ class _SleepingBind:
 class _UcxLog:
     """UCX's log, captured in memory, since UCX names the chosen lanes only there.
 
-    UCX reads its log settings from the environment once, when the first agent is created. Settings
-    of the user stay in force; the lanes are then unknown.
+    UCX reads its log settings from the environment once in a process, when the first agent is
+    created. So there is one log, whatever packages of NIXL are loaded. Settings of the user stay in
+    force; the lanes are then unknown.
     """
 
     def __init__(self) -> None:
@@ -207,6 +208,9 @@ class _UcxLog:
             # In a child process the same file descriptor may be another file.
             for name in settings:
                 del os.environ[name]
+            if not self._find_flushes():  # UCX was not loaded, so it will read them later.
+                os.close(self._fd)
+                self._fd, self._is_decided = None, False
 
     def lanes(self, name: str) -> str | None:
         """Lanes of the agent whose truncated name is `name`; different ones are joined."""
@@ -245,6 +249,9 @@ class _UcxLog:
         if not self._flushes:
             self._flushes = _ucx_flushes()
         return self._flushes
+
+
+_LOG = _UcxLog()
 
 
 def _ucx_flushes() -> list[Any]:

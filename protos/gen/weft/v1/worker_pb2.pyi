@@ -83,6 +83,58 @@ ADAPTER_STATE_FAILED: AdapterState.ValueType  # 5
 Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
 
 @_typing.final
+class GetKernelsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Of Triton and Python, and the machine; the worker refuses another one than its own."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetKernelsRequest: _TypeAlias = GetKernelsRequest  # noqa: Y015
+
+@_typing.final
+class GetKernelsResponse(_message.Message):
+    """A part of a file; the parts of one file follow one another. At most 20,000 files of 64 MiB, 1 GiB
+    in all.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"triton/ENTRY/FILE" or "native/FILE"."""
+    data: _builtins.bytes
+    """At most 1 MiB."""
+    digest: _builtins.bytes
+    """BLAKE2b-256 of the whole file, with its last part; before that empty."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetKernelsResponse: _TypeAlias = GetKernelsResponse  # noqa: Y015
+
+@_typing.final
 class GetInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -81,6 +81,11 @@ class WorkerServiceStub:
                 request_serializer=weft_dot_v1_dot_weights__pb2.OfferWeightsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_weights__pb2.OfferWeightsResponse.FromString,
                 _registered_method=True)
+        self.GetKernels = channel.unary_stream(
+                '/weft.v1.WorkerService/GetKernels',
+                request_serializer=weft_dot_v1_dot_worker__pb2.GetKernelsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_worker__pb2.GetKernelsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -156,6 +161,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetKernels(self, request, context):
+        """Sends the compiled kernels that this worker uses to another worker, which runs them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -203,6 +215,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.OfferWeights,
                     request_deserializer=weft_dot_v1_dot_weights__pb2.OfferWeightsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_weights__pb2.OfferWeightsResponse.SerializeToString,
+            ),
+            'GetKernels': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetKernels,
+                    request_deserializer=weft_dot_v1_dot_worker__pb2.GetKernelsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_worker__pb2.GetKernelsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -449,6 +466,33 @@ class WorkerService:
             '/weft.v1.WorkerService/OfferWeights',
             weft_dot_v1_dot_weights__pb2.OfferWeightsRequest.SerializeToString,
             weft_dot_v1_dot_weights__pb2.OfferWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKernels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.WorkerService/GetKernels',
+            weft_dot_v1_dot_worker__pb2.GetKernelsRequest.SerializeToString,
+            weft_dot_v1_dot_worker__pb2.GetKernelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,8 @@ class WorkerServiceStub:
     """
     OfferWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.OfferWeightsRequest, _weights_pb2.OfferWeightsResponse]
     """Lets a worker of the same model read this one's packed weights, while both serve."""
+    GetKernels: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetKernelsRequest, _worker_pb2.GetKernelsResponse]
+    """Sends the compiled kernels that this worker uses to another worker, which runs them."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -98,6 +100,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     OfferWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.OfferWeightsRequest, _weights_pb2.OfferWeightsResponse]  # type: ignore[assignment]
     """Lets a worker of the same model read this one's packed weights, while both serve."""
+    GetKernels: _aio.UnaryStreamMultiCallable[_worker_pb2.GetKernelsRequest, _worker_pb2.GetKernelsResponse]  # type: ignore[assignment]
+    """Sends the compiled kernels that this worker uses to another worker, which runs them."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by every prefill and decode worker."""
@@ -184,5 +188,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.OfferWeightsResponse, _abc.Awaitable[_weights_pb2.OfferWeightsResponse]]:
         """Lets a worker of the same model read this one's packed weights, while both serve."""
+
+    @_abc_1.abstractmethod
+    def GetKernels(
+        self,
+        request: _worker_pb2.GetKernelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.GetKernelsResponse], _abc.AsyncIterator[_worker_pb2.GetKernelsResponse]]:
+        """Sends the compiled kernels that this worker uses to another worker, which runs them."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -158,6 +158,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.WorkerService/PutMedia": frozenset({"gateway"}),
     # Only workers read weights, since an offer tells where NIXL may read.
     "/weft.v1.WorkerService/OfferWeights": _FILLED,
+    # They are code, of what a worker runs; it asks only a peer that has shown its certificate.
+    "/weft.v1.WorkerService/GetKernels": _FILLED,
     "/weft.v1.WorkerService/WatchKv": _WATCHERS,
     "/weft.v1.WorkerService/ListHeldAdapters": _WATCHERS,
     # Gateways pass on what operators ask of them.

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 SPIN_COUNT = "1000"
 """GOMP_SPINCOUNT: engines that share cores must not spin (docs/decisions)."""
+KERNEL_CACHE = "weft.kernels.shared.kernel_cache:UsedKernels"
+"""TRITON_CACHE_MANAGER: the class that tells which compiled kernels an engine uses."""
 EXIT_GRACE_S = 3.0
 MAX_UNREAD_BYTES = 16 << 20
 """`room` waits while the engine has more unread bytes than this."""
@@ -66,6 +68,8 @@ class EngineClient:
         self._black_box = black_box
         self._logging = (log_level, log_format)
         self._process: asyncio.subprocess.Process | None = None
+        self.spawned_at = 0.0
+        """Seconds since the epoch."""
         self._writer: asyncio.StreamWriter | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._pending: Inbox | None = None
@@ -81,6 +85,12 @@ class EngineClient:
         """Monotonic time of the engine's last message."""
         self.gone: asyncio.Future[str] = self._loop.create_future()
         """Resolves with the reason once the engine process has died."""
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process, once it was spawned."""
+        assert self._process is not None
+        return self._process.pid
 
     async def start(self) -> EngineInfo:
         """Spawns the engine and waits until it is ready.
@@ -103,6 +113,7 @@ class EngineClient:
         cores = parse_cores(binding.cores) or None
         environment.setdefault("OMP_NUM_THREADS", str(num_cores(cores)))
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+        environment.setdefault("TRITON_CACHE_MANAGER", KERNEL_CACHE)
         if binding.net_devices:
             environment[NET_VARIABLE] = binding.net_devices
         command = [
@@ -111,6 +122,7 @@ class EngineClient:
             *(f"{self._config.role}-engine", *self._logging),
             *([] if self._black_box is None else [str(self._black_box)]),
         ]
+        self.spawned_at = time.time()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *bound_command(command, binding),

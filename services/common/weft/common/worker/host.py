@@ -26,6 +26,7 @@ from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.fill_data import map_memory
+from weft.common.worker.kernel_files import KernelFolders
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.metrics import EngineCollector
 from weft.common.worker.placements import notes_of, place_worker
@@ -37,7 +38,7 @@ from weft.common.worker.start_server import StartServer
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import StoreReplica
 from weft.common.worker.watchdog import CrashDumps, Watchdog
-from weft.common.worker.weight_peers import find_weights
+from weft.common.worker.weight_peers import fetch_kernels, find_weights
 from weft.contract.errors import ConfigError, WeftError
 from weft.contract.messages import Outbox
 from weft.contract.reports import EngineInfo
@@ -91,6 +92,17 @@ class WorkerHost:
         self._config = config
         registry = open_registry(settings.adapter_root)
         self._identity = load_identity(settings)
+        if settings.kernels_from_peers and self._identity is None:
+            raise ConfigError(
+                "kernels are code and come only from workers with a certificate; set tls_cert, or "
+                "leave kernels_from_peers off",
+                param="kernels_from_peers",
+            )
+        if settings.kernels_from_peers and settings.weights_from == FROM_DISK:
+            raise ConfigError(
+                "kernels come from the workers that weights_from names, and it names none",
+                param="kernels_from_peers",
+            )
         self._dumps: CrashDumps | None = None
         if settings.crash_dir is not None:
             self._dumps = CrashDumps(settings.crash_dir, settings.max_crash_dumps, self._worker_id)
@@ -136,6 +148,7 @@ class WorkerHost:
         await self._engine.spawn()
         # gRPC's threads may exist once the engine was spawned.
         async with self._starting:
+            await self._take_kernels()
             self._engine.configure(await self._with_weights(self._config))
             info = await self._engine.wait_ready()
         self._starting.take(0, 0, "opening the ports")
@@ -172,6 +185,16 @@ class WorkerHost:
         self._closing.push_async_callback(server.close_export)
         self._closing.push_async_callback(server.close_ports)
         return front
+
+    async def _take_kernels(self) -> None:
+        """Takes compiled kernels from a worker that has them, where the settings allow it."""
+        settings = self._settings
+        if not settings.kernels_from_peers:
+            return
+        assert self._identity is not None, "checked when the settings were read"
+        address = settings.advertise or f"{settings.host}:{settings.port}"
+        names = settings.weights_from, settings.served_name
+        await fetch_kernels(*names, address, self._identity, KernelFolders.of_host())
 
     async def _with_weights(self, config: EngineConfig) -> EngineConfig:
         """The settings with the weights of another worker, if one is to be asked and offers them.

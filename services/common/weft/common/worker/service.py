@@ -15,6 +15,15 @@ import grpc
 from weft.common.media_stream import media_of
 from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
+from weft.common.worker.kernel_files import (
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    PART_BYTES,
+    KernelFolders,
+    digest_of,
+    kernel_version,
+    used_kernels,
+)
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.placements import told
 from weft.common.worker.role import WorkerRoleState
@@ -335,6 +344,29 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             message = "this worker does not use NIXL, over which weights are read"
             raise ConfigError(message, stage="weights")
         return WEIGHT_OFFER.encode(await self._queries.offer_weights())
+
+    async def GetKernels(
+        self,
+        request: worker_pb2.GetKernelsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.GetKernelsResponse]:
+        if request.version != kernel_version():
+            message = f"kernels are for {kernel_version()} here"
+            raise ConfigError(message, stage="weights")
+        folders = KernelFolders.of_host()
+        process = self._engine.pid
+        found = await asyncio.to_thread(
+            lambda: list(used_kernels(folders, self._engine.spawned_at, process))
+        )
+        for name, path in found[:MAX_FILES]:
+            content = await asyncio.to_thread(path.read_bytes)
+            if len(content) > MAX_FILE_BYTES:
+                continue
+            for at in range(0, max(1, len(content)), PART_BYTES):
+                is_last = at + PART_BYTES >= len(content)
+                digest = digest_of(content) if is_last else b""
+                part = content[at : at + PART_BYTES]
+                yield worker_pb2.GetKernelsResponse(name=name, data=part, digest=digest)
 
     async def Drain(
         self,

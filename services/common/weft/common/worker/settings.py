@@ -78,6 +78,12 @@ class WorkerSettings(ModelSettings, _EngineSettings):
         "that the gateway there knows; in `weft up` also auto, workers of its own mesh that run "
         "already. If no worker has them in this form, the files are read, and the log says why",
     )
+    kernels_from_peers: bool = Field(
+        False,
+        description="take compiled kernels from the workers that weights_from names, before the "
+        "engine loads; they are code that runs here, so it needs tls_cert, and any worker of the "
+        "mesh is trusted with it",
+    )
     lora_projections: str = Field("", description=SETTINGS["lora_projections"].help)
     expected_adapters: list[str] = Field(
         [],

@@ -23,6 +23,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from weft.contract.layout import PagePart
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Layer
@@ -542,6 +543,7 @@ def compile_steps() -> None:
     page_digest.row_digests(rows, numbers[:2])
     page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
     page_ops.scatter_rows(rows[:2], numbers[:2], rows)
+    page_ops.copy_part_rows(numbers[:2], numbers[:2], rows.int(), PagePart(2, 8192, 2048, 4096))
     states = torch.zeros(4, 64, dtype=BF16)
     slot_rows.take_rows(numbers[:2], table, states, known.tokens[0])
     slot_rows.put_rows(states, numbers[:2], states.clone(), numbers[:2])
