@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from weft.contract.errors import ModelError
-from weft.engine.model.archs.by_transformers.fused import NotLeftError, Rotation, rotation_table
+from weft.engine.model.archs.by_transformers.fused import (
+    Left,
+    NotLeftError,
+    Rotation,
+    rotation_table,
+)
 from weft.engine.model.layers.attention import plane_of
 from weft.engine.model.step import Step
 from weft.kernels.ops.attention import paged_attention
@@ -264,8 +269,12 @@ class PagedCalls:
         self._next += 1
         spec, pages = call.spec, self._step.groups[group]
         pool = plane_of(pages, self._pool, plane)
-        positions, table = self._turned(q, k, spec.dim)
-        qkv = torch.cat([_rows(heads, spec.dim) for heads in (q, k, v)], dim=1)
+        left = None if self._rotation is None else self._rotation.take(q, k)
+        positions, table = self._turned(left, spec.dim)
+        qkv = _of_product(q, k, v, spec.dim)
+        if qkv is None:
+            qkv = torch.cat([_rows(heads, spec.dim) for heads in (q, k, v)], dim=1)
+        q_norm, k_norm = (None, None) if left is None else (left.q_norm, left.k_norm)
         rotated = rope_and_cache(
             qkv,
             positions,
@@ -275,24 +284,42 @@ class PagedCalls:
             pages.places,
             spec.heads,
             spec.kv_heads,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            1e-6 if q_norm is None else q_norm.eps,
         )
         mixed = paged_attention(rotated, pool, in_pool, spec, pages)
         return mixed.view(1, -1, spec.heads, spec.dim)[..., : call.value_dim].contiguous()
 
-    def _turned(
-        self, q: torch.Tensor, k: torch.Tensor, dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turned(self, left: Left | None, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a table of cosines and sines, and the table."""
-        left = None if self._rotation is None else self._rotation.of(q, k)
         if left is None:
             return self._zeros, self._turns[dim]
-        if q.shape[-1] != dim:
+        cos, sin = left.cos, left.sin
+        if cos.shape[-1] != dim:
             raise NotLeftError
-        if self._table is None or self._table[0] is not left[0] or self._table[1] is not left[1]:
-            self._table = (*left, rotation_table(*left))
+        if self._table is None or self._table[0] is not cos or self._table[1] is not sin:
+            self._table = (cos, sin, rotation_table(cos, sin))
         if self._rows is None:
-            self._rows = torch.arange(len(self._zeros), device=q.device)
+            self._rows = torch.arange(len(self._zeros), device=cos.device)
         return self._rows, self._table[2]
+
+
+def _of_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """[T, (Hq + 2 * Hkv) * dim]: the rows of which Q, K and V are views; None: they are apart."""
+    heads, count, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    row, size = (heads + 2 * kv_heads) * dim, q.element_size()
+    begins = (0, heads * dim, (heads + kv_heads) * dim)
+    for part, begin in zip((q, k, v), begins, strict=True):
+        has_rows = part.stride(2) == row or count == 1
+        fits = part.shape[3] == dim and part.stride(3) == 1 and part.stride(1) == dim and has_rows
+        if not fits or part.data_ptr() != q.data_ptr() + begin * size or part.dtype != q.dtype:
+            return None
+    # Rows that only lie side by side by chance are in other memory.
+    whole = q.untyped_storage()
+    if any(part.untyped_storage().data_ptr() != whole.data_ptr() for part in (k, v)):
+        return None
+    return q.as_strided((count, row), (row, 1))
 
 
 def _rows(heads: torch.Tensor, dim: int) -> torch.Tensor:

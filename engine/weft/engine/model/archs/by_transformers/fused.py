@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from weft.engine.model.archs.by_transformers.products import Product, ProductPart
 from weft.kernels.ops.activation import silu_and_mul
+from weft.kernels.ops.linear import gate_up_silu
 from weft.kernels.ops.norm import rms_norm
 
 _ROTATION = "apply_rotary_pos_emb"
@@ -24,6 +25,8 @@ _ROTATION = "apply_rotary_pos_emb"
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.005}
 """Largest difference, of numbers about 1, from rounding at other places."""
 _TRIED_ROWS = 5
+_HEADS_DIM = 4
+"""Axes of Q and K once their heads are apart."""
 _MAX_WIDTH = 32_768
 
 
@@ -36,6 +39,10 @@ class FusedRmsNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
+        rotation = _rotation.get()
+        if rotation is not None and rotation.leaves_norms and x.dim() == _HEADS_DIM:
+            rotation.leave_norm(x, HeadNorm(self.scale, self._eps))
+            return x
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return rms_norm(rows, self.scale, self._eps).view(x.shape)
 
@@ -82,11 +89,18 @@ class FusedMlp(torch.nn.Module):
     def __init__(self, gate: ProductPart, up: ProductPart, down: Product) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+        packed = gate.joined.packed
+        # On a GPU the same form serves a product that also gates.
+        self._gated = replace(packed, gated=True) if packed.data.is_cuda else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
-        both = self.gate_proj.joined.computed(x)
-        made: torch.Tensor = self.down_proj(silu_and_mul(both.flatten(0, -2)))
+        joined = self.gate_proj.joined
+        if self._gated is None:
+            gated = silu_and_mul(joined.computed(x).flatten(0, -2))
+        else:
+            gated = gate_up_silu(joined.rows_of(x), self._gated, joined.addition())
+        made: torch.Tensor = self.down_proj(gated)
         return made.view(*x.shape[:-1], made.shape[-1])
 
 
@@ -128,30 +142,75 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
+class HeadNorm(NamedTuple):
+    """An RMS norm of each head."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class Left(NamedTuple):
+    """What one call of attention has to do with Q and K first."""
+
+    cos: torch.Tensor
+    """[1, T, D]."""
+    sin: torch.Tensor
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
+
+
 @dataclass(slots=True)
 class Rotation:
-    """Rotations that a pass leaves to attention, which rotates while it stores K."""
+    """Norms of heads and rotations that a pass leaves to attention, which computes them while it
+    stores K.
+    """
 
-    cos: torch.Tensor | None = None
-    """[1, T, D] of the last call."""
-    sin: torch.Tensor | None = None
-    q: torch.Tensor | None = None
+    leaves_norms: bool
+    _angles: tuple[torch.Tensor, torch.Tensor] | None = None
+    _heads: tuple[torch.Tensor, torch.Tensor] | None = None
     """Q and K as they are before the rotation."""
-    k: torch.Tensor | None = None
+    _norms: dict[int, HeadNorm] = field(default_factory=dict)
+    """By the address of the heads."""
+    _last: tuple[torch.Tensor, torch.Tensor, Left] | None = None
+    """Heads that attention had last: some layers attend with them again."""
 
-    def of(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines by which these must be rotated; None: they are as they should be.
-        Raises NotLeftError if they were changed after their rotation had been left.
-        """
-        if self.cos is None or self.sin is None:
-            return None
-        if q is not self.q or k is not self.k or self.cos.shape[-1] != q.shape[-1]:
+    def leave_norm(self, x: torch.Tensor, norm: HeadNorm) -> None:
+        """Raises NotLeftError if the heads have been rotated already, or have a norm."""
+        if self._heads is not None or x.data_ptr() in self._norms:
             raise NotLeftError
-        return self.cos, self.sin
+        self._norms[x.data_ptr()] = norm
+
+    def leave(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        if self._heads is not None:
+            raise NotLeftError
+        self._angles, self._heads = (cos, sin), (q, k)
+
+    def take(self, q: torch.Tensor, k: torch.Tensor) -> Left | None:
+        """What was left of these heads; None: nothing. Raises NotLeftError if they were changed
+        since.
+        """
+        angles, heads, norms = self._angles, self._heads, self._norms
+        self._angles, self._heads, self._norms = None, None, {}
+        if angles is None or heads is None:
+            if norms:
+                raise NotLeftError
+            last = self._last
+            return last[2] if last is not None and last[0] is q and last[1] is k else None
+        q_norm, k_norm = (norms.pop(x.data_ptr(), None) for x in heads)
+        is_same = q is heads[0] and k is heads[1] and angles[0].shape[-1] == q.shape[-1]
+        if norms or not is_same or (q_norm is None) != (k_norm is None):
+            raise NotLeftError
+        if q_norm is not None and k_norm is not None:
+            alike = q_norm.eps == k_norm.eps and q_norm.weight.dtype == k_norm.weight.dtype
+            if not alike or q_norm.weight.shape != k_norm.weight.shape:
+                raise NotLeftError
+        left = Left(*angles, q_norm, k_norm)
+        self._last = (q, k, left)
+        return left
 
 
 class NotLeftError(Exception):
-    """A model changes Q or K between their rotation and attention."""
+    """A model does something else with Q or K before attention."""
 
 
 _rotation: ContextVar[Rotation | None] = ContextVar("weft_rotation", default=None)
@@ -197,7 +256,7 @@ def _leave_in(home: Any) -> bool:
             return rotated
         if more or by:
             raise NotLeftError
-        rotation.cos, rotation.sin, rotation.q, rotation.k = cos, sin, q, k
+        rotation.leave(q, k, cos, sin)
         return q, k
 
     rotate_later.weft_original = rotate  # type: ignore[attr-defined]

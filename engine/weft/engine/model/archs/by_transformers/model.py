@@ -90,7 +90,12 @@ class TransformersModel:
         if is_here:
             fuse_norms(causal)
             fuse_mlps(causal, weights.dtype, weights.device)
-        self._leaves = is_here and leave_rotations(causal)
+        self._leaves: tuple[bool, ...] = ()
+        """Whether attention also computes norms of heads; the last one counts, the others are tried
+        if the model's code does not allow it. Empty: the code's rotation runs.
+        """
+        if is_here and leave_rotations(causal):
+            self._leaves = (False, True)
         self.config = replace(config, linears=place_products(config, causal))
         self._body, self._given, self._head = _parted(causal)
         self._first_position = 0
@@ -102,11 +107,15 @@ class TransformersModel:
         rope = RopeConfig(theta=1.0)
         self._turns = {dim: cos_sin_table(rope, dim, 1).to(weights.device) for dim in dims}
         self._places = places_in_pools(self._planes())
-        try:
-            self._try_pages(weights.device)
-        except NotLeftError:
-            self._leaves = False
-            self._try_pages(weights.device)
+        while True:
+            try:
+                self._try_pages(weights.device)
+            except (NotLeftError, ModelError):
+                if not self._leaves:
+                    raise
+                self._leaves = self._leaves[:-1]
+            else:
+                break
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """The modules that compute hidden states."""
@@ -130,7 +139,7 @@ class TransformersModel:
 
     def forward_all(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """As `forward`, but returns the hidden states of all rows, [T, hidden]."""
-        rotation = Rotation() if self._leaves else None
+        rotation = Rotation(leaves_norms=self._leaves[-1]) if self._leaves else None
         paged = PagedCalls(self._calls, self._places, self._turns, step, pool, rotation)
         with attention_by(paged), adapters_of(step.lora), leaving(rotation):
             return self._run(step.token_ids, step.positions)

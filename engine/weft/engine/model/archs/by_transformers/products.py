@@ -78,11 +78,17 @@ class JoinedProduct:
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., outputs of all modules]."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous().to(self.packed.dtype)
-        lora = _lora.get()
-        added = None if lora is None or self.place is None else self.place.addition(lora)
-        made = linear(rows, self.packed, lora=added)
+        made = linear(self.rows_of(x), self.packed, lora=self.addition())
         return made.view(*x.shape[:-1], made.shape[-1])
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [T, in], as products take it."""
+        return x.reshape(-1, x.shape[-1]).contiguous().to(self.packed.dtype)
+
+    def addition(self) -> LoraAddition | None:
+        """What adapters add in this step."""
+        lora = _lora.get()
+        return None if lora is None or self.place is None else self.place.addition(lora)
 
 
 class ProductPart(torch.nn.Module):
