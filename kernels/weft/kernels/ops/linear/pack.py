@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from weft.kernels.ops.activation.spec import SILU, Gating
 from weft.kernels.ops.linear.cpu import native_rows, pack_native
@@ -71,6 +73,13 @@ def packing_copies(dtype: torch.dtype, device: torch.device) -> bool:
     afterwards.
     """
     return device.type == "cpu" and dtype in cpu.DTYPES and cpu.native_cpu() is not None
+
+
+def with_gating(weight: LinearWeight) -> LinearWeight | None:
+    """The same gate and up projections for `gate_up_silu`, in the same memory; None: that needs
+    another form.
+    """
+    return replace(weight, gated=True) if weight.data.is_cuda else None
 
 
 def multiplies_gguf(device: torch.device, bits: int) -> bool:

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from weft.engine.model.archs.by_transformers.products import Product, ProductPart
 from weft.kernels.ops.activation import silu_and_mul
 from weft.kernels.ops.linear import gate_up_silu
+from weft.kernels.ops.linear.pack import with_gating
 from weft.kernels.ops.norm import rms_norm
 
 _ROTATION = "apply_rotary_pos_emb"
@@ -89,9 +90,7 @@ class FusedMlp(torch.nn.Module):
     def __init__(self, gate: ProductPart, up: ProductPart, down: Product) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
-        packed = gate.joined.packed
-        # On a GPU the same form serves a product that also gates.
-        self._gated = replace(packed, gated=True) if packed.data.is_cuda else None
+        self._gated = with_gating(gate.joined.packed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
