@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,23 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.base.config import EngineConfig
-from weft.engine.executor.ranks.context import LEAST_ROWS, is_divided, share_of
+from weft.engine.executor.local import LocalExecutor, RankPool
+from weft.engine.executor.ranks.context import (
+    LEAST_ROWS,
+    DeviceGather,
+    is_divided,
+    launch_share,
+    share_of,
+)
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.engine import Engine
+from weft.engine.model.loader import load_model
+from weft.engine.model.step import Step
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
@@ -152,6 +163,7 @@ def test_prompts_with_adapters(tmp_path: Path, seed: int) -> None:
         workers.pair.close()
 
 
+@FULL
 def test_a_lost_rank_ends_the_worker(tmp_path: Path, seed: int) -> None:
     folder, before = make_tiny("llama", tmp_path, seed), psutil.Process().children()
     clock = ManualClock()
@@ -210,6 +222,102 @@ def test_ranks_have_all_rows_between_them_and_about_as_much_attention(size: int)
         assert share is not None
         recomputed += int(share.recomputed_rows.sum())
     assert recomputed == 60
+
+
+class _Pools:
+    """Copies entries as `weft.kernels.ops.pages.triton_push.PeerPools` does."""
+
+    def __init__(self, pools: Sequence[torch.Tensor], rank: int) -> None:
+        self._pools, self._rank = pools, rank
+        self.num_layers = pools[rank].shape[2]
+
+    def push(self, places: torch.Tensor, layers: range) -> None:
+        size = self._pools[0].shape[4]
+        pages, offsets = places // size, places % size
+        for rank, pool in enumerate(self._pools):
+            for layer in layers if rank != self._rank else ():
+                pool[pages, :, layer, :, offsets] = self._pools[self._rank][
+                    pages, :, layer, :, offsets
+                ]
+
+
+class _Gather(DeviceGather):
+    """As on GPUs, with threads in place of them."""
+
+    def __init__(self, barrier: threading.Barrier, pools: list[torch.Tensor], rank: int) -> None:
+        self._meet = barrier
+        self._pools: Any = _Pools(pools, rank)
+
+    def __call__(self, mixer: Any, step: Step, pool: torch.Tensor) -> None:
+        self._pools.push(step.groups[0].places, range(mixer.in_pool, mixer.in_pool + 1))
+        self.meet()
+
+    def meet(self) -> None:
+        self._meet.wait(60.0)
+
+
+def _step(*chunks: tuple[int, int, int], draws: Sequence[int], decodes: int = 0) -> StepInput:
+    """Of (slot, start, rows) each, decodes first, with random tokens."""
+    slots, starts, counts = (np.array(column, np.int64) for column in zip(*chunks, strict=True))
+    tokens = np.array(random_prompt(int(counts.sum())), np.int64)
+    return StepInput(
+        slots=slots,
+        starts=starts,
+        max_starts=starts,
+        counts=counts,
+        num_decodes=decodes,
+        draws=np.array(draws, np.int64),
+        recomputed_rows=np.zeros(len(draws), np.int64),
+        tokens=tokens[decodes:],
+        decode_tokens=tokens[:decodes] if decodes else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=FULL) for kind in ("mistral", "qwen3_moe"))]
+)
+def test_ranks_with_pools_of_their_own_have_the_same_whole_pages(
+    kind: str, tmp_path: Path, seed: int
+) -> None:
+    """As on GPUs: steps that are divided, and ones that rank 0 computes alone."""
+    folder, size = make_tiny(kind, tmp_path, seed), 2
+    models = [load_model(folder, "float32", "cpu").model for _ in range(1 + size)]
+    layout, barrier = models[0].kv_layout(PAGE), threading.Barrier(size)
+    pools = [torch.zeros(layout.pool_shape(130)) for _ in range(1 + size)]
+    sizes = layout, 130, 3, 64 * PAGE, torch.device("cpu")
+    alone, *ranks = (
+        LocalExecutor(model, *sizes, max_step_tokens=512, pool=RankPool(pool, pool), rank=rank)
+        for rank, (model, pool) in enumerate(zip(models, pools, strict=True), -1)
+    )
+    pages = np.random.permutation(np.arange(1, 129)).reshape(2, 64)
+    for rank, executor in enumerate([alone, *ranks], -1):
+        executor.gather = _Gather(barrier, pools[1:], rank) if rank >= 0 else None
+        for slot, own in enumerate(pages.tolist()):
+            executor.page_table.extend(slot, own)
+    steps = [
+        _step((0, 0, 200), (1, 0, 30), draws=(0, 1)),
+        _step((0, 200, 133), (1, 30, 90), draws=(1, 0)),
+        _step((0, 333, 1), draws=(), decodes=1),
+        _step((0, 334, 150), (1, 120, 10), draws=(1, 1)),
+        _step((1, 130, 1), (0, 484, 20), draws=(0,), decodes=1),
+        _step((1, 131, 128), draws=(1,)),
+    ]
+    for step in steps:
+        other = threading.Thread(target=launch_share, args=(ranks[1], step, 1, size))
+        other.start()
+        launched = launch_share(ranks[0], step, 0, size)
+        other.join(60.0)
+        wanted = alone.launch(step).logits
+        assert launched is not None
+        assert launched.logits is not None
+        assert wanted is not None
+        assert launched.logits.slots.tolist() == wanted.slots.tolist()
+        assert launched.logits.positions.tolist() == wanted.positions.tolist()
+        torch.testing.assert_close(
+            launched.logits.compute(), wanted.compute(), atol=1e-4, rtol=1e-4
+        )
+    assert torch.equal(pools[1][1:], pools[2][1:])
+    torch.testing.assert_close(pools[1][1:], pools[0][1:], atol=1e-4, rtol=1e-4)
 
 
 def _fields(step: StepInput) -> dict[str, Any]:

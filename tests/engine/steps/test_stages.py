@@ -18,6 +18,8 @@ from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.reports import describe_bubbles
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.ranks.staged import StagedExecutor
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel.stages import check_stages, layers_of_stages
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
@@ -124,13 +126,47 @@ def test_texts_are_those_of_one_process(kind: str, count: int, tmp_path: Path, s
     assert 0 < counters["bubble_us"] < counters["stage_us"]
     assert "bubbles" in describe_bubbles(counters)
     assert not describe_bubbles({})
-    with make_llm(folder, pp=count, poison_free_pages=True) as llm:
-        assert run(llm, prompts, kinds) == alone
     for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):
         assert counters[name] > 0, (name, counters)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=FULL)])
+@FULL
+def test_no_free_page_is_read(tmp_path: Path, seed: int) -> None:
+    """Work between steps on pages, here that which poisons them, waits for the steps under way."""
+    folder = make_tiny("llama", tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
+    prompts = random_prompts((5, 90, 41, 77))
+    kinds, found = sampled(len(prompts)), []
+    for count in (1, 2):
+        with make_llm(folder, pp=count, poison_free_pages=True) as llm:
+            found.append(run(llm, prompts, kinds))
+    assert found[0] == found[1]
+
+
+def test_texts_are_the_same_where_the_last_stage_does_not_wait(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where each step is enqueued when it is launched."""
+    begin = StagedExecutor.__init__
+
+    def begin_at_once(self: StagedExecutor, local: LocalExecutor, *others: Any) -> None:
+        local.facts = local.facts._replace(is_asynchronous=True)
+        begin(self, local, *others)
+        self._has_one_pool = True
+
+    folder = make_tiny("llama", tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
+    prompts = random_prompts((5, 90, 41, 77, 12))
+    kinds = sampled(len(prompts))
+    with make_llm(folder, drafter="none") as llm:
+        alone = run(llm, prompts, kinds)
+    monkeypatch.setattr(StagedExecutor, "__init__", begin_at_once)
+    with make_llm(folder, pp=2, drafter="none") as llm:
+        under_way = most_under_way(llm)
+        assert run(llm, prompts, kinds) == alone
+    assert max(under_way) == 2
+
+
+@FULL
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_ranks_of_stages_make_the_texts_of_ranks_without(
     kind: str, tmp_path: Path, seed: int
 ) -> None:
