@@ -94,15 +94,19 @@ class HostGroup:
         """Waits until all other ranks have done all frames. Raises RanksLost if a rank is gone, or
         has not done them in time.
         """
+        self.await_ended_by(self.num_frames)
+
+    def await_ended_by(self, num_frames: int) -> None:
+        """Waits until all other ranks have done so many frames. Raises as `await_ended` does."""
         deadline, head = time.monotonic() + self.limit_s, bytearray(_COUNT.size)
         for rank, end in self._ends.items():
-            while self._num_ended[rank] < self.num_frames:
+            while self._num_ended[rank] < num_frames:
                 self._check()
                 try:
                     end.settimeout(max(1e-3, deadline - time.monotonic()))
                     receive_exactly(end, memoryview(head))
                 except OSError as error:
-                    self._lose(rank, f"the end of step {self.num_frames}", error)
+                    self._lose(rank, f"the end of step {num_frames}", error)
                 (self._num_ended[rank],) = _COUNT.unpack(head)
 
     def stop(self) -> None:

@@ -135,9 +135,14 @@ class RankLeader(ABC):
             raise RanksLost(self.group.reason)
 
     def await_stage(self, num_frames: int) -> None:
-        """Waits until the other ranks of the last stage have done so many frames. Raises RanksLost
-        if one is gone, or has not done them in time.
+        """Waits until all ranks have done so many frames, of which this one has done the last
+        stage: on one host the others of that stage, as those of other stages are known to have done
+        them; of several hosts all, whose answers are to be read. Raises RanksLost if one is gone,
+        or has not done them in time.
         """
+        if isinstance(self.group, HostGroup):
+            self.group.await_ended_by(num_frames)
+            return
         if self._tp > 1 and isinstance(self.group, SharedGroup):
             self.group.await_ended_by(range(1, self._tp), num_frames)
 
