@@ -106,7 +106,7 @@ async def run_files(seed: int, count: int) -> None:
         nothing = FetchedFiles(lambda num_bytes: None)
         sources = await reader.sources([image], nothing, deadline=loop.time() + 600)
         (found,) = await reader.process(
-            {"image": FORM}, [image], sources, deadline=loop.time() + 600
+            {"image": FORM}, [image], sources, lambda done: None, deadline=loop.time() + 600
         )
         return found
 

@@ -204,7 +204,9 @@ async def clips_of(count: int, seed: int) -> dict[str, int]:
 
         async def read() -> ProcessedFile:
             sources = await reader.sources([file], fetched, deadline=until)
-            (made,) = await reader.process(forms, [file], sources, deadline=until)
+            (made,) = await reader.process(
+                forms, [file], sources, lambda done: None, deadline=until
+            )
             return made
 
         async with places:

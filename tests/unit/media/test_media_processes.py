@@ -59,7 +59,9 @@ async def sources_of(reader: MediaReader, images: Sequence[MediaFile]) -> list[S
 async def process(reader: MediaReader, images: Sequence[MediaFile]) -> list[ProcessedFile]:
     sources = await sources_of(reader, images)
     deadline = asyncio.get_running_loop().time() + 60
-    return await reader.process({"image": FORM}, images, sources, deadline=deadline)
+    return await reader.process(
+        {"image": FORM}, images, sources, lambda done: None, deadline=deadline
+    )
 
 
 def picture(seed: int, size: int = 100) -> MediaFile:
