@@ -14,6 +14,8 @@ from weft.kernels.ops.latent_attention import (
     is_faster_uncompressed,
     latent_attention,
     planned,
+    read_latents,
+    write_latents,
 )
 from weft.kernels.ops.latent_attention.reference import latent_attention_reference
 from weft.kernels.ops.latent_attention.spec import LatentSpec
@@ -129,3 +131,37 @@ def test_prompts_by_heads(
     asked = torch.cat((absorbed, q[..., 128:].float()), dim=2)
     mixed = latent_attention_reference(asked, pool[:-2].float(), 1, SPEC, step)
     check(found, torch.einsum("thr,hrv->thv", mixed, to_values.float()))
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, 1 + 37 * n) for n in range(70)], [(1, 300), (70, 70), (5, 1000), (1, 1), (300, 900)]],
+)
+def test_latents_in_8_bits(lengths: list[tuple[int, int]], kept: torch.dtype) -> None:
+    """The write is that of a CPU but for neighbours, and attention is to what is kept."""
+    fresh_seed()
+    step, floats = make_step(lengths, 16)
+    places = torch.arange((len(floats) - 2) * 16, device="cuda")
+    vectors = floats[:-2, 0, 1, 0].flatten(0, 1)
+    vectors[:, SIZES.kv_rank :] *= 30
+    shape = (*floats.shape[:-1], DIM + 4)
+    pool, on_host = torch.zeros(shape, dtype=kept, device="cuda"), torch.zeros(shape, dtype=kept)
+    write_latents(vectors, pool, 1, SPEC, places)
+    write_latents(vectors.cpu(), on_host, 1, SPEC, places.cpu())
+    found = read_latents(pool, 1, SPEC, places, torch.float32)
+    expected = read_latents(on_host, 1, SPEC, places.cpu(), torch.float32).cuda()
+    assert (found == expected).double().mean() > 0.999
+    assert ((found - vectors).abs() <= 0.07 * vectors.abs().amax(1, keepdim=True)).all()
+    assert not pool[:, 0, 0].any()
+    q = torch.randn(len(step.places), HEADS, DIM, device="cuda").bfloat16()
+    exact = latent_attention_reference(q.float(), pool, 1, SPEC, step)
+    check(latent_attention(q, pool, 1, SPEC, step), exact)
+    made = planned(step, q.dtype, SPEC, len(q), pool)
+    assert made.latents is None
+    sums = torch.full(q.shape[:2], -1e38, device="cuda")
+    before = latent_attention_reference(q.float(), pool, 1, SPEC, step, sums)
+    found, found_sums = attention_before(q, pool, 1, SPEC, made)
+    has_some = sums > -1e30
+    check(found * has_some.unsqueeze(2), before)
+    assert ((found_sums - sums).abs() < 0.05)[has_some].all()
