@@ -158,7 +158,10 @@ async def test_workers_are_found_with_the_rights_of_the_manifests(
 
 def of_variant(folder: Path, **choices: bool | str) -> tuple[Object, ...]:
     """Objects of the base with components, by the words of the chart's values."""
-    names = [choice.value.partition(".")[0] for choice in chart.CHOICES]
+    names = [
+        choice.value.removesuffix(".enabled").removesuffix(".by").replace(".", "_")
+        for choice in chart.CHOICES
+    ]
     defaults = [choice.options[0] for choice in chart.CHOICES]
     values = {**dict(zip(names, defaults, strict=True)), **choices}
     variant = chart.valid(tuple(values[name] for name in names))

@@ -7,7 +7,8 @@ dynamo#4420, #13238            test_an_order_of_somebody_else_..., test_somebody
 llm-d#2310                     test_a_change_without_effect_is_told
 llm-d-router#2547              test_observe.py, test_a_worker_without_news_is_missing_and_no_more
 llm-d-autoscaling#1249         test_the_fullest_worker_counts
-agentgateway#3473              tests/services/planner, test_keda_asks_a_planner: no plan, no number
+agentgateway#3473              tests/k8s/test_envoy.py, test_edges_and_pickers_go_and_come_back;
+                               tests/services/planner, test_keda_asks_a_planner: no plan, no number
 vllm#56133                     tests/mesh/operations/test_roles.py: a role is proved by its work
 """
 
