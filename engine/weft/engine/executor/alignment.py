@@ -19,6 +19,8 @@ from weft.engine.model.step import AlignedRows
 
 _BOTH, _ALONG_TOKENS, _ALONG_FRAMES = 0, 1, 2
 """The last step of a path to a cell."""
+_NUMBERS_OF_A_THREAD = 1 << 15
+"""Elements that torch gives to one thread, if an operation has no more."""
 
 
 class Aligner:
@@ -65,10 +67,17 @@ class Alignments:
 def _matrix(weights: torch.Tensor, median_width: int) -> torch.Tensor:
     """[tokens, frames] float32 of attention, [heads, tokens, frames] float32."""
     matrix = weights.new_zeros(weights.shape[1:])
+    # On a CPU few rows at once, so that torch does not wait for other threads in each of many
+    # small operations.
+    num_rows = len(matrix)
+    if weights.device.type == "cpu":
+        num_rows = max(1, _NUMBERS_OF_A_THREAD // matrix.shape[1])
     for head in weights:
         # The deviation of one token is 0; it begins with the clip whatever the costs are.
         deviation, mean = torch.std_mean(head, dim=0, keepdim=True, unbiased=False)
-        matrix += _smoothed((head - mean) / deviation.clamp(min=1e-12), median_width)
+        deviation = deviation.clamp(min=1e-12)
+        for rows, own in zip(matrix.split(num_rows), head.split(num_rows), strict=True):
+            rows += _smoothed((own - mean) / deviation, median_width)
     return matrix / len(weights)
 
 
