@@ -55,7 +55,8 @@ class RecordedSteps(StepGraphs):
             has_states=states is not None,
         )
         self._model, self._pool, self._inputs = executor._model, executor.pool, inputs
-        self._rotations = executor.rotations
+        self._rotations, self._late = executor.rotations, executor._late
+        self._has_logits = executor._has_logits
         self._types = self.new_types(buckets, executor.pool.device)
         self.buckets = GraphBuckets(executor._model.config, buckets)
         self._engine = engine
