@@ -33,6 +33,14 @@ _OF_LLAMA = {
 """What transformers takes for fields that a Llama's file lacks; speculators writes no others."""
 
 
+_OTHER_FORMS = {
+    "norm_before_fc": "norm the target's states first",
+    "fc_norm": "norm each of the target's states first",
+    "norm_output": "draft on from normed states",
+}
+"""Flags of speculators for layers that a head here does not have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(HeadConfig):
     """Shape and arithmetic of a head (Li et al. 2025, EAGLE-3)."""
@@ -51,9 +59,9 @@ class Eagle3Config(HeadConfig):
         fields = Fields(read_json_file(draft_dir / "config.json"), str(draft_dir))
         if kind_of(fields) != "eagle3":
             raise fields.error("architectures", f"not those of EAGLE-3, such as {ARCHITECTURE}")
-        if fields.flag("norm_before_fc", False):
-            problem = "heads that norm the target's states first are not supported"
-            raise fields.error("norm_before_fc", problem)
+        for name, what in _OTHER_FORMS.items():
+            if fields.flag(name, False):
+                raise fields.error(name, f"heads that {what} are not supported")
         layer = read_layer(_layer_fields(fields))
         config = cls(
             **layer,

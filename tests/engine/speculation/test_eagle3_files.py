@@ -131,6 +131,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"speculators_model_type": "eagle"}, "speculators_model_type.*'eagle'"),
     ({"speculators_model_type": "eagle3"}, "num_hidden_layers.*one layer"),
     ({"norm_before_fc": True}, "norm_before_fc"),
+    ({"fc_norm": True}, "fc_norm"),
+    ({"norm_output": True}, "norm_output"),
     ({"architectures": None}, "architectures"),
     ({"num_hidden_layers": 2}, "num_hidden_layers.*one layer"),
     ({"draft_vocab_size": None}, "draft_vocab_size"),
