@@ -5,8 +5,8 @@
 
 The store is a process that serves ranges of files with `sendfile`; fsspec reaches it by a small
 file system over `http.client`, as it reaches others by their libraries. `store` reads all bytes
-over as many connections as `object_store.fetch` has, and drops them; `fetch` is `object_store.fetch` to an
-empty cache, on disk, its checks included. Both in turns; goal: 0.8 of the store's rate.
+over as many connections as `object_store.fetch` has, and drops them; `fetch` is that function with
+an empty cache on disk, its checks included. Both in turns; goal: 0.8 of the store's rate.
 """
 
 from __future__ import annotations

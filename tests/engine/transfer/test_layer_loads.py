@@ -225,6 +225,7 @@ def spoil(bench: Bench, files: Path | None) -> contextlib.AbstractContextManager
     return armed(at, random.choice(kinds), skip=skip, count=random.choice([1, 2]), delay_s=SLOW_S)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("medium", ["host", "disk"])
 @pytest.mark.parametrize(
     "num_faults", [NUM_FAULTS, pytest.param(NUM_FAULTS_IN_ALL // 2, marks=pytest.mark.full)]
@@ -257,6 +258,38 @@ def test_faults_of_loads_spoil_no_text(
             bench.settle()
         assert bench.num_waiting_steps >= num_faults / 2
         assert num_failed >= num_faults / 8
+
+
+def test_a_step_that_waited_too_long_is_dropped_though_the_load_ends_well(
+    llama: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load goes on as soon as the step has gone on without it, and has ended before the step's
+    outcome is asked for.
+    """
+    with bench_of(llama.folder) as bench:
+        prompt = prompt_of(LENGTH)
+        bench.ask(prompt)
+        bench.push_out()
+        layers = bench.layers
+        monkeypatch.setattr(layers.waits, "_timeout_s", 0.02)
+        monkeypatch.setattr(pipeline, "INCOMING_TIMEOUT_S", 30.0)
+        copy, wait, left = layers.copy, layers.waits.wait, threading.Event()
+
+        def late(group: int, loads: Sequence[PageLoad], pages: Sequence[int]) -> bool:
+            if group == 2:
+                assert left.wait(30.0)
+            return copy(group, loads, pages)
+
+        def tell(layer: int) -> None:
+            wait(layer)
+            if layers.waits.was_left:
+                left.set()
+
+        monkeypatch.setattr(layers, "copy", late)
+        monkeypatch.setattr(layers.waits, "wait", tell)
+        assert bench.ask(prompt) == llama.reference(prompt)
+        assert left.is_set()
+        assert [fill.failure for fill in bench.fills()] == ["it was given up", ""]
 
 
 def test_a_loader_that_dies_costs_only_time(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:

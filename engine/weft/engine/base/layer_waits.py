@@ -52,10 +52,12 @@ class HostWaits:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._num_open = len(groups)
+        self.was_left = False
+        """Whether a step has gone on without a group of the present load."""
 
     def close(self) -> None:
         with self._changed:
-            self._num_open = 0
+            self._num_open, self.was_left = 0, False
 
     def open(self, group: int) -> None:
         with self._changed:
@@ -69,7 +71,8 @@ class HostWaits:
                 before = self._num_open
                 self._changed.wait(self._timeout_s)
                 if self._num_open == before:
-                    self._num_open = len(self.groups)
+                    # Before the last group is opened, so the load knows when it has ended.
+                    self._num_open, self.was_left = len(self.groups), True
                     return
 
 

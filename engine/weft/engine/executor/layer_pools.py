@@ -41,6 +41,10 @@ class HostLayers:
         self._parts = [slices.part(group) for group in self.waits.groups]
         self.num_groups = len(self._parts)
 
+    @property
+    def was_left(self) -> bool:
+        return self.waits.was_left
+
     def begin(self) -> None:
         self.waits.close()
 
@@ -72,6 +76,7 @@ class DeviceLayers:
 
     needs_rows = True
     is_enqueued = True
+    was_left = False
 
     def __init__(self, pool: torch.Tensor, slices: LayerSlices) -> None:
         self._pool = pool

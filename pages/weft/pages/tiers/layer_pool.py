@@ -22,6 +22,13 @@ class LayerPool(Protocol):
     was enqueued before it, so it must not begin before the last group was opened.
     """
 
+    @property
+    def was_left(self) -> bool:
+        """Whether a step has gone on without waiting for all groups of the present load, so that it
+        has read what the load had not yet written. Asked after the last group was opened.
+        """
+        ...
+
     def begin(self) -> None:
         """Closes all groups. The engine must not begin a step of the load before."""
         ...

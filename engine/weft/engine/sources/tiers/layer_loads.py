@@ -75,7 +75,7 @@ class LayerLoad:
         try:
             if self._copy():
                 self.num_good = self._check()
-            is_whole = self.num_good == len(self.pages)
+            is_whole = self.num_good == len(self.pages) and not self.pool.was_left
         except Exception:
             for load in self.loads:
                 load.outcome = load.outcome or "failed"
