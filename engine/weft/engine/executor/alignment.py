@@ -76,7 +76,9 @@ def _matrix(weights: torch.Tensor, median_width: int) -> torch.Tensor:
         # The deviation of one token is 0; it begins with the clip whatever the costs are.
         deviation, mean = torch.std_mean(head, dim=0, keepdim=True, unbiased=False)
         deviation = deviation.clamp(min=1e-12)
-        for rows, own in zip(matrix.split(num_rows), head.split(num_rows), strict=True):
+        for rows, own in zip(
+            torch.split(matrix, num_rows), torch.split(head, num_rows), strict=True
+        ):
             rows += _smoothed((own - mean) / deviation, median_width)
     return matrix / len(weights)
 
