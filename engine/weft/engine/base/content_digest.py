@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from weft.kernels.ops.content_digest import weighted_sums
 
 _WORD_BYTES = 4
 _ROW_WORDS = 1 << 16
 """Words of a row, whose products with the two rows of `_multipliers` are added up."""
-_ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:
@@ -27,18 +27,8 @@ def content_digest(tensor: torch.Tensor) -> bytes:
     rest: Any = data[count * _WORD_BYTES :].cpu().numpy()
     digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=32)
     digest.update(rest.tobytes())
-    whole, step = count // _ROW_WORDS, _ROWS_AT_ONCE.get(data.device.type, 1)
-    rows = words[: whole * _ROW_WORDS].view(whole, 1, _ROW_WORDS)
-    tables = _multipliers(data.device)
-    sums = [
-        (rows[first : first + step].long() * tables).sum(2).view(-1)
-        for first in range(0, whole, step)
-    ]
-    if tail := count - whole * _ROW_WORDS:
-        sums.append((words[whole * _ROW_WORDS :].long() * tables[:, :tail]).sum(1))
-    if sums:
-        numbers: Any = torch.cat(sums).cpu().numpy()
-        digest.update(numbers.tobytes())
+    numbers: Any = weighted_sums(words, _multipliers(data.device)).cpu().numpy()
+    digest.update(numbers.tobytes())
     return digest.digest()
 
 
