@@ -227,8 +227,8 @@ def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
 def _build_stack(
     config: ModelConfig, weights: Weights, attention: BuildAttention, mlp: BuildMLP
 ) -> Stack:
-    cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
-    cos_sin = cos_sin.to(weights.device)
+    table = config.rope, config.head_dim, config.max_position_embeddings
+    cos_sin = weights.constant(table, lambda: cos_sin_table(*table).to(weights.device))
     top = weights.of_embedding(is_head=config.tie_word_embeddings)
     embed_tokens = top.vocabulary("embed_tokens", *vocabulary_size(config))
     size, eps = config.hidden_size, config.rms_norm_eps

@@ -80,7 +80,7 @@ class Decoder(DecoderOnlyLM):
         )
         head = next((n for n in names.heads if weights.has(f"{n}.weight")), names.heads[0])
         positions = config.max_position_embeddings
-        self._rotaries = Rotaries(config.rotary_dim, positions, weights.device)
+        self._rotaries = Rotaries(config.rotary_dim, positions, weights.device, weights.constant)
         below = weights.at(body) if body else weights
         stack = _build_stack(config, parts, below, self._rotaries)
         self._num_ranks = weights.shard.size

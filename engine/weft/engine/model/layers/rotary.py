@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from weft.checkpoint.rope import RopeConfig
 from weft.contract.errors import ModelError
+from weft.engine.model.weights.refill import Constant
 
 
 class Rotary(NamedTuple):
@@ -38,9 +39,11 @@ class AxisTurns:
 class Rotaries:
     """The rotations of a model's layers. Equal rotations share a table."""
 
-    def __init__(self, head_dim: int, max_positions: int, device: torch.device) -> None:
+    def __init__(
+        self, head_dim: int, max_positions: int, device: torch.device, constant: Constant
+    ) -> None:
         self._size = (head_dim, max_positions)
-        self._device = device
+        self._device, self._constant = device, constant
         self._made: dict[tuple[RopeConfig | None, int], Rotary] = {}
 
     def of(self, rope: RopeConfig | None, head_dim: int | None = None) -> Rotary:
@@ -50,11 +53,9 @@ class Rotaries:
         dim, positions = head_dim or self._size[0], self._size[1]
         key = rope, dim
         if key not in self._made:
-            if rope is None:
-                rotary = Rotary(cos_sin_table(RopeConfig(theta=1.0), dim, 1))
-            else:
-                rotary = Rotary(cos_sin_table(rope, dim, positions), rope.num_adjacent(dim))
-            self._made[key] = rotary._replace(cos_sin=rotary.cos_sin.to(self._device))
+            table = (RopeConfig(theta=1.0), dim, 1) if rope is None else (rope, dim, positions)
+            made = self._constant(table, lambda: cos_sin_table(*table).to(self._device))
+            self._made[key] = Rotary(made) if rope is None else Rotary(made, rope.num_adjacent(dim))
         return self._made[key]
 
 

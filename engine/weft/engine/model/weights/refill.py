@@ -12,11 +12,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from weft.contract.errors import ModelError
@@ -25,11 +25,16 @@ _Made = TypeVar("_Made")
 _LEAVES = (str, bytes, int, float, complex, type, torch.dtype, torch.device, ctypes.Structure)
 
 
+Constant: TypeAlias = Callable[[Hashable, Callable[[], torch.Tensor]], torch.Tensor]
+"""`Parameters.constant`."""
+
+
 class Parameters:
     """The tensors that a model's constructor got, in the order in which it asked for them."""
 
     def __init__(self) -> None:
         self._made: list[list[weakref.ref[torch.Tensor]]] = []
+        self._constants: dict[Hashable, weakref.ref[torch.Tensor]] = {}
         self._at: int | None = None
         """Place of the next parameter; None: the first run, which is recorded."""
         self.has_written = False
@@ -55,6 +60,17 @@ class Parameters:
                 _move(old, new)
         self._at += 1
         return made
+
+    def constant(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A tensor that the configuration alone decides, such as a table of rotations: it is made
+        once, and later runs get the same while it is in use.
+        """
+        known = self._constants.get(key)
+        found = None if known is None else known()
+        if found is None:
+            found = make()
+            self._constants[key] = weakref.ref(found)
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """The recorded tensors that are still in use."""

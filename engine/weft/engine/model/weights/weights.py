@@ -11,7 +11,7 @@ import torch
 from weft.engine.model.stage import Stage
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
-from weft.engine.model.weights.refill import Parameters
+from weft.engine.model.weights.refill import Constant, Parameters
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
 from weft.kernels.ops.linear.pack import packing_copies, weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -117,6 +117,11 @@ class Weights:
     def has_own_formats(self) -> bool:
         """Whether each module of the checkpoint may be in a number format of its own."""
         return not getattr(self._scheme, "is_made_at_load", True)
+
+    @property
+    def constant(self) -> Constant:
+        """Makes a tensor that the configuration alone decides, once for all updates."""
+        return self._parameters.constant
 
     def at(self, name: str | int) -> Weights:
         """The parameters of the submodule `name`."""
