@@ -213,7 +213,7 @@ def mixed_row(llm: LLM, options: Any, chunk: int) -> dict[str, Any]:
 def split_row(model: Path, options: Any, num_sms: int, alone_ms: float) -> dict[str, Any]:
     """Decodes on one part of the GPU, prompts on the other."""
     (first, second), (num_first, num_second) = streams_of(num_sms)
-    prompts = {"max_step_tokens": 2048, "cuda_graphs": False}
+    prompts = {"max_step_tokens": 2048, "prefill_chunk_tokens": 2048, "cuda_graphs": False}
     with on_part(first, num_first):
         decodes = LLM(model, **settings_of(options))
     with on_part(second, num_second):
