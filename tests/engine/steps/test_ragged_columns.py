@@ -146,6 +146,25 @@ def test_every_step_up_to_the_largest_has_a_bucket() -> None:
         assert max(waste, default=1) <= 2
 
 
+def test_steps_have_room_for_their_prompts(tmp_path: Path) -> None:
+    config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
+    buckets = GraphBuckets(config, step_buckets(config, torch.bfloat16, 64, 2048))
+    for _ in range(100):
+        decodes, prompts = random.randrange(64), random.randint(1, 64)
+        lens = [1] * min(decodes, 64 - prompts) + [random.randint(2, 20) for _ in range(prompts)]
+        arrays = make_arrays(np.zeros((len(lens), PAGES_EACH), np.int32), lens, lens)
+        assert arrays.first_several == len(lens) - prompts
+        bucket = buckets.of(arrays)
+        assert bucket is not None
+        assert bucket.tokens >= sum(lens)
+        assert bucket.columns.max_several >= prompts
+        host = np.zeros(bucket.columns.num_bytes, np.uint8)
+        bucket.columns.write(host, arrays, 0, PAGE_SIZE)
+        first = bucket.columns.views(torch.from_numpy(host)).first_several
+        assert first is not None
+        assert first.tolist() == [arrays.first_several]
+
+
 def test_few_rows_of_one_request_have_graphs_of_their_own(tmp_path: Path) -> None:
     config = load_model(make_tiny("llama", tmp_path, 1), "float32", "cpu").config
     sizes = step_buckets(config, torch.bfloat16, 64, 128, has_lora=True)

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from weft.kernels.ops.attention import triton_parts as context_parts
 from weft.kernels.ops.attention.reference import paged_attention_reference
+from weft.kernels.ops.attention.spec import SeveralRows
 from weft.kernels.ops.attention.triton_parts import MAX_PARTS, make_parts
 from weft.testing.kernels.attention_cases import (
     LAYER,
@@ -26,7 +27,15 @@ from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 LENGTHS = [(3, 3), (40, 300), (1, 90), (0, 5), (130, 420), (7, 7), (2, 70), (5, 37), (33, 100)]
 
 
-def check_extend(case: Case, folder: Path, *, has_own: bool, softcap: float, sinks: bool) -> None:
+def check_extend(
+    case: Case,
+    folder: Path,
+    *,
+    has_own: bool,
+    softcap: float,
+    sinks: bool,
+    several: SeveralRows | None = None,
+) -> None:
     """Rows of requests that bring several are right, others are not touched."""
     own_sinks = torch.randn(case.q.shape[1]) * 3 if sinks else None
     softmax = {"sinks": own_sinks, "softcap": softcap or None}
@@ -41,6 +50,7 @@ def check_extend(case: Case, folder: Path, *, has_own: bool, softcap: float, sin
         module.extend_attention(
             out, case.q, case.pool, LAYER, *arguments, case.max_q_len,
             module.OwnKv(*case.own_kv()) if has_own else None, sinks=own_sinks, softcap=softcap,
+            several=several,
         )  # fmt: skip
     lens = case.cu_q_lens.diff().long()
     mine = (lens > 1).repeat_interleave(lens)
@@ -78,6 +88,27 @@ def test_parts_give_what_whole_contexts_give(
     # Pages shorter and longer than tiles.
     case = make_case(Geometry(4, 2, 24, random.choice((16, 128))), LENGTHS, dtype)
     check_extend(case, tmp_path, has_own=has_own, softcap=softmax[0], sinks=softmax[1])
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.each_of("has_own", "has_parts")
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_prompts_come_after_decodes(
+    has_own: bool, has_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs are launched for a bound of requests behind the decodes; padding follows."""
+    fresh_seed()
+    if has_parts:
+        use_parts(monkeypatch, 3, 40)
+    decodes = [(1, random.randint(1, 90)) for _ in range(random.randrange(40))]
+    prompts = [(rows, rows + random.randrange(200)) for rows in random.sample(range(2, 70), 3)]
+    prompts.insert(random.randrange(4), (1, 30))
+    lengths = [*decodes, *prompts, *[(0, 0)] * random.randrange(9)]
+    case = make_case(Geometry(2, 1, 16, 16), lengths, torch.float32)
+    first = torch.tensor([len(decodes)], dtype=torch.int32)
+    several = SeveralRows(first, len(prompts) + random.randrange(3))
+    check_extend(case, tmp_path, has_own=has_own, softcap=0.0, sinks=False, several=several)
 
 
 @pytest.mark.needs("triton-interpreter")

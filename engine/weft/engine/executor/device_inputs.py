@@ -30,7 +30,7 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import RouteMemory, Step
 from weft.engine.sampling.device_draws import RowsOnDevice
-from weft.kernels.ops.attention.spec import AttentionMetadata
+from weft.kernels.ops.attention.spec import AttentionMetadata, SeveralRows
 from weft.kernels.ops.lora import sort_tokens
 from weft.kernels.ops.lora.spec import LoraSegments, LoraStep
 from weft.kernels.ops.step_requests import expand_decodes, expand_requests
@@ -152,6 +152,7 @@ class DeviceInputs:
             arrays.slots,
             arrays.cu_q_lens,
             arrays.kv_lens,
+            np.array([arrays.first_several], np.int32),
             arrays.drawing_slots,
             arrays.sources,
             arrays.owners,
@@ -160,7 +161,7 @@ class DeviceInputs:
         )
         self._send_windows()
         words = () if arrays.ancestors is None else (arrays.ancestors,)
-        token_ids, positions, slots, logits_rows, rows, cu_q_lens, kv_lens, *rest = (
+        token_ids, positions, slots, logits_rows, rows, cu_q_lens, kv_lens, first, *rest = (
             self._copies.send((*columns, *words))
         )
         ancestors = rest.pop() if words else None
@@ -180,6 +181,7 @@ class DeviceInputs:
             ancestors=ancestors,
             is_cold=arrays.is_cold and arrays.adapter_slots is None,
             num_earlier=arrays.num_earlier,
+            several=SeveralRows(first, len(arrays.slots) - arrays.first_several),
         )
         return Step(
             routes=self._routes,
@@ -298,6 +300,9 @@ class DeviceInputs:
             max_q_len=columns.num_tokens,
             max_kv_len=self._table.shape[1] * self._page_size,
             ancestors=views.ancestors,
+            several=None
+            if views.first_several is None
+            else SeveralRows(views.first_several, columns.max_several),
         )
         return Step(
             routes=self._routes,

@@ -94,6 +94,12 @@ class StepArrays:
         return self.cu_q_lens[1:] - self.cu_q_lens[:-1]
 
     @property
+    def first_several(self) -> int:
+        """Number of requests of one row each that come first."""
+        lens = self._q_lens
+        return int(np.argmax(lens != 1)) if (lens != 1).any() else len(lens)
+
+    @property
     def is_cold(self) -> bool:
         """Whether every request of several rows has no positions before this step."""
         q_lens = self._q_lens

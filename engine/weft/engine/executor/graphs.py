@@ -305,14 +305,16 @@ class GraphBuckets:
         if not prompts and _is_faster_by_lengths(self._config, lengths):
             has_cold = num_requests == 1 and num_tokens <= len(self._cold)
             return self._cold[num_tokens - 1] if has_cold else None
+        num_several = num_requests - arrays.first_several
         for bound, buckets in self._ragged:
-            if num_requests <= bound and num_tokens <= len(buckets):
-                bucket = buckets[num_tokens - 1]
-                if len(arrays.logits_rows) <= bucket.columns.max_logits:
-                    cold = bucket._replace(kind="prompts")
-                    if cold in prompts and arrays.is_cold:
-                        return cold
-                    return None if self._takes_earlier_heads(arrays) else bucket
+            bucket = None
+            if num_requests <= bound:
+                bucket = _with_room(buckets, num_tokens, num_several)
+            if bucket is not None and len(arrays.logits_rows) <= bucket.columns.max_logits:
+                cold = bucket._replace(kind="prompts")
+                if cold in prompts and arrays.is_cold:
+                    return cold
+                return None if self._takes_earlier_heads(arrays) else bucket
         return None
 
 
@@ -594,6 +596,22 @@ def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
     ordered = sorted(buckets)
     most = ordered[-1].tokens if ordered else 0
     return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]
+
+
+def _with_room(
+    buckets: Sequence[GraphBucket], num_tokens: int, num_several: int
+) -> GraphBucket | None:
+    """The smallest bucket for so many rows and requests of several rows.
+
+    Args:
+        buckets: As `_next_of` returns them.
+    """
+    while num_tokens <= len(buckets):
+        bucket = buckets[num_tokens - 1]
+        if bucket.columns.max_several >= num_several:
+            return bucket
+        num_tokens = bucket.tokens + 1
+    return None
 
 
 def _with_bounds(group: AttentionMetadata, bucket: GraphBucket) -> AttentionMetadata:

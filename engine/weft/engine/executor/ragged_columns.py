@@ -14,6 +14,11 @@ from weft.engine.executor.step_input import StepInput
 from weft.kernels.ops.step_requests.spec import StepColumns
 from weft.pages.memory.page_memory import NULL_PAGE
 
+_FEW_PROMPTS, _LEAST_ROWS = 8, 8
+"""Prompts that any step has room for, and the rows for which it has room for one more. Attention
+launches programs for as many prompts as there may be: on an H200 a step of 64 decodes of an 8B and
+32 rows of prompts took 1.6 times as long as the decodes where each of 256 requests might be one.
+"""
 NOTHING = -1
 """Padding of `sources`, `owners` and `verify_rows`."""
 
@@ -64,7 +69,14 @@ class RaggedColumns:
 
     @cached_property
     def num_bytes(self) -> int:
-        return 8 * sum(self._wide) + 4 * (2 * self.max_requests + 1)
+        return 8 * sum(self._wide) + 4 * (2 * self.max_requests + 2)
+
+    @property
+    def max_several(self) -> int:
+        """Most requests from the first one on that brings several rows."""
+        if self.max_rows > 1:
+            return self.max_requests
+        return min(self.max_requests, max(_FEW_PROMPTS, self.num_tokens // _LEAST_ROWS))
 
     @cached_property
     def _wide(self) -> list[int]:
@@ -80,11 +92,12 @@ class RaggedColumns:
         sizes, requests = self._wide, self.max_requests
         at = 8 * sum(sizes)
         given, *wide, verified, ancestors = torch.split(flat[:at].view(torch.int64), sizes)
-        narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
+        lengths = [requests + 1, requests, 1]
+        *narrow, first = torch.split(flat[at : self.num_bytes].view(torch.int32), lengths)
         of_trees = ancestors if self.has_trees else None
         verify_rows = verified.view(-1, self.max_rows)
-        requests_of = given if self.has_requests else None
-        return StepColumns._make((requests_of, *wide, verify_rows, of_trees, *narrow))
+        requests_of, several = (given, None) if self.has_requests else (None, first)
+        return StepColumns._make((requests_of, *wide, verify_rows, of_trees, *narrow, several))
 
     def write(
         self, host: npt.NDArray[np.uint8], arrays: StepArrays, null_row: int, page_size: int
@@ -122,11 +135,12 @@ class RaggedColumns:
             (columns[6], arrays.sources, NOTHING),
             (columns[7], arrays.owners, NOTHING),
             (narrow[: requests + 1], arrays.cu_q_lens, int(arrays.cu_q_lens[-1])),
-            (narrow[requests + 1 :], arrays.kv_lens, 0),
+            (narrow[requests + 1 : -1], arrays.kv_lens, 0),
         )
         for column, value, padding in values:
             column[: len(value)] = value
             column[len(value) :] = padding
+        narrow[-1] = arrays.first_several
         verified[:] = NOTHING
         if arrays.verify_rows is not None:
             count, width = arrays.verify_rows.shape

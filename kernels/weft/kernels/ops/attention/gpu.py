@@ -142,6 +142,7 @@ def paged_attention(
             sinks=sinks,
             softcap=softcap,
             key_ends=ends,
+            several=step.several if has_decodes else None,
         )
     if is_tree:
         return out

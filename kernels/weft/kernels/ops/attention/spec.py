@@ -99,6 +99,8 @@ class AttentionMetadata(NamedTuple):
     own and at most kv_len; within a request no row's is less than that of the row before. None:
     every row attends to none after its own. Excludes ancestors.
     """
+    several: SeveralRows | None = None
+    """Which requests may bring several rows; None: any."""
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool of the first group.
@@ -107,6 +109,17 @@ class AttentionMetadata(NamedTuple):
     def pool_of(self, first: torch.Tensor) -> torch.Tensor:
         """The pool of the group's pages, given the pool of the first group."""
         return first if self.pool is None else self.pool
+
+
+class SeveralRows(NamedTuple):
+    """A range of requests; those outside it bring one row each, or none."""
+
+    first: torch.Tensor
+    """[1] int32: number of the first of them, on the step's device."""
+    most: int
+    """Bound of how many they are. It bounds the programs of a launch, of which those without work
+    take time too.
+    """
 
 
 class PromptRows(NamedTuple):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention.spec import OwnKv
+from weft.kernels.ops.attention.spec import OwnKv, SeveralRows
 from weft.kernels.ops.attention.triton_parts import (
     Parts,
     leave_part,
@@ -42,7 +42,7 @@ from weft.kernels.shared.dependent_launch import (
 )
 from weft.kernels.shared.launch_sizes import block_dim, cdiv
 from weft.kernels.shared.multiprocessors import num_multiprocessors
-from weft.kernels.shared.request_tiles import request_of_tile
+from weft.kernels.shared.request_tiles import several_rows
 from weft.kernels.shared.softmax import capped, with_sink
 
 
@@ -74,6 +74,7 @@ def extend_attention(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     key_ends: torch.Tensor | None = None,
+    several: SeveralRows | None = None,
 ) -> None:
     """Writes the rows of `out` whose requests bring `least_rows` or more, and no others.
 
@@ -93,6 +94,8 @@ def extend_attention(
         softcap: Cap of the scaled scores; 0: none.
         key_ends: [T] int32 as in `AttentionMetadata`, or None; not with `own` or a
             `first_position`.
+        several: The requests that may bring several rows, with `least_rows` of 2 or more; None:
+            any may.
 
     Raises:
         ValueError: `first_position` or `key_ends` with what excludes them.
@@ -110,7 +113,7 @@ def extend_attention(
     is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
     launch = launch_config(q.dtype, dim, max_q_len, is_copied=is_copied)
     # An upper bound: each request has at most one tile that is not full.
-    tiles = tokens // launch.rows + requests
+    tiles = tokens // launch.rows + (several.most + 1 if several else requests)
     k_tiles, v_tiles = (
         (copied_tiles(part, launch.tile, dim) for part in own_matrices)
         if is_copied
@@ -135,12 +138,14 @@ def extend_attention(
         kv_lens,
         key_ends,
         sinks,
+        several.first if several else None,
         in_powers,
         layer,
         page_table.stride(0),
         own.k.stride(0) if own else 0,
         own.v.stride(0) if own else 0,
         requests,
+        several.most if several else 0,
         tokens,
         IS_NATIVE=is_dependent(q.device),
         KV_HEADS=kv_heads,
@@ -164,7 +169,7 @@ def extend_attention(
         **launch_options(q.device),
     )
     if parts:
-        merge_parts(out, parts, cu_q_lens, kv_lens, sinks, in_powers, least_rows)
+        merge_parts(out, parts, cu_q_lens, kv_lens, sinks, in_powers, least_rows, several)
 
 
 def launch_config(
@@ -199,7 +204,7 @@ def parts_of_contexts(
     return make_parts(q, programs, at_once)
 
 
-@triton.jit(do_not_specialize=["requests", "layer", "tokens"])
+@triton.jit(do_not_specialize=["requests", "most_several", "layer", "tokens"])
 def _extend_kernel(
     out: tl.tensor,
     mixed_of_parts: tl.tensor,
@@ -215,12 +220,14 @@ def _extend_kernel(
     kv_lens: tl.tensor,
     key_ends: tl.tensor,
     sinks: tl.tensor,
+    first_several: tl.tensor,
     scale: float,
     layer: int,
     table_stride: int,
     k_stride: int,
     v_stride: int,
     requests: int,
+    most_several: int,
     tokens: int,
     IS_DEPENDENT: tl.constexpr,
     IS_NATIVE: tl.constexpr,
@@ -244,8 +251,9 @@ def _extend_kernel(
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     head = tl.program_id(0)
-    index = tl.program_id(1)
-    request = request_of_tile(index, cu_q_lens, requests, ROWS)
+    index, request = several_rows(
+        tl.program_id(1), cu_q_lens, requests, first_several, most_several, ROWS
+    )
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
     # Later tiles of a request see more of it. The longest work begins first, and so does that of

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.attention.spec import SeveralRows
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import block_dim, cdiv
-from weft.kernels.shared.request_tiles import request_of_tile
+from weft.kernels.shared.request_tiles import several_rows
 from weft.kernels.shared.softmax import with_sink
 
 MAX_PARTS = 8
@@ -71,6 +72,7 @@ def merge_parts(
     sinks: torch.Tensor | None,
     scale: float,
     least_rows: int,
+    several: SeveralRows | None = None,
 ) -> None:
     """Merges the results of parts, for the rows of `out` whose contexts have several.
 
@@ -80,18 +82,22 @@ def merge_parts(
         kv_lens: [R] int32, new rows included.
         sinks: [Hq] float32, or None.
         scale: Factor on the scores, log2(e) included.
+        several: As in `extend_attention`.
     """
     _, tokens, heads, dim = parts.mixed.shape
     requests = kv_lens.shape[0]
-    _merge_kernel[(heads, tokens // _MERGED_ROWS + requests)](
+    tiles = tokens // _MERGED_ROWS + (several.most + 1 if several else requests)
+    _merge_kernel[(heads, tiles)](
         out,
         parts.mixed,
         parts.sums,
         cu_q_lens,
         kv_lens,
         sinks,
+        several.first if several else None,
         scale,
         requests,
+        several.most if several else 0,
         tokens,
         PARTS=parts.number,
         MIN_ROWS=least_rows,
@@ -134,7 +140,7 @@ def leave_part(
     tl.store(sums_of + 2 * at + 1, total, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["requests", "tokens"])
+@triton.jit(do_not_specialize=["requests", "most_several", "tokens"])
 def _merge_kernel(
     out: tl.tensor,
     mixed_of: tl.tensor,
@@ -142,8 +148,10 @@ def _merge_kernel(
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
     sinks: tl.tensor,
+    first_several: tl.tensor,
     scale: float,
     requests: int,
+    most_several: int,
     tokens: int,
     IS_DEPENDENT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -156,8 +164,9 @@ def _merge_kernel(
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     head, heads = tl.program_id(0), tl.num_programs(0)
-    index = tl.program_id(1)
-    request = request_of_tile(index, cu_q_lens, requests, ROWS)
+    index, request = several_rows(
+        tl.program_id(1), cu_q_lens, requests, first_several, most_several, ROWS
+    )
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
     begin = (index - first_row // ROWS - request) * ROWS

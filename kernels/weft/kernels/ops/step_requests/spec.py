@@ -20,8 +20,8 @@ class DecodeColumns(NamedTuple):
 
 
 class StepColumns(NamedTuple):
-    """Columns of a step of T rows and R requests in device memory, int64 except the last two, which
-    are int32. Tokens are drawn for L rows.
+    """Columns of a step of T rows and R requests in device memory, int64 except the last
+    three, which are int32. Tokens are drawn for L rows.
     """
 
     requests: torch.Tensor | None
@@ -50,3 +50,7 @@ class StepColumns(NamedTuple):
     """[R + 1]."""
     kv_lens: torch.Tensor
     """[R]."""
+    first_several: torch.Tensor | None
+    """[1]: the number of requests of one row each that come first; None where `requests` may say
+    what the step is.
+    """
