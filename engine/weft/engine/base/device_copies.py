@@ -42,6 +42,14 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
+def sent(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """The numbers on a device: themselves on a CPU, else a copy from pinned memory, for which the
+    host does not wait.
+    """
+    host = torch.from_numpy(numbers)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
 def on_host(values: torch.Tensor) -> torch.Tensor:
     """The tensor on the host: itself on a CPU, else a copy, for which the caller waits."""
     return values if values.device.type == "cpu" else Fetched(values).wait()

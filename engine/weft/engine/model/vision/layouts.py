@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from weft.checkpoint.vision_config import AxialRopeConfig, VisionConfig
 from weft.contract.arrays import Float32Array, Int64Array
+from weft.engine.base.device_copies import sent
 from weft.engine.model.layers.encoder import Turns
 from weft.kernels.ops.encoder_attention.spec import Bounds
 
@@ -86,21 +87,21 @@ def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
     if vit.positions in ("interpolated", "centred"):
         is_centred = vit.positions == "centred"
         found = _spots(places, grids, vit.grid, order, is_centred=is_centred)
-        spots = _sent(found, device)
+        spots = sent(found, device)
     if vit.rope is not None:
-        cos_sin = axial_turns(vit.rope, vit.head_dim, _sent(places, device))
+        cos_sin = axial_turns(vit.rope, vit.head_dim, sent(places, device))
         turns = Turns(cos_sin, torch.arange(len(places), device=device))
     patches = None
     if vit.has_class_token:
         numbers = np.arange(1, len(grids) + 1)
         counts = [rows * columns for rows, columns in grids]
-        patches = _sent(np.arange(ends[-1]) + np.repeat(numbers, counts), device)
+        patches = sent(np.arange(ends[-1]) + np.repeat(numbers, counts), device)
         ends = [end + number for number, end in enumerate(ends)]
     return Layout(
         pictures=_bounds(ends, device),
         windows=windows,
-        order=None if order is None else _sent(order, device),
-        back=None if back is None else _sent(back, device),
+        order=None if order is None else sent(order, device),
+        back=None if back is None else sent(back, device),
         spots=spots,
         turns=turns,
         patches=patches,
@@ -111,7 +112,7 @@ def axial_turns(rope: AxialRopeConfig, head_dim: int, places: torch.Tensor) -> t
     """[T, 2] -> [T, head_dim] float32: the rotation of each patch by its row and its column."""
     steps = torch.arange(0, head_dim // 2, 2, dtype=torch.float32)
     exponents = torch.stack((steps, steps + 1 if rope.takes_turns else steps)) / (head_dim // 2)
-    frequencies = _sent((1.0 / rope.theta**exponents).numpy(), places.device)
+    frequencies = sent((1.0 / rope.theta**exponents).numpy(), places.device)
     angles = (places[:, :, None].float() * frequencies).flatten(1)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
@@ -166,12 +167,4 @@ def _windows(grids: Sequence[Grid], square: int, side: int) -> tuple[Int64Array,
 
 
 def _bounds(ends: Sequence[int], device: torch.device) -> Bounds:
-    return Bounds.of(_sent(np.array(ends, np.int32), device))
-
-
-def _sent(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies numbers to a device. From pinned memory, so that the host does not wait until the
-    device has done all that was launched before.
-    """
-    host = torch.from_numpy(numbers)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return Bounds.of(sent(np.array(ends, np.int32), device))

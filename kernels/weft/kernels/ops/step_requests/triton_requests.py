@@ -21,7 +21,7 @@ def expand_requests(
     assert step.requests is not None
     rows, (requests, width) = step.token_ids.shape[0], step.verify_rows.shape
     _expand_kernel[(requests + cdiv(rows, _BLOCK),)](
-        *step,
+        *step[:-1],  # `first_several` is None.
         page_table,
         page_table.stride(0),
         rows,
