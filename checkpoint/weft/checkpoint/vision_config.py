@@ -69,6 +69,8 @@ class VisionNamesConfig:
     """The product that joins a square's patches before the MLP."""
     connector_up: str = ""
     """The connector's first product of two."""
+    adapter: str = ""
+    """Module below the vision transformer with the connector's products but the last one."""
     taps: str = ""
     """List of the connectors of taps, below the vision transformer."""
 
@@ -148,6 +150,16 @@ class VitConfig:
     """Whether what attention and the MLP add is scaled by element."""
     qk_norm: NormConfig | None = None
     """Norm of q and k of all heads together."""
+    first_place: int = 0
+    """Number of the first row and of the first column in rotations."""
+    has_adjacent_pairs: bool = False
+    """Whether files have the two elements of a rotated pair next to each other, and columns
+    first.
+    """
+    is_unfolded: bool = False
+    """Whether files have the product of patches as a matrix, and the class token's position, like
+    that token a vector, after those of patches.
+    """
 
     def values(self) -> dict[str, Any]:
         """The fields for a fingerprint."""
@@ -224,7 +236,25 @@ class MeanPoolConfig:
         return {"kind": "mean", **asdict(self)}
 
 
-ConnectorConfig = PixelShuffleConfig | MergerConfig | MeanPoolConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """A connector that makes one row of each square of patches by an MLP, whose result is activated
+    again, and a product; nothing has a bias.
+    """
+
+    factor: int
+    """Side of a square in patches; divides the grid."""
+    out_features: int
+    """Width of the language model."""
+    inner_features: int
+    """Width of both products of the MLP."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields for a fingerprint."""
+        return {"kind": "adapter", **asdict(self)}
+
+
+ConnectorConfig = PixelShuffleConfig | MergerConfig | MeanPoolConfig | AdapterConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

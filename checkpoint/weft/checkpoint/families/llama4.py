@@ -1,15 +1,18 @@
-"""Llama 4, text: layers that attend within chunks and rotate, layers that attend to all and do not,
+"""Llama 4: layers that attend within chunks and rotate, layers that attend to all and do not,
 experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import llama4_experts
 from weft.checkpoint.families.family import CHUNKED, FULL, VISION, Family
+from weft.checkpoint.fields import Fields
+from weft.checkpoint.llama4_vision import read_llama4_vision
 from weft.checkpoint.moe_config import MoENamesConfig
 from weft.checkpoint.parts import (
     AttentionConfig,
@@ -70,7 +73,7 @@ def read_llama4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         moe=MoENamesConfig(router="router", shared="shared_expert", is_transposed=True),
     )
     window = None if length is None else family.window(kinds, length=length)
-    return family.config(
+    config = family.config(
         decoder,
         head_dim=dim,
         window=window,
@@ -79,3 +82,7 @@ def read_llama4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         moe=llama4_experts(fields),
         intermediate_size=inner,
     )
+    if section is None or "vision_config" not in raw:
+        return config
+    vision = read_llama4_vision(Fields(raw, where), config.hidden_size, config.vocab_size)
+    return replace(config, vision=vision)

@@ -90,6 +90,10 @@ class EncoderAttention:
     q_norm: LayerNorm | Norm | None = None
     """Norm of q of all heads together."""
     k_norm: LayerNorm | Norm | None = None
+    order: torch.Tensor | None = None
+    """[3 * hidden] int64: the columns of q, k and v in the order that rotations take; None: they
+    are in that order.
+    """
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> the addition to the stream."""
@@ -97,6 +101,8 @@ class EncoderAttention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = (part.contiguous() for part in qkv.chunk(3, dim=1))
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
+        if self.order is not None:
+            qkv = qkv.index_select(1, self.order)
         qkv = qkv.view(len(x), 3, self.num_heads, -1)
         both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
         if batch.turns is not None:

@@ -8,6 +8,7 @@ import torch
 from weft.checkpoint.parts import NormConfig
 from weft.checkpoint.pooling import ActivationName
 from weft.checkpoint.vision_config import (
+    AdapterConfig,
     ConnectorConfig,
     MeanPoolConfig,
     MergerConfig,
@@ -65,6 +66,21 @@ class Merger(NamedTuple):
         return linear(activated, self.down)
 
 
+class Adapter(NamedTuple):
+    """An MLP of all patches of a square, whose result is activated, and a product."""
+
+    up: LinearWeight
+    down: LinearWeight
+    projection: LinearWeight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(-1, self.up.in_features)
+        for product in (self.up, self.down):
+            # On a CPU rows never depend on the rest of a batch.
+            x = activate_alike(linear(x, product), ACTIVATIONS["gelu"], is_fixed=True)
+        return linear(x, self.projection)
+
+
 class MeanPool(NamedTuple):
     """The mean of a square's patches, a norm, and a product."""
 
@@ -80,10 +96,23 @@ class MeanPool(NamedTuple):
 
 
 def read_connector(
-    config: ConnectorConfig, hidden: int, names: VisionNamesConfig, weights: Weights
+    config: ConnectorConfig,
+    hidden: int,
+    names: VisionNamesConfig,
+    weights: Weights,
+    body: Weights,
 ) -> Connector:
-    """Reads a connector, whose parameters lie below `weights`, for patches of this width."""
+    """Reads a connector, whose parameters lie below `weights`, and those of an adapter below
+    `body`, for patches of this width.
+    """
     joined = hidden * config.factor**2
+    if isinstance(config, AdapterConfig):
+        inner, adapter = config.inner_features, body.at(names.adapter)
+        return Adapter(
+            up=adapter.linear(product_spec(names.connector_up, joined, inner)),
+            down=adapter.linear(product_spec(names.down, inner, inner)),
+            projection=weights.linear(product_spec(names.projection, inner, config.out_features)),
+        )
     if isinstance(config, MergerConfig):
         norm_size = joined if config.is_norm_of_square else hidden
         norm = None

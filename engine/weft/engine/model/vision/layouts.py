@@ -89,7 +89,7 @@ def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
         found = _spots(places, grids, vit.grid, order, is_centred=is_centred)
         spots = sent(found, device)
     if vit.rope is not None:
-        cos_sin = axial_turns(vit.rope, vit.head_dim, sent(places, device))
+        cos_sin = axial_turns(vit.rope, vit.head_dim, sent(places + vit.first_place, device))
         turns = Turns(cos_sin, torch.arange(len(places), device=device))
     patches = None
     if vit.has_class_token:
@@ -97,6 +97,7 @@ def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
         counts = [rows * columns for rows, columns in grids]
         patches = sent(np.arange(ends[-1]) + np.repeat(numbers, counts), device)
         ends = [end + number for number, end in enumerate(ends)]
+        turns = None if turns is None else _with_class_turns(turns, patches, ends[-1])
     return Layout(
         pictures=_bounds(ends, device),
         windows=windows,
@@ -106,6 +107,15 @@ def layout_of(config: VisionConfig, grids: Sequence[Grid], device: torch.device)
         turns=turns,
         patches=patches,
     )
+
+
+def _with_class_turns(turns: Turns, patches: torch.Tensor, num_rows: int) -> Turns:
+    """Class tokens do not rotate."""
+    dim = turns.cos_sin.shape[1]
+    whole = turns.cos_sin.new_zeros(num_rows, dim)
+    whole[:, : dim // 2] = 1.0
+    whole.index_copy_(0, patches, turns.cos_sin)
+    return Turns(whole, torch.arange(num_rows, device=whole.device))
 
 
 def axial_turns(rope: AxialRopeConfig, head_dim: int, places: torch.Tensor) -> torch.Tensor:

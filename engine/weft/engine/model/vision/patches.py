@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,11 @@ class PatchEmbedding:
         vit, names, pixels = config.vit, config.names, config.pixels
         size, side = vit.hidden_size, vit.patch_size
         time = (vit.frames,) if vit.frames > 1 else ()
-        kernel = TensorSlice(f"{names.patches}.weight", (size, NUM_CHANNELS, *time, side, side))
-        by_pixel = weights.read([kernel]).movedim(1, -1).reshape(size, -1)
+        shape = (size, NUM_CHANNELS, *time, side, side)
+        kernel = TensorSlice(
+            f"{names.patches}.weight", (size, math.prod(shape[1:])) if vit.is_unfolded else shape
+        )
+        by_pixel = weights.read([kernel]).view(shape).movedim(1, -1).reshape(size, -1)
         bias = None
         if vit.has_bias and vit.has_patch_bias:
             bias = weights.read([TensorSlice(f"{names.patches}.bias", (size,))])

@@ -85,14 +85,18 @@ def read_class_row(weights: Weights, config: VisionConfig) -> torch.Tensor | Non
     vit, names = config.vit, config.names
     if not vit.has_class_token:
         return None
-    row = weights.read([TensorSlice(names.class_token, (1, 1, vit.hidden_size))])[0, 0]
+    shape = (vit.hidden_size,) if vit.is_unfolded else (1, 1, vit.hidden_size)
+    row = weights.read([TensorSlice(names.class_token, shape)]).view(-1)
     return row if vit.positions == "none" else row + _with_class(weights, config)[0]
 
 
 def _with_class(weights: Weights, config: VisionConfig) -> torch.Tensor:
     """[1 + patches, hidden]: the class token's position comes first."""
-    shape = (1, 1 + config.vit.num_patches, config.vit.hidden_size)
-    return weights.read([TensorSlice(config.names.positions, shape)])[0]
+    vit = config.vit
+    shape = (1 + vit.num_patches, vit.hidden_size)
+    if vit.is_unfolded:
+        return weights.read([TensorSlice(config.names.positions, shape)]).roll(1, 0)
+    return weights.read([TensorSlice(config.names.positions, (1, *shape))])[0]
 
 
 def _buckets(grid: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ class VisionTower:
         def tap(number: int) -> Connector:
             assert taps is not None, "only called for its layers"
             of_tap = body.at(names.taps).at(number)
-            return read_connector(taps.connector, vit.hidden_size, names, of_tap)
+            return read_connector(taps.connector, vit.hidden_size, names, of_tap, body)
 
         return cls(
             config,
@@ -92,7 +92,7 @@ class VisionTower:
             norm(names.first_norm),
             [_layer(config, number, layers.at(number)) for number in range(vit.num_layers)],
             norm(names.last_norm),
-            read_connector(config.connector, vit.hidden_size, names, connector),
+            read_connector(config.connector, vit.hidden_size, names, connector, body),
             {layer: tap(number) for number, layer in enumerate(taps.layers if taps else ())},
             weights.device,
             read_class_row(body, config),
@@ -197,11 +197,22 @@ def _layer(config: VisionConfig, number: int, weights: Weights) -> PreNormLayer:
             out=weights.linear(product_spec(names.o, size, size, bias=has_bias)),
             q_norm=None if of_qk is None else read_norm(weights, names.q_norm, size, of_qk),
             k_norm=None if of_qk is None else read_norm(weights, names.k_norm, size, of_qk),
+            order=_order_of_pairs(config, weights.device) if vit.has_adjacent_pairs else None,
         ),
         read_norm(weights, names.mlp_norm, size, vit.norm),
         _mlp(config, number, weights),
         *(_scale(weights, name, size) for name in (names.attention_scale, names.mlp_scale) if name),
     )
+
+
+def _order_of_pairs(config: VisionConfig, device: torch.device) -> torch.Tensor:
+    """[3 * hidden]: where a file that has the elements of a rotated pair next to each other, and
+    pairs of columns first, has those of q, k and v: halves of heads apart, and pairs of rows first.
+    """
+    size, dim = config.vit.hidden_size, config.vit.head_dim
+    pairs = torch.arange(dim).view(2, dim // 4, 2).flip(0).permute(2, 0, 1).reshape(-1)
+    rotated = (torch.arange(0, 2 * size, dim)[:, None] + pairs).reshape(-1)
+    return torch.cat((rotated, torch.arange(2 * size, 3 * size))).to(device)
 
 
 def _scale(weights: Weights, name: str, size: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -376,6 +377,97 @@ def _grids(least: int, most: int) -> Sequence[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasForm:
+    """Llama 4's form: an image lies at the upper left of a black canvas of square tiles, which is
+    followed by a tile that shows all of it. The arithmetic is that of transformers'
+    Llama4ImageProcessor; it resizes by torchvision, here Pillow does.
+    """
+
+    name: ClassVar[str] = "canvas"
+    image_token: str = "<|image|>"
+    row_token: str = "<|patch|>"
+    begin_token: str = "<|image_start|>"
+    end_token: str = "<|image_end|>"
+    column_token: str = "<|tile_x_separator|>"
+    line_token: str = "<|tile_y_separator|>"
+    edge: int
+    """Side of a tile."""
+    tile_tokens: int
+    max_tiles: int
+    fills: bool
+    """Whether images are enlarged to their canvas, not only to a tile."""
+    resample: int
+    """Pillow's number of the filter."""
+
+    @property
+    def around(self) -> tuple[str, str]:
+        return "", ""
+
+    @property
+    def largest(self) -> ImagePlan:
+        return self._of_grid(1, self.max_tiles)
+
+    def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
+        return self._of_grid(*self._grid(height, width, is_coarse))
+
+    def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
+        from PIL import Image  # which only media processes load
+
+        edge, shape = self.edge, (self.edge, self.edge, 3)
+        rows, columns = self._grid(image.height, image.width, is_coarse)
+        height, width = self._resized(image.height, image.width, rows, columns)
+        canvas = Image.new("RGB", (columns * edge, rows * edge))
+        canvas.paste(image.resize((width, height), self.resample))
+        tiles = [
+            canvas.crop((column * edge, row * edge, (column + 1) * edge, (row + 1) * edge))
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        if len(tiles) > 1:
+            tiles.append(image.resize((edge, edge), self.resample))
+        return [Media.of("image", self.name, shape, tile.tobytes()) for tile in tiles]
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _of_grid(self, rows: int, columns: int) -> ImagePlan:
+        line = self.column_token.join([self.row_token] * columns) + self.line_token
+        tiles = rows * columns if rows * columns > 1 else 0
+        lines = line * rows if tiles else ""
+        text = f"{self.begin_token}{lines}{self.image_token}{self.row_token}{self.end_token}"
+        return ImagePlan(text, (self.tile_tokens,) * (tiles + 1))
+
+    def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
+        """Rows and columns of the canvas on which the image, without distortion, is enlarged least;
+        if it must be reduced on all, reduced least. Of several the one with fewest tiles.
+        """
+        if is_coarse:
+            return 1, 1
+        grids = [(rows, columns) for columns, rows in _grids(1, self.max_tiles)]
+        scales = [_scale((height, width), (self.edge * r, self.edge * c)) for r, c in grids]
+        larger = [scale for scale in scales if scale >= 1]
+        chosen = (max(larger) if self.fills else min(larger)) if larger else max(scales)
+        return grids[scales.index(chosen)]
+
+    def _resized(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width on a canvas."""
+        high, wide = rows * self.edge, columns * self.edge
+        if not self.fills:
+            high, wide = min(max(height, self.edge), high), min(max(width, self.edge), wide)
+        across, down = wide / width, high / height
+        if across < down:
+            return max(1, min(math.floor(height * across), high)), wide
+        return high, max(1, min(math.floor(width * down), wide))
+
+
+def _scale(size: tuple[int, int], canvas: tuple[int, int]) -> float:
+    """By what an image may be enlarged, in float32 as transformers compares it."""
+    scale = min(into / side for side, into in zip(size, canvas, strict=True))
+    (rounded,) = struct.unpack("f", struct.pack("f", scale))
+    return float(rounded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowsForm:
     """Pixtral's and Mistral 3's form: an image of about its own size and proportions, whose rows of
     tokens end with a token of their own. The arithmetic is that of transformers'
@@ -431,6 +523,7 @@ class RowsForm:
 
 
 FORMS: Mapping[str, Callable[..., ImageForm]] = {
+    CanvasForm.name: CanvasForm,
     GridForm.name: GridForm,
     RowsForm.name: RowsForm,
     TiledForm.name: TiledForm,

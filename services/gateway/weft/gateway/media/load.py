@@ -16,6 +16,7 @@ from weft.checkpoint.tokenizer_files import read_json
 from weft.checkpoint.vision_config import pixel_bounds
 from weft.contract.errors import ModelError
 from weft.gateway.media.forms import (
+    CanvasForm,
     FixedForm,
     GridForm,
     ImageForm,
@@ -51,6 +52,7 @@ _OF_GRID = (
     "max_patches",
     "default_to_square",
 )
+_OF_CANVAS = ("size", "resample", "max_patches", "resize_to_max_canvas", "default_to_square")
 _OF_ROWS = ("size", "resample", "patch_size", "default_to_square")
 _OF_PATCHES = ("patch_size", "merge_size", "temporal_patch_size")
 _OF_TILES = ("size", "max_image_size", "resample", "do_image_splitting")
@@ -344,6 +346,39 @@ def _grid(
     return form
 
 
+def _canvas(
+    given: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> CanvasForm:
+    _check_known(given, _OF_CANVAS)
+    height, width = _height_and_width(given.get("size", {"height": 336, "width": 336}))
+    fields = Fields(given, _PROCESSOR_FILE)
+    most = fields.positive("max_patches", 16)
+    if height != width or most > _MAX_GRID_TILES:
+        raise ModelError(
+            f"size is {height} x {width} and max_patches {most}; tiles are squares, at "
+            f"most {_MAX_GRID_TILES}"
+        )
+    vision = Fields(config, "config.json").section("vision_config")
+    edge, patch = vision.positive("image_size", 448), vision.positive("patch_size", 14)
+    if edge != height:
+        raise ModelError(f"tiles of {height} pixels for an encoder of {edge}")
+    rows = edge // patch * vision.number("pixel_shuffle_ratio", 0.5)
+    form = CanvasForm(
+        edge=edge,
+        tile_tokens=round(rows) ** 2,
+        max_tiles=most,
+        fills=fields.flag("resize_to_max_canvas", False),
+        resample=_filter(given, _BILINEAR),
+    )
+    between = (form.column_token, form.line_token) if most > 1 else ()
+    for text in (form.begin_token, form.end_token, *between):
+        id_of(text, tokenizer)
+    return form
+
+
 def _side(vision: Fields, name: str) -> int:
     """A number or the first of a list; 0: the file has none."""
     value = vision.get(name)
@@ -445,6 +480,7 @@ _READERS: Mapping[str, FormReader] = {
     "Gemma3ImageProcessor": _fixed,
     "GotOcr2ImageProcessor": _grid,
     "Idefics3ImageProcessor": _tiled,
+    "Llama4ImageProcessor": _canvas,
     "PaddleOCRVLImageProcessor": _paddle,
     "PixtralImageProcessor": _rows,
     "Qwen2VLImageProcessor": _scaled,
@@ -455,6 +491,7 @@ _READERS: Mapping[str, FormReader] = {
 _TYPES_OF_PROCESSORS = {
     "Gemma3Processor": "Gemma3ImageProcessor",
     "InternVLProcessor": "GotOcr2ImageProcessor",
+    "Llama4Processor": "Llama4ImageProcessor",
     "PaddleOCRVLProcessor": "PaddleOCRVLImageProcessor",
     "PixtralProcessor": "PixtralImageProcessor",
     "Idefics3Processor": "Idefics3ImageProcessor",

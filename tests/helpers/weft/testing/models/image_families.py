@@ -83,6 +83,9 @@ class ImageFamily(ABC):
         """[1, T, hidden]: the language model's result. `is_row`, [1, T], is 1 for rows of media."""
         return model.model.language_model(inputs_embeds=embedded).last_hidden_state  # type: ignore[no-any-return]
 
+    def head(self, model: Any) -> Any:
+        return model.lm_head
+
     def make(self, path: Path, seed: int, **fields: Any) -> Path:
         """Writes a model directory."""
         import transformers
@@ -145,7 +148,7 @@ class ImageFamily(ABC):
             embedded[0, span.position : span.end] = rows
             is_row[0, span.position : span.end] = 1
         hidden = self.hidden(model, embedded, is_row, prompt)
-        logits: torch.Tensor = model.lm_head(hidden)[0, len(prompt.ids) - 1 : -1]
+        logits: torch.Tensor = self.head(model)(hidden)[0, len(prompt.ids) - 1 : -1]
         return logits
 
 
@@ -269,6 +272,85 @@ class InternVL(ImageFamily):
     def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found = model.model.get_image_features(torch.stack(list(pictures))).pooler_output
         return list(found)
+
+
+class Llama4(ImageFamily):
+    """Tiles with a class token and rotations; layers of text attend in chunks, or do not rotate."""
+
+    name = "Llama4"
+    marks = ("<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>")
+    whole: ClassVar[dict[str, Any]] = {"processor_class": "Llama4Processor"}
+    embedding_scale = 0.05
+
+    def config(self, **fields: Any) -> Any:
+        import transformers
+
+        return transformers.Llama4Config(
+            text_config={
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": 64,
+                "head_dim": 16,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 48,
+                "intermediate_size_mlp": 96,
+                "num_hidden_layers": 4,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "attention_chunk_size": 64,
+                "max_position_embeddings": 8192,
+                "attn_implementation": "eager",
+                "pad_token_id": 0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                **fields.pop("text", {}),
+            },
+            vision_config={
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 192,
+                "image_size": 48,
+                "patch_size": 6,
+                "projector_input_dim": 40,
+                "projector_output_dim": 40,
+                "vision_output_dim": 40,
+                **fields.pop("vision", {}),
+            },
+            image_token_index=IMAGE_TOKEN_ID,
+            boi_token_index=BEGIN_ID,
+            eoi_token_index=END_ID,
+            **fields,
+        )
+
+    def is_around_zero(self, name: str) -> bool:
+        return name.endswith(("bias", "class_embedding"))
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {**super().processor(config), "max_patches": 1}
+
+    def picture(self) -> Media:
+        return random_picture(48, 48)
+
+    def put(self, ids: list[int], spans: list[MediaSpan], medium: Media) -> None:
+        ids += [BEGIN_ID, BREAK_ID]
+        spans.append(
+            MediaSpan(position=len(ids), length=16, digest=medium.digest, shape=medium.shape)
+        )
+        ids += [*[IMAGE_TOKEN_ID] * 16, END_ID]
+
+    def rows(self, model: Any, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        features = model.vision_model(torch.stack(list(pictures))).last_hidden_state
+        return list(model.multi_modal_projector(features))
+
+    def hidden(
+        self, model: Any, embedded: torch.Tensor, is_row: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        return model.language_model.model(inputs_embeds=embedded).last_hidden_state  # type: ignore[no-any-return]
+
+    def head(self, model: Any) -> Any:
+        return model.language_model.lm_head
 
 
 class Mistral3(ImageFamily):
@@ -435,6 +517,7 @@ class PaddleOCR(ImageFamily):
 FAMILIES: dict[str, type[ImageFamily]] = {
     "gemma3": Gemma3,
     "internvl": InternVL,
+    "llama4": Llama4,
     "mistral3": Mistral3,
     "paddleocr_vl": PaddleOCR,
     "pixtral": Pixtral,
