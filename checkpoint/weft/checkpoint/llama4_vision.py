@@ -10,8 +10,8 @@ from weft.checkpoint.fields import Fields
 from weft.checkpoint.parts import NormConfig
 from weft.checkpoint.vision_config import (
     NUM_CHANNELS,
-    AdapterConfig,
     AxialRopeConfig,
+    MlpConnectorConfig,
     VisionConfig,
     VisionNamesConfig,
     image_token,
@@ -32,7 +32,7 @@ _NAMES = VisionNamesConfig(
     last_norm="layernorm_post",
     projection="linear_1",
     connector_up="mlp.fc1",
-    adapter="vision_adapter",
+    connector_mlp="vision_adapter",
 )
 _SIZES = {
     "image_size": 448,
@@ -93,7 +93,7 @@ def read_llama4_vision(whole: Fields, hidden: int, vocab_size: int) -> VisionCon
             first_place=1,
             has_adjacent_pairs=True,
         ),
-        connector=AdapterConfig(factor=factor, out_features=hidden, inner_features=inner),
+        connector=MlpConnectorConfig(factor=factor, out_features=hidden, inner_features=inner),
         image_token_id=image_token(whole, "image_token_index", 200_092, vocab_size),
         names=_NAMES,
     )

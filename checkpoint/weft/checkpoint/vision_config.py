@@ -69,7 +69,7 @@ class VisionNamesConfig:
     """The product that joins a square's patches before the MLP."""
     connector_up: str = ""
     """The connector's first product of two."""
-    adapter: str = ""
+    connector_mlp: str = ""
     """Module below the vision transformer with the connector's products but the last one."""
     taps: str = ""
     """List of the connectors of taps, below the vision transformer."""
@@ -237,7 +237,7 @@ class MeanPoolConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
+class MlpConnectorConfig:
     """A connector that makes one row of each square of patches by an MLP, whose result is activated
     again, and a product; nothing has a bias.
     """
@@ -251,10 +251,10 @@ class AdapterConfig:
 
     def values(self) -> dict[str, Any]:
         """The fields for a fingerprint."""
-        return {"kind": "adapter", **asdict(self)}
+        return {"kind": "mlp", **asdict(self)}
 
 
-ConnectorConfig = PixelShuffleConfig | MergerConfig | MeanPoolConfig | AdapterConfig
+ConnectorConfig = PixelShuffleConfig | MergerConfig | MeanPoolConfig | MlpConnectorConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

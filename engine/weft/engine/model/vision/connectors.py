@@ -8,10 +8,10 @@ import torch
 from weft.checkpoint.parts import NormConfig
 from weft.checkpoint.pooling import ActivationName
 from weft.checkpoint.vision_config import (
-    AdapterConfig,
     ConnectorConfig,
     MeanPoolConfig,
     MergerConfig,
+    MlpConnectorConfig,
     VisionNamesConfig,
 )
 from weft.engine.model.layers.encoder import LayerNorm
@@ -66,7 +66,7 @@ class Merger(NamedTuple):
         return linear(activated, self.down)
 
 
-class Adapter(NamedTuple):
+class MlpConnector(NamedTuple):
     """An MLP of all patches of a square, whose result is activated, and a product."""
 
     up: LinearWeight
@@ -102,15 +102,15 @@ def read_connector(
     weights: Weights,
     body: Weights,
 ) -> Connector:
-    """Reads a connector, whose parameters lie below `weights`, and those of an adapter below
+    """Reads a connector, whose parameters lie below `weights`, and those of an MLP of its own below
     `body`, for patches of this width.
     """
     joined = hidden * config.factor**2
-    if isinstance(config, AdapterConfig):
-        inner, adapter = config.inner_features, body.at(names.adapter)
-        return Adapter(
-            up=adapter.linear(product_spec(names.connector_up, joined, inner)),
-            down=adapter.linear(product_spec(names.down, inner, inner)),
+    if isinstance(config, MlpConnectorConfig):
+        inner, mlp = config.inner_features, body.at(names.connector_mlp)
+        return MlpConnector(
+            up=mlp.linear(product_spec(names.connector_up, joined, inner)),
+            down=mlp.linear(product_spec(names.down, inner, inner)),
             projection=weights.linear(product_spec(names.projection, inner, config.out_features)),
         )
     if isinstance(config, MergerConfig):
