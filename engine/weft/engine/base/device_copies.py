@@ -37,14 +37,6 @@ def host_zeros(
     return torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
 
 
-def sent(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers on a device. They are copied from pinned memory, so that the host does not wait until
-    a GPU has done all that was launched before.
-    """
-    host = torch.from_numpy(numbers)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A new stream for copies to a GPU; None: the device is a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
