@@ -264,6 +264,48 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
         assert (refused.status_code, "pickled" in refused.text) == (400, True), refused.text
 
 
+def test_slimes_engine_gets_what_it_reads(mesh: TrainedMesh, tmp_path: Path) -> None:
+    """The requests of slime's SGLang engine and of its rollouts, beside those of a group."""
+    sizes = {"max_position_embeddings": 2048, "num_attention_heads": 6, **SHAPE}
+    other = make_tiny("llama", tmp_path / "other", 31, tokenizer=True, **sizes)
+    mesh.post("pause_generation", {})
+    assert mesh.call("GET", "flush_cache").status_code == 200
+    told = mesh.post(
+        "update_weights_from_disk",
+        {"model_path": str(other), "weight_version": "7", "flush_cache": True},
+    )
+    assert told["success"]
+    mesh.post("continue_generation", {})
+    assert mesh.call("GET", "get_weight_version").json()["weight_version"] == "7"
+    mesh.post("weights_checker", {"action": "snapshot"})
+    mesh.post("release_memory_occupation")
+    mesh.post("resume_memory_occupation", {"tags": ["weights"]})
+    mesh.post("resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    mesh.post("weights_checker", {"action": "compare"})
+    answer = mesh.post(
+        "generate",
+        {
+            "input_ids": PROMPTS[0],
+            "return_logprob": True,
+            "sampling_params": {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "max_new_tokens": NUM_TOKENS,
+                "stop": None,
+                "stop_token_ids": None,
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+                "spaces_between_special_tokens": False,
+            },
+        },
+    )
+    meta = answer["meta_info"]
+    assert meta["finish_reason"]["type"] in ("stop", "length")
+    assert meta["weight_version"] == "7"
+    assert [one[1] for one in meta["output_token_logprobs"]] == answer["output_ids"]
+
+
 def test_trls_client_gets_what_it_reads(mesh: TrainedMesh) -> None:
     """The requests of TRL 1.16's `VLLMClient` and rollout worker, whose server has a URL with a
     password, since they send no other credentials.

@@ -47,9 +47,7 @@ class SglangParams(_SglangParams):
     regex: str | None = Field(None, description="matches the whole text")
     ebnf: str | None = Field(None, description="GBNF, beginning at `root`")
     structural_tag: str | None = Field(None, description="its form, as text")
-    spaces_between_special_tokens: bool | None = refused(
-        "special tokens without blanks between them", True, asks_when_empty=True
-    )
+    spaces_between_special_tokens: bool | None = unused("texts have no further blanks")
     custom_params: dict[str, Any] | None = refused(_CODE)
     stream_interval: Int | None = unused("a slow client gets fewer events")
 
