@@ -66,8 +66,10 @@ def load_reference(folder: Path) -> Any:
 
 
 def param(name: str) -> Any:
-    """Experts have nothing to do with images. Qwen2-VL has a test of its own."""
-    is_full = name.endswith("moe") or name == "qwen2_vl"
+    """Experts have nothing to do with images. Qwen2-VL has a test of its own, and Llama 4 that of
+    its files (test_forms_of_families.py).
+    """
+    is_full = name.endswith("moe") or name in ("llama4", "qwen2_vl")
     return pytest.param(name, marks=[pytest.mark.full] if is_full else [])
 
 
