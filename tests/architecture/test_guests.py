@@ -15,7 +15,7 @@ PARTS = ("engine", "services", "cli")
     ("words", "own", "most"),
     [
         ("draft", r"/(speculative|drafts|heads)/|eagle|chains", 60),
-        ("adapter|lora", r"adapter|lora", 102),
+        ("adapter|lora", r"adapter|lora", 103),
         ("constraint|grammar", r"constrain", 43),
     ],
 )
