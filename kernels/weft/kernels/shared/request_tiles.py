@@ -26,16 +26,22 @@ def several_rows(
         low = tl.load(first)
         high = tl.minimum(low + most, requests)
         index += tl.load(cu_q_lens + low) // ROWS + low
-    return index, request_of_tile(index, cu_q_lens, low, high, ROWS)
+    return index, _request_within(index, cu_q_lens, low, high, ROWS)
 
 
 @triton.jit
 def request_of_tile(
+    index: tl.tensor, cu_q_lens: tl.tensor, requests: int, ROWS: tl.constexpr
+) -> tl.tensor:
+    """The last request whose first tile, cu_q_lens[r] // ROWS + r, is not after `index`."""
+    low = 0
+    return _request_within(index, cu_q_lens, low, requests, ROWS)
+
+
+@triton.jit
+def _request_within(
     index: tl.tensor, cu_q_lens: tl.tensor, low: tl.tensor, high: tl.tensor, ROWS: tl.constexpr
 ) -> tl.tensor:
-    """The last request from `low` on and before `high` whose first tile, cu_q_lens[r] // ROWS + r,
-    is not after `index`.
-    """
     while high - low > 1:
         middle = (low + high) // 2
         is_after = tl.load(cu_q_lens + middle) // ROWS + middle > index

@@ -180,7 +180,7 @@ def _fixed_kernel(
     OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + MORE)
     TO_V: tl.constexpr = OF_ROWS // SCALE_BYTES if MORE > 0 else 0
     Q_ROWS: tl.constexpr = ROWS // GROUP
-    request = request_of_tile(index, cu_q_lens, 0, requests, Q_ROWS)
+    request = request_of_tile(index, cu_q_lens, requests, Q_ROWS)
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
     # The tiles that see most begin first.

@@ -144,7 +144,7 @@ def _encoder_kernel(
     at_number = tl.load(cu_lens + tl.minimum(tl.maximum(behind, 0), requests))
     if (behind >= 0) & (at_number == last):
         return
-    request = request_of_tile(index, cu_lens, 0, requests, ROWS)
+    request = request_of_tile(index, cu_lens, requests, ROWS)
     first_row = tl.load(cu_lens + request)
     length = tl.load(cu_lens + request + 1) - first_row
     begin = (index - first_row // ROWS - request) * ROWS

@@ -34,7 +34,12 @@ from weft.engine.model.step import Step
 from weft.kernels.ops.activation.spec import Gating
 from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention import triton_extend as extend_attention
-from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata, AttentionSpec
+from weft.kernels.ops.attention.spec import (
+    MAX_TREE_ROWS,
+    AttentionMetadata,
+    AttentionSpec,
+    SeveralRows,
+)
 from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
 from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
@@ -182,6 +187,7 @@ def make_step(q_lens: list[int], *, has_trees: bool = False, lora: LoraStep | No
         max_q_len=max(q_lens),
         max_kv_len=MAX_CONTEXT,
         ancestors=torch.full((rows,), -1) if has_trees else None,
+        several=None if has_trees else SeveralRows(torch.zeros(1, dtype=torch.int32), requests),
     )
     return step_of(torch.zeros(rows, dtype=torch.int64), group, lora)
 
