@@ -215,6 +215,7 @@ def test_models_that_cannot_have_8_bits(
 
 
 LATE = {
+    "executor/shared_tensors.py": "what a trainer sends",
     "base/gpus.py": "GPUs of this machine",
     "base/machine_lock.py": "another process",
     "base/triton_compiler.py": "compilers of this machine",

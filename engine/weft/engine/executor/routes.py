@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.checkpoint.config import ModelConfig
-from weft.contract.errors import ConfigError
 from weft.contract.layout import RoutePlane
 from weft.engine.model.step import RouteMemory
 from weft.kernels.ops.pages import page_index
@@ -18,15 +17,10 @@ _DTYPES = {1: torch.uint8, 2: torch.int16}
 
 
 def route_plane(config: ModelConfig) -> RoutePlane:
-    """Raises ConfigError if the model has no experts whose routes Weft sees."""
+    """Of a model that has experts (`check_combination`)."""
     moe = config.moe
-    layers = () if moe is None else tuple(filter(moe.is_sparse, range(config.num_layers)))
-    if moe is None or not layers:
-        raise ConfigError(
-            f"enable_return_routed_experts: {config.architecture} has no experts that Weft "
-            "chooses; leave it off",
-            param="enable_return_routed_experts",
-        )
+    assert moe is not None, "models without experts are refused"
+    layers = tuple(filter(moe.is_sparse, range(config.num_layers)))
     number_bytes = 1 if moe.num_experts <= 1 << 8 else 2
     return RoutePlane(layers, config.num_layers, moe.num_experts_per_tok, number_bytes)
 

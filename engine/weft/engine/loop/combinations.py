@@ -65,7 +65,7 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     check_kv_dtype(config.kv_dtype, model)
     _check_drafts(config, model, pooling.task)
     if config.enable_return_routed_experts:
-        _check_routes(config, pooling.task)
+        _check_routes(config, model, pooling.task)
     if config.enable_lora:
         adapted_projections(config, model)
     if config.deterministic:
@@ -155,7 +155,13 @@ def _check_clips(config: EngineConfig, model: ModelConfig) -> None:
             raise ConfigError(f"{name} = {getattr(config, name)}: {told}", param=name)
 
 
-def _check_routes(config: EngineConfig, task: Task) -> None:
+def _check_routes(config: EngineConfig, model: ModelConfig, task: Task) -> None:
+    if model.moe is None:
+        raise ConfigError(
+            f"enable_return_routed_experts: {model.architecture} has no experts that Weft chooses; "
+            "leave it off",
+            param="enable_return_routed_experts",
+        )
     refused = (
         ("tp", config.tp > 1, "1: ranks divide pages"),
         ("pp", config.pp > 1, "1: stages divide pages"),
