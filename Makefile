@@ -129,7 +129,7 @@ chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS=
 test-k8s: setup ## Run manifests, chart and discovery against a real kube-apiserver, Helm and Envoy (got first).
 	$(BIN)/python scripts/get_kubernetes.py
 	$(BIN)/python scripts/get_envoy.py
-	WEFT_REQUIRE=envoy,go,helm,kube-apiserver $(BIN)/pytest tests/k8s $(ARGS)
+	WEFT_REQUIRE=envoy,go,helm,kube-apiserver,kwok $(BIN)/pytest tests/k8s $(ARGS)
 
 bench: setup ## Measure the mesh, the bare engine and transformers; flags in ARGS="...".
 	$(BIN)/python bench/bench.py $(ARGS)

@@ -1,5 +1,5 @@
-"""Gets what `make test-k8s` needs into k8s/tools/bin: kube-apiserver and Helm, built from source,
-and etcd.
+"""Gets what `make test-k8s` needs into k8s/tools/bin: kube-apiserver, kube-controller-manager,
+kwok and Helm, built from source, and etcd.
 
 The builds take some minutes of CPU, once. An `etcd` on the PATH is taken; else it is unpacked from
 Debian's package `etcd-server`, which is not installed.
@@ -25,12 +25,29 @@ def kubernetes_version() -> str:
     return words[words.index("k8s.io/kubernetes") + 1]
 
 
-def build_apiserver(go: str) -> None:
-    """Builds kube-apiserver; quick when nothing changed."""
+def build_kubernetes(go: str) -> None:
+    """Builds Kubernetes' own programs; quick when nothing changed."""
     # Without a version it calls itself v0.0.0 and refuses its own feature gates.
     flags = f"-s -w -X k8s.io/component-base/version.gitVersion={kubernetes_version()}"
-    command = [go, "build", "-trimpath", "-ldflags", flags, "-o", str(BIN / "kube-apiserver"), "."]
-    subprocess.run(command, cwd=SOURCE, env=go_environment(), check=True)
+    for name, folder in (("kube-apiserver", "."), ("kube-controller-manager", "./controllers")):
+        command = [go, "build", "-trimpath", "-ldflags", flags, "-o", str(BIN / name), folder]
+        subprocess.run(command, cwd=SOURCE, env=go_environment(), check=True)
+
+
+def write_stages(go: str) -> None:
+    """What kwok makes of nodes and pods: all are ready at once."""
+    command = [go, "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok"]
+    done = subprocess.run(
+        command,
+        cwd=TOOLS / "kwok",
+        env=go_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    stages = Path(done.stdout.strip()) / "kustomize" / "stage"
+    paths = [*stages.glob("node/fast/node-*.yaml"), *stages.glob("pod/fast/pod-*.yaml")]
+    (BIN / "kwok.yaml").write_text("\n---\n".join(path.read_text() for path in sorted(paths)))
 
 
 def get_etcd() -> None:
@@ -59,8 +76,10 @@ def main() -> int:
     BIN.mkdir(exist_ok=True)
     try:
         get_etcd()
-        build_apiserver(go)
+        build_kubernetes(go)
         build_tool(go, TOOLS / "helm", "helm", BIN)
+        build_tool(go, TOOLS / "kwok", "kwok", BIN)
+        write_stages(go)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         print(f"nothing to test Kubernetes with: {error}")
         return 1

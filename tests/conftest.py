@@ -77,6 +77,13 @@ def _missing_kube_apiserver() -> str | None:
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
 
 
+def _missing_kwok() -> str | None:
+    tools = ROOT / "k8s" / "tools" / "bin"
+    names = ("kube-apiserver", "etcd", "kube-controller-manager", "kwok")
+    is_there = all((tools / name).exists() for name in names)
+    return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
+
+
 def _missing_helm() -> str | None:
     is_there = (ROOT / "k8s" / "tools" / "bin" / "helm").exists()
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
@@ -147,6 +154,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "go": _missing_go,
     "helm": _missing_helm,
     "kube-apiserver": _missing_kube_apiserver,
+    "kwok": _missing_kwok,
     "load-clients": _missing_load_clients,
     "nixl": _missing_nixl,
     "node-clients": _missing_node_clients,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 from weft.common.kubernetes import ApiServer
 from weft.contract.errors import ConfigError, PeerUnavailable
@@ -15,6 +16,7 @@ from weft.gateway.fleet.discovery.kubernetes import KubernetesDiscovery
 from weft.planner.actuators.kubernetes import KubernetesActuator, ScaleTarget
 from weft.planner.forecast import Counts
 from weft.testing.k8s.kube_api import KubeApi
+from weft.testing.k8s.kube_pods import KubePods, node
 from weft.testing.k8s.manifests import (
     OVERLAYS,
     ROOT,
@@ -32,6 +34,7 @@ import gen_helm_chart as chart
 pytestmark = [pytest.mark.needs("go", "kube-apiserver"), pytest.mark.timeout(900)]
 
 TIMEOUT_S = 60.0
+PODS_TIMEOUT_S = 120.0
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -374,3 +377,108 @@ async def test_workers_of_several_hosts_are_scaled(api: KubeApi, tmp_path: Path)
         assert await actuator.ordered("m", {}) == Counts(0, 3)
     finally:
         await actuator.close()
+
+
+# Pods that Kubernetes' own controllers make, and that kwok says are ready.
+
+
+@pytest.fixture
+def pods(api: KubeApi, tmp_path: Path) -> Iterator[KubePods]:
+    space = "/apis/apps/v1/namespaces/weft/statefulsets"
+    with api.client() as client:
+        # Of other tests: there was nobody to make their pods.
+        client.delete(space).raise_for_status()
+    (tmp_path / "pods").mkdir()
+    pods = KubePods(api, tmp_path / "pods")
+    try:
+        yield pods
+    finally:
+        pods.stop()
+        with api.client() as client:
+            now = {"gracePeriodSeconds": 0}
+            client.delete(space).raise_for_status()
+            client.delete("/api/v1/namespaces/weft/pods", params=now).raise_for_status()
+
+
+def ready_pods(api: KubeApi, role: str) -> dict[str, str]:
+    """Addresses of ready pods, by name."""
+    query = {"labelSelector": f"app.kubernetes.io/name=weft-{role}"}
+    with api.client() as client:
+        found = client.get("/api/v1/namespaces/weft/pods", params=query).json()["items"]
+    return {
+        pod["metadata"]["name"]: pod["status"]["podIP"]
+        for pod in found
+        if "deletionTimestamp" not in pod["metadata"]
+        and any(
+            one["type"] == "Ready" and one["status"] == "True"
+            for one in pod["status"].get("conditions", ())
+        )
+    }
+
+
+async def until_ready(api: KubeApi, pods: KubePods, wanted: Counts) -> dict[str, str]:
+    """Addresses of all workers once there are so many."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PODS_TIMEOUT_S
+    while True:
+        found = {role: await asyncio.to_thread(ready_pods, api, role) for role in Counts._fields}
+        if Counts(*(len(found[role]) for role in Counts._fields)) == wanted:
+            return {
+                name: address for role in Counts._fields for name, address in found[role].items()
+            }
+        assert loop.time() < deadline, f"{found}\n{pods.log}"
+        await asyncio.sleep(0.2)
+
+
+def evict(api: KubeApi, name: str) -> httpx.Response:
+    path = f"/api/v1/namespaces/weft/pods/{name}/eviction"
+    body = {"apiVersion": "policy/v1", "kind": "Eviction"}
+    with api.client() as client:
+        return client.post(path, json={**body, "metadata": {"name": name, "namespace": "weft"}})
+
+
+@pytest.mark.needs("kwok")
+async def test_pods_follow_a_planner_and_gateways_follow_pods(
+    api: KubeApi, pods: KubePods, tmp_path: Path
+) -> None:
+    objects = of_variant(tmp_path, scaling="planner")
+    items = [node("made-up")]
+    for name in ("weft-planner", "weft-gateway"):
+        items += [named(objects, kind, name) for kind in ("ServiceAccount", "Role", "RoleBinding")]
+    for role in Counts._fields:
+        workload = copy.deepcopy(named(objects, "StatefulSet", f"weft-{role}"))
+        # Nothing schedules here.
+        workload["spec"]["template"]["spec"]["nodeName"] = "made-up"
+        workload["spec"]["replicas"] = 1
+        items += [workload, named(objects, "Service", f"weft-{role}")]
+        items.append(named(objects, "PodDisruptionBudget", f"weft-{role}"))
+    for item in items:
+        answer = await asyncio.to_thread(api.apply, item, dry_run=False)
+        assert answer.is_success, answer.text
+    targets = [f"m:{role}=statefulsets/weft-{role}" for role in Counts._fields]
+    actuator = planners_actuator(api, tmp_path, *targets)
+    followed = Followed(api, tmp_path, "gateway")
+    try:
+        for wanted in (Counts(1, 1), Counts(2, 3), Counts(1, 2)):
+            await actuator.order("m", wanted, {})
+            there = await until_ready(api, pods, wanted)
+            await followed.wait(
+                *(
+                    f"{role} {address}:{port}"
+                    for role, port in (("decode", 50052), ("prefill", 50053))
+                    for name, address in there.items()
+                    if name.startswith(f"weft-{role}")
+                )
+            )
+        # A worker that an operator drains comes back, and no order changes by it.
+        answer = await asyncio.to_thread(evict, api, "weft-decode-0")
+        assert answer.is_success, answer.text
+        await until_ready(api, pods, Counts(1, 2))
+        assert await actuator.ordered("m", {}) == Counts(1, 2)
+        assert await actuator.order("m", Counts(1, 2), {}) == ""
+    finally:
+        await followed.end()
+        await actuator.close()
+        for item in items:
+            if item["kind"] != "StatefulSet":
+                await asyncio.to_thread(api.delete, item)
