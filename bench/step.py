@@ -64,7 +64,8 @@ class FakeModel:
         generator = torch.Generator().manual_seed(1)
         self._logits = torch.randn(max_rows, vocab_size, generator=generator)
         self._hidden = torch.zeros(max_rows, 1)
-        self.config: Any = SimpleNamespace(hidden_size=1, vision=None, audio=None, head="tokens")
+        parts = {"vision": None, "audio": None, "aligned_by": None}
+        self.config: Any = SimpleNamespace(hidden_size=1, head="tokens", **parts)
         self.called_at_s = 0.0
         self.returned_at_s = 0.0
 
