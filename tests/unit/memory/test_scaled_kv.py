@@ -36,15 +36,8 @@ def test_every_plane_keeps_a_scale_for_each_vector() -> None:
     [
         ("LlamaForCausalLM", {"head_dim": 24}, "no multiple of 16"),
         ("LlamaForCausalLM", {"head_dim": 32}, ""),
-        (
-            "DeepseekV2ForCausalLM",
-            {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-             "n_shared_experts": 1, "q_lora_rank": 16},
-            "latent attention",
-        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
 def test_what_has_no_kernel_is_refused(
     kv_dtype: str, architecture: str, fields: dict[str, Any], problem: str
