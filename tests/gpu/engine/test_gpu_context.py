@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.testing.engine.ranked_texts import VOCAB, make_llm, ranked, texts_of
+from weft.testing.engine.ranked_texts import (
+    check_texts,
+    make_llm,
+    make_model,
+    random_prompts,
+    ranked,
+    texts_of,
+)
 from weft.testing.models.float32_reference import ties_of
-from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
@@ -21,37 +26,21 @@ SIZES: dict[str, Any] = {
 }
 
 
-def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    shared = [random.randrange(3, VOCAB) for _ in range(90)]
-    return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
-
-
-def make_model(kind: str, folder: Path) -> Path:
-    sizes = {"num_attention_heads": 8, "moe_intermediate_size": 64, "head_dim": 64}
-    sizes |= {"num_experts": 8} if kind == "qwen3_moe" else {}
-    return make_tiny(
-        kind, folder, random.randrange(1 << 30), tokenizer=True, vocab_size=VOCAB, **sizes
-    )
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_texts_are_those_of_one_gpu(kind: str, tmp_path: Path) -> None:
     folder = make_model(kind, tmp_path / "model")
-    prompts = random_prompts((5, 290, 141, 377, 12, 63, 700, 130, 254))
+    prompts = random_prompts((5, 290, 141, 377, 12, 63, 700, 130, 254), 90)
     with make_llm(folder, **SIZES) as llm:
         alone = texts_of(llm, prompts)
     found = ranked("texts", folder, prompts, cp=2, **SIZES)
     assert any("context parallel: 2 ranks" in notice for notice in found["notices"])
     assert found["counters"]["prefix_hit_tokens"] > 0
-    for one, other in zip(alone, found["texts"], strict=True):
-        assert other["tokens"] == one["tokens"]
-        assert other["reason"] == one["reason"]
-        assert other["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+    check_texts(found["texts"], alone)
 
 
 def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path / "model")
-    prompts = random_prompts((1, 300, 150, 640, 9, 200))
+    prompts = random_prompts((1, 300, 150, 640, 9, 200), 90)
     found = ranked("texts", folder, prompts, cp=2, dtype="bfloat16", **SIZES)
     greedy = [one["tokens"] for one in found["texts"][2 * len(prompts) :][: len(prompts)]]
     ties_of(folder, prompts, greedy).check(is_moe=False)

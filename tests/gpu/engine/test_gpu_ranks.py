@@ -14,7 +14,10 @@ from weft.testing.engine.ranked_texts import (
     GREEDY,
     VOCAB,
     adapted_texts,
+    check_texts,
     make_llm,
+    make_model,
+    random_prompts,
     ranked,
     texts_of,
 )
@@ -34,18 +37,6 @@ from weft.testing.models.tiny_mtp import make_cycle, make_tiny_mtp
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
 LIMIT_S = 3.0
-
-
-def make_model(kind: str, folder: Path) -> Path:
-    sizes = {"num_attention_heads": 8, "moe_intermediate_size": 64, "head_dim": 64}
-    sizes |= {"num_experts": 8} if kind == "qwen3_moe" else {}
-    seed = random.randrange(1 << 30)
-    return make_tiny(kind, folder, seed, tokenizer=True, vocab_size=VOCAB, **sizes)
-
-
-def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    shared = [random.randrange(3, VOCAB) for _ in range(40)]
-    return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +59,7 @@ def test_texts_are_those_of_one_rank(kind: str, size: int, ep: int, tmp_path: Pa
     assert any(f"{size} ranks" in notice for notice in found["notices"])
     for name in ("accepted_tokens", "prefix_hit_tokens"):
         assert found["counters"][name] > 0, name
-    for one, other in zip(alone, found["texts"], strict=True):
-        assert other["tokens"] == one["tokens"]
-        assert other["reason"] == one["reason"]
-        assert other["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+    check_texts(found["texts"], alone)
 
 
 def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.gateway.long_text import LongText
-from weft.gateway.request import MediaFile
+from weft.gateway.request import FileKind, MediaFile
 from weft.gateway.text.parts import MEDIA_PARTS, Content, Part, instead_of, text_part
 from weft.gateway.validate import invalid
 from weft.gateway.warnings import warn
@@ -43,56 +43,38 @@ class ContentBuilder:
         """
         if detail not in _DETAILS:
             raise invalid(detail_param, "must be auto, low or high")
-        self._add(
-            MediaFile(
-                source=source or "",
-                where=where,
-                kind=kind,
-                type_param=type_param,
-                is_coarse=detail == _COARSE,
-                is_of_tool=self._is_of_tool,
-            )
+        self.add_file(
+            source,
+            modality="image",
+            kind=kind,
+            where=where,
+            type_param=type_param,
+            is_coarse=detail == _COARSE,
         )
 
-    def add_audio(
+    def add_file(
         self,
         source: str | bytes | LongText | None,
         *,
+        modality: FileKind,
         kind: str,
         where: str,
         type_param: str,
+        is_coarse: bool = False,
     ) -> None:
-        """Adds a clip, as `add_image` does an image."""
-        self._add(
+        """Adds a file of any modality, as `add_image` does an image."""
+        self._files.append(
             MediaFile(
                 source=source or "",
                 where=where,
                 kind=kind,
                 type_param=type_param,
-                modality="audio",
+                modality=modality,
+                is_coarse=is_coarse,
                 is_of_tool=self._is_of_tool,
             )
         )
-
-    def add_video(
-        self,
-        source: str | bytes | LongText | None,
-        *,
-        kind: str,
-        where: str,
-        type_param: str,
-    ) -> None:
-        """Adds a video, as `add_image` does an image."""
-        self._add(
-            MediaFile(
-                source=source or "",
-                where=where,
-                kind=kind,
-                type_param=type_param,
-                modality="video",
-                is_of_tool=self._is_of_tool,
-            )
-        )
+        self._parts.append(MEDIA_PARTS[modality])
 
     def add_input_audio(
         self, data: str | bytes | LongText | None, format: str | None, place: str
@@ -103,11 +85,13 @@ class ContentBuilder:
         where = f"{place}.input_audio"
         if format is not None and format not in AUDIO_FORMATS:
             raise invalid(f"{where}.format", f"must be one of {', '.join(AUDIO_FORMATS)}")
-        self.add_audio(data, kind="input_audio", where=f"{where}.data", type_param=f"{place}.type")
-
-    def _add(self, file: MediaFile) -> None:
-        self._files.append(file)
-        self._parts.append(MEDIA_PARTS[file.modality])
+        self.add_file(
+            data,
+            modality="audio",
+            kind="input_audio",
+            where=f"{where}.data",
+            type_param=f"{place}.type",
+        )
 
     def leave_out(self, kind: str, where: str) -> None:
         """Puts a text in place of a part of a tool's result that no model reads."""

@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from weft.contract.errors import RanksLost
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.engine.drafters import RandomGate
 from weft.testing.engine.eagle3_cases import NotedChains
+from weft.testing.models.tiny_models import make_tiny
 
 VOCAB = 517
 GREEDY = SamplingParams(temperature=0.0)
@@ -40,6 +42,28 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
     sizes |= {"max_running_requests": 6, "poison_free_pages": True}
     drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 3}
     return LLM(folder, **{"device": "cuda", "dtype": "float32"} | sizes | drafts | settings)
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """A tiny model whose heads four ranks can divide."""
+    sizes = {"num_attention_heads": 8, "moe_intermediate_size": 64, "head_dim": 64}
+    sizes |= {"num_experts": 8} if kind == "qwen3_moe" else {}
+    seed = random.randrange(1 << 30)
+    return make_tiny(kind, folder, seed, tokenizer=True, vocab_size=VOCAB, **sizes)
+
+
+def random_prompts(lengths: Sequence[int], beginning: int = 40) -> list[list[int]]:
+    """Prompts that share their beginning if they are longer than it."""
+    shared = [random.randrange(3, VOCAB) for _ in range(beginning)]
+    return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
+
+
+def check_texts(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    """Texts of ranks are those of one GPU."""
+    for one, other in zip(alone, found, strict=True):
+        assert other["tokens"] == one["tokens"]
+        assert other["reason"] == one["reason"]
+        assert other["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
 
 
 def sampled(rows: int) -> list[SamplingParams]:

@@ -358,7 +358,7 @@ def _content(message: gateway_pb2.ChatMessage, where: str, files: list[MediaFile
         else:
             of = f"{place}.audio"
             source, path = _file(part.audio, of)
-            built.add_audio(source, kind=kind, where=path, type_param=of)
+            built.add_file(source, modality="audio", kind=kind, where=path, type_param=of)
     return built.content
 
 

@@ -291,11 +291,12 @@ def _content(
                 audio.data if audio else None, audio.format if audio else None, place
             )
         elif part.type in ("audio_url", "video_url"):
-            sent = part.audio_url if part.type == "audio_url" else part.video_url
+            is_audio = part.type == "audio_url"
+            sent = part.audio_url if is_audio else part.video_url
             is_object = isinstance(sent, AudioUrlBody | VideoUrlBody)
-            add = content.add_audio if part.type == "audio_url" else content.add_video
-            add(
+            content.add_file(
                 sent.url if isinstance(sent, AudioUrlBody | VideoUrlBody) else sent,
+                modality="audio" if is_audio else "video",
                 kind=part.type,
                 where=f"{place}.{part.type}.url" if is_object else f"{place}.{part.type}",
                 type_param=f"{place}.type",
