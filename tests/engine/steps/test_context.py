@@ -33,8 +33,7 @@ from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.lora_reference import PeftModels, load
-from weft.testing.models.moe_families import MOE_FAMILIES
-from weft.testing.models.reference_models import make_reference
+from weft.testing.models.moe_families import MOE_FAMILIES, make_any_family
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -117,11 +116,7 @@ def test_prompts_of_other_families_have_the_text_of_one_process(
 ) -> None:
     """With latents, windows, experts and heads of several shapes."""
     folder = tmp_path / "model"
-    if name in FAMILIES:
-        make_family(name, folder, seed)
-    else:
-        kind, fields = MOE_FAMILIES[name]
-        make_reference(kind, folder, seed, **fields)
+    make_any_family(name, folder, seed)
     settings = {"language_model_only": True}
     try:
         check_combination(EngineConfig(model_dir=folder, role="prefill", cp=2, **settings))

@@ -24,10 +24,10 @@ from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.parallel.shards import check_divides
 from weft.testing.models.choices import NEAR_TIE, OF_STATES, check_same, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
-from weft.testing.models.families import FAMILIES, HYBRIDS, HYBRIDS_WITH_IMAGES, make_family
+from weft.testing.models.families import FAMILIES, HYBRIDS, HYBRIDS_WITH_IMAGES
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, packed_models
-from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.moe_families import MOE_FAMILIES, make_any_family
 from weft.testing.models.mxfp4_models import as_mxfp4
 from weft.testing.models.nvfp4_models import nvfp4_models
 from weft.testing.models.quantised_models import quantised_copy
@@ -185,11 +185,7 @@ def test_texts_of_other_families_are_those_of_one_rank(
     name: str, tmp_path: Path, seed: int
 ) -> None:
     folder = tmp_path / "model"
-    if name in FAMILIES:
-        make_family(name, folder, seed)
-    else:
-        kind, fields = MOE_FAMILIES[name]
-        make_reference(kind, folder, seed, **fields)
+    make_any_family(name, folder, seed)
     config = ModelConfig.load(folder)
     try:
         check_divides(config, 2)

@@ -27,9 +27,8 @@ from weft.testing.engine.tier_bench import TierBench
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.lora_reference import BASE, PeftModels
-from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.moe_families import MOE_FAMILIES, make_any_family
 from weft.testing.models.quantised_models import quantised_copy
-from weft.testing.models.reference_models import make_reference
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -186,11 +185,7 @@ def test_texts_of_other_families_are_those_of_one_process(
 ) -> None:
     """With experts, latents, windows, recurrent layers and layers of several shapes."""
     folder = tmp_path / "model"
-    if name in FAMILIES:
-        make_family(name, folder, seed)
-    else:
-        kind, fields = MOE_FAMILIES[name]
-        make_reference(kind, folder, seed, **fields)
+    make_any_family(name, folder, seed)
     config = ModelConfig.load(folder)
     try:
         check_stages(folder, config, "auto", 2, has_images=False)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.reference_models import make_reference
 
 MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
 LOCAL = {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 44}
@@ -146,3 +150,12 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Model types, and overrides for `make_reference`."""
+
+
+def make_any_family(name: str, path: Path, seed: int) -> None:
+    """Writes a model of a family with experts or of another one."""
+    if name in FAMILIES:
+        make_family(name, path, seed)
+    else:
+        kind, fields = MOE_FAMILIES[name]
+        make_reference(kind, path, seed, **fields)
