@@ -393,7 +393,8 @@ def _sizes(m: Metadata) -> Values:
 
 def _norms(m: Metadata) -> Values:
     names = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-    epsilon = next((m.own(name) for name in names if m.own_or(name) is not None), None)
+    told = map(m.own_or, names)
+    epsilon = next((value for value in told if value is not None), None)
     fields = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     return dict.fromkeys(fields, epsilon)
 

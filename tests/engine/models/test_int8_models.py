@@ -216,7 +216,7 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         (changed(*WEIGHTS, "strategy", value="group"), "weights.strategy = 'group'"),
         (changed(*WEIGHTS, "symmetric", value=False), "weights.symmetric = False"),
         (changed("config_groups", "group_0", "targets", value=["Conv2d"]), "targets"),
-        (changed("config_groups", "group_1", value={}), "2 config_groups"),
+        (changed("config_groups", "group_1", value={}), "weights of None bits"),
         (
             changed("config_groups", "group_0", "input_activations", "dynamic", value=False),
             "fixed scales",

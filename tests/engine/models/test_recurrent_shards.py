@@ -65,7 +65,7 @@ def result_of(
         bodies = [weights.at(body) for body in config.names.bodies]
         body = next(b for b in bodies if b.has(f"{config.names.embedding}.weight"))
         number = config.names.blocks[layer][0] if config.names.blocks else layer
-        rotaries = Rotaries(config.rotary_dim, 64, torch.device("cpu"))
+        rotaries = Rotaries(config.rotary_dim, 64, torch.device("cpu"), weights.constant)
         mixer = read_mixer(config, parts, layer, body.at("layers").at(number), rotaries)
     plane = mixer.state_plane(len(parts.recurrent_layers))  # type: ignore[attr-defined]
     empty = torch.empty(0, dtype=torch.int64)

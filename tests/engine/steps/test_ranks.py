@@ -19,7 +19,9 @@ import pytest
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.base.config import EngineConfig
 from weft.engine.executor.ranks import start
+from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.parallel.shards import check_divides
 from weft.testing.models.choices import NEAR_TIE, OF_STATES, check_same, where_experts_are_sure
@@ -340,4 +342,4 @@ def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> Non
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     with pytest.raises(ConfigError, match="task embed"):
-        LLM(folder, tp=2)
+        check_combination(EngineConfig(model_dir=folder, tp=2, device="cuda:0,cuda:1"))

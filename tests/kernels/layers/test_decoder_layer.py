@@ -121,11 +121,13 @@ def test_adapters_that_do_not_fit_the_layers_are_refused() -> None:
     pool = torch.randn(12, KV_HEADS, LAYERS + 1, 2, PAGE_SIZE, DIM)
     lora = make_lora_step([1, 1], torch.float32)
 
-    def run(first: int, length: tuple[int, int], lora: LoraStep) -> None:
+    def run(first: int, length: tuple[int, int], lora: LoraStep | None) -> None:
         hidden, step = torch.randn(length[0], HIDDEN), make_step([length], pool, lora)
         run_all([make_run(torch.float32, False, first, 1)], hidden, step, pool)
 
     with pytest.raises(ValueError, match="does not fit the step"):
+        run(LAYERS + 1, (2, 9), None)
+    with pytest.raises(ValueError, match="of LoRA rows for"):
         run(LAYERS, (2, 9), lora)
     with pytest.raises(ValueError, match="2 tokens, 3 rows"):
         run(0, (3, 9), lora)

@@ -10,6 +10,7 @@ import torch
 from weft.contract.layout import CacheLayout, PagedPlane, PageGroup, StatePart, StatePlane
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.heads.place import HeadPlace
 from weft.engine.parallel.shards import layout_of_rank
 from weft.gateway.fleet.worker import _layout
 from weft.kernels.ops.pages.pool import PlaneInPage
@@ -72,7 +73,8 @@ def test_a_models_layout(shape: Shape, draft: bytes, text: str, page_bytes: int)
     model.kv_layout = lambda page_size: DecoderOnlyLM.kv_layout(model, page_size)
     layout = model.kv_layout(shape.page_size)
     if draft:
-        drafted = SimpleNamespace(_target=model, head=SimpleNamespace(digest=draft))
+        head = SimpleNamespace(digest=draft, place=HeadPlace(shape.layers))
+        drafted = SimpleNamespace(_target=model, head=head)
         layout = DraftedModel.kv_layout(cast(DraftedModel, drafted), shape.page_size)
     assert layout.describe() == text
     assert layout.page_bytes == page_bytes

@@ -738,7 +738,7 @@ class EngineConfig(PageConfig):
         divided = " x ".join(
             f"{name} = {size}"
             for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
-            if size > 1
+            if size > 1 or name == "tp"
         )
         lists = {
             "numa_bind_nodes": nodes.split(","),
