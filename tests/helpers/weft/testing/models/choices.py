@@ -25,6 +25,8 @@ OF_STATES = 5e-4
 thousand differences of logits one was off by half as much.
 """
 
+OF_ROUNDED_ROWS = 5e-4
+"""`near_tie` where products round their rows to 16 bits."""
 _CHANGE = 3e-6
 """Far more than roundings."""
 
@@ -256,6 +258,7 @@ class Choices(list[int]):
         num_new: Number of tokens.
         reference: The same as a model of transformers, if it has experts: other tokens are equal
             too if it does not ask them surely (`asks_surely`).
+        near_tie: As in `check_choices`.
     """
 
     def __init__(
@@ -264,6 +267,7 @@ class Choices(list[int]):
         prompt: Sequence[int],
         num_new: int,
         reference: Any = None,
+        near_tie: float = NEAR_TIE,
     ) -> None:
         tokens = list(prompt)
         with torch.inference_mode():
@@ -271,10 +275,11 @@ class Choices(list[int]):
                 tokens.append(int(logits_of(tokens)[-1].argmax()))
         super().__init__(tokens[len(prompt) :])
         self._logits_of, self._prompt, self._reference = logits_of, list(prompt), reference
+        self._near_tie = near_tie
 
     def is_clear(self) -> bool:
         """Whether no other tokens are equal."""
-        return are_clear(self._logits_behind(self))
+        return are_clear(self._logits_behind(self), self._near_tie)
 
     def __eq__(self, found: object) -> bool:
         if list.__eq__(self, found) is True:
@@ -283,10 +288,10 @@ class Choices(list[int]):
             return False
         try:
             if self._reference is None:
-                check_choices(self._logits_behind(found), found)
+                check_choices(self._logits_behind(found), found, self._near_tie)
             else:
                 with where_experts_are_sure(lambda: self._reference, [*self._prompt, *found]):
-                    check_choices(self._logits_behind(found), found)
+                    check_choices(self._logits_behind(found), found, self._near_tie)
         except AssertionError:
             return False
         return True
