@@ -149,4 +149,5 @@ def _children(group: Path, place: Path) -> dict[str, str]:
         names = json.loads(group.read_bytes())["child_paths"].keys()
     except (ValueError, KeyError, AttributeError, TypeError):
         raise InvalidRequest(f"{group.name}: no list of files", param="kernels") from None
-    return {name: str(place / name) for name in names if (group.parent / name).is_file()}
+    own = {path.name for path in group.parent.iterdir()}
+    return {name: str(place / name) for name in names if name in own}
