@@ -70,7 +70,7 @@ class VideoForm:
         return asdict(self)
 
     def chosen(self, facts: VideoFacts) -> list[int]:
-        """Numbers of the frames that are looked at; the last one may be there twice."""
+        """Numbers of the frames that are looked at."""
         import numpy as np
 
         total, wanted = facts.num_frames, facts.num_frames / facts.rate * self.fps
@@ -83,6 +83,10 @@ class VideoForm:
             step = total / max(1, count * self.frames)
             numbers = np.arange(0, total, step).astype(np.float32).astype(int)
         chosen: list[int] = numbers.tolist()
+        return chosen
+
+    def in_pairs(self, chosen: list[int]) -> list[int]:
+        """The same, with the last one again if it would be alone."""
         return chosen + [chosen[-1]] * (-len(chosen) % self.frames)
 
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
