@@ -125,7 +125,7 @@ def _latent_sizes(m: Metadata) -> Values:
 
 
 def _latent(m: Metadata) -> Values:
-    """Which of DeepSeek's models with latent attention the file is."""
+    """Files of all models with latent attention name DeepSeek V2; their tensors tell them apart."""
     values = _latent_sizes(m)
     if not m.own_or("expert_count", 0):
         return values | {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}

@@ -108,7 +108,7 @@ class DeviceLayers:
             self.waits.record(group)
 
     def open_all(self) -> None:
-        """Does nothing: what is enqueued ends by itself."""
+        """Does nothing: steps wait only for copies that are enqueued, and those always end."""
 
     def digests(self, pages: Sequence[int]) -> list[int]:
         with torch.cuda.stream(self._stream):

@@ -186,7 +186,7 @@ class StagedExecutor:
         return {"stage_us": of_stages // 1000, "bubble_us": idle // 1000}
 
     def keep(self, tokens: torch.Tensor) -> None:
-        """Does nothing: later steps bring these tokens."""
+        """Does nothing: with several lanes each step brings its tokens from the host."""
 
     def mark(self) -> Mark:
         if not self._is_late:

@@ -90,7 +90,7 @@ def _video(
         facts = facts_of(file, head["max_seconds"], head["max_pixels"])
         chosen = form.chosen(facts)
         grid = form.resized(len(chosen), facts.height, facts.width)
-        chosen = form.in_pairs(chosen)
+        chosen = form.padded(chosen)
         times = form.times(chosen, facts)
         media: Sequence[Media] = ()
         if not head["measures"]:

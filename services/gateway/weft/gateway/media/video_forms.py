@@ -85,8 +85,8 @@ class VideoForm:
         chosen: list[int] = numbers.tolist()
         return chosen
 
-    def in_pairs(self, chosen: list[int]) -> list[int]:
-        """The same, with the last one again if it would be alone."""
+    def padded(self, chosen: list[int]) -> list[int]:
+        """Repeats the last frame until their number is a multiple of `frames`."""
         return chosen + [chosen[-1]] * (-len(chosen) % self.frames)
 
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
