@@ -251,10 +251,19 @@ def test_a_start_after_a_query_is_declined(pair: EnginePair) -> None:
 def test_quarantine_ends_by_proof_and_never_by_time(pair: EnginePair) -> None:
     prompt = new_prompt(16)
     expected = alone(pair, prompt)
+    is_held, may_go_on = threading.Event(), threading.Event()
+    chunks: list[Any] = []
+
+    def hold_second(chunk: Any) -> None:
+        chunks.append(chunk)
+        if len(chunks) == 2:  # Of the first filler: the next one goes on.
+            is_held.set()
+            may_go_on.wait(60)
+
+    for filler in pair.fillers.values():
+        filler.parts.transport.shipper.before_digest = hold_second
     request_id = pair.submit(prompt)
-    pair.run(lambda: any(event.kind == "accepted" for event in pair.events))
-    for _ in range(3):
-        pair.turn()
+    pair.run(is_held.is_set)
     victim = pair.commands[0].worker_id
     pair.paused.add(victim)  # stopped in the middle of the fill
     pair.stall(6)
@@ -278,6 +287,7 @@ def test_quarantine_ends_by_proof_and_never_by_time(pair: EnginePair) -> None:
     pair.send(exits=[ProcessExited(worker_id=victim, epoch=epoch, query=2)])
     pair.run(lambda: num_quarantined(pair.owner) == 0)
     assert pages <= set(take_destinations(pair.owner))
+    may_go_on.set()
 
 
 def test_a_filler_that_owes_an_answer_is_passed_over(pair: EnginePair) -> None:
