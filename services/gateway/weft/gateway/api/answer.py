@@ -74,12 +74,9 @@ async def run_answer(
         if is_streamed:
             with relays.stream_of(context, kind) as out:
                 await begin_answer(context, raw.request_id, kind, (*headers, *out.headers))
-                if (data := writer.begin()) and (rest := out.send(data)) is not None:
-                    await rest
-                while deltas := await answer.next_deltas():
-                    data = b"".join([writer.push(delta) for delta in deltas])
-                    if data and (rest := out.send(data)) is not None:
-                        await rest
+                if (data := writer.begin()) and not out.send(data):
+                    await out.ready()
+                await answer.stream(lambda deltas: b"".join(map(writer.push, deltas)), out)
         else:
             await begin_answer(context, raw.request_id, kind, headers)
             while deltas := await answer.next_deltas():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -126,18 +126,16 @@ class RelayedStream:
         del self._relay.streams[self._key]
         self._relay.push(self._key, b"")
 
-    def send(self, data: bytes) -> Awaitable[None] | None:
-        """Sends whole events. Returns what must be awaited before the next ones: that the client
-        reads, or PeerUnavailable if the relay broke; None: nothing.
-        """
+    def send(self, data: bytes) -> bool:
         relay = self._relay
         if relay.is_broken:
-            return self._wait_until_read()
+            return False
         relay.push(self._key, data)
         self._num_unread += len(data)
-        return self._wait_until_read() if self._num_unread > _MAX_UNREAD_BYTES else None
+        return self._num_unread <= _MAX_UNREAD_BYTES
 
-    async def _wait_until_read(self) -> None:
+    async def ready(self) -> None:
+        """Waits until the client reads. Raises PeerUnavailable if the relay broke."""
         relay = self._relay
         while self._num_unread > _MAX_UNREAD_BYTES and not relay.is_broken:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -167,15 +165,23 @@ class PlainStream:
     def __init__(self, context: Context, content_type: str) -> None:
         self._context = context
         self._content_type = content_type
+        self._unsent = b""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None: ...
 
-    def send(self, data: bytes) -> Awaitable[None] | None:
-        """Sends whole events, once what it returns is awaited."""
-        return self._context.write(HttpBody(content_type=self._content_type, data=data))
+    def send(self, data: bytes) -> bool:
+        """Only `ready` sends them."""
+        self._unsent += data
+        return False
+
+    async def ready(self) -> None:
+        """Sends the events."""
+        data, self._unsent = self._unsent, b""
+        if data:
+            await self._context.write(HttpBody(content_type=self._content_type, data=data))
 
 
 class EdgeFace(edge_pb2_grpc.EdgeServiceServicer):

@@ -13,7 +13,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from weft.contract.errors import (
     Cancelled,
@@ -50,6 +50,38 @@ class Delta(NamedTuple):
     """The stop string or the stop token that ended the sample; None: neither did."""
 
 
+class Outlet(Protocol):
+    """Where the events of a streamed answer go."""
+
+    def send(self, data: bytes) -> bool:
+        """Sends whole events. False: `ready` must be awaited before the next ones."""
+        ...
+
+    async def ready(self) -> None:
+        """Waits until more may be sent. Raises PeerUnavailable if the client's side is lost."""
+        ...
+
+
+class Deliveries:
+    """Answers with new deltas. Those that messages of workers brought together are sent together,
+    in one turn of the event loop, instead of a turn of a task for each.
+    """
+
+    def __init__(self) -> None:
+        self._answers: list[Answer] = []
+
+    def add(self, answer: Answer) -> None:
+        """Has an answer's deltas sent in the event loop's next turn."""
+        if not self._answers:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._answers.append(answer)
+
+    def _send(self) -> None:
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer.send_deltas()
+
+
 class Answer(Listener):
     """A client's request from its arrival to its end.
 
@@ -63,7 +95,13 @@ class Answer(Listener):
     request: GenerateRequest
     """The complete request; set by `complete`."""
 
-    def __init__(self, raw: RawRequest, trace: RequestTrace, max_unsent_bytes: int) -> None:
+    def __init__(
+        self,
+        raw: RawRequest,
+        trace: RequestTrace,
+        max_unsent_bytes: int,
+        deliveries: Deliveries,
+    ) -> None:
         self.raw = raw
         """The request as its dialect has read it."""
         self.trace = trace
@@ -106,7 +144,11 @@ class Answer(Listener):
         self._unsent_bytes = 0
         self._dirty: list[SampleOutput] = []
         self._failed: Generation | None = None
+        self._deliveries = deliveries
         self._reader: asyncio.Future[None] | None = None
+        self._outlet: Outlet | None = None
+        """Takes deltas while the answer's task waits; None: the task takes them."""
+        self._encode: Callable[[list[Delta]], bytes] = _no_bytes
         self._num_open = 0
         self._waiting: deque[Generation] = deque()
         """Prompts that begin when others have ended."""
@@ -136,6 +178,8 @@ class Answer(Listener):
         if not sample.is_dirty:
             sample.is_dirty = True
             self._dirty.append(sample)
+            if self._outlet is not None and len(self._dirty) == 1:
+                self._deliveries.add(self)
         self._unsent_bytes += num_bytes
         if self._unsent_bytes > self._max_unsent_bytes:
             self.fail(
@@ -145,7 +189,7 @@ class Answer(Listener):
                     stage="render",
                 )
             )
-        else:
+        elif self._outlet is None:
             self._wake()
 
     def on_failure(self, generation: Generation) -> None:
@@ -205,12 +249,46 @@ class Answer(Listener):
                 raise self._failed.error
             if not self._num_open:
                 return []
-            # As `_wait`, in place: this is the course of every token.
-            reader = self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await reader
-            finally:
-                self._reader = None
+            await self._wait()
+
+    async def stream(self, encode: Callable[[list[Delta]], bytes], outlet: Outlet) -> None:
+        """Sends what `encode` makes of new deltas until all samples have ended. As long as the
+        outlet takes more at once, deltas do not wake this task: they are sent with those of other
+        answers, in another context. Raises WeftError if the request failed.
+        """
+        self._encode = encode
+        while deltas := await self.next_deltas():
+            if (data := encode(deltas)) and not outlet.send(data):
+                await outlet.ready()
+            elif self._is_going_on:
+                self._outlet = outlet
+                try:
+                    await self._wait()
+                finally:
+                    self._outlet = None
+                await outlet.ready()
+
+    @property
+    def _is_going_on(self) -> bool:
+        """Whether deltas may still come, and there is nothing else for the answer's task."""
+        is_failed = self.error is not None or self._failed is not None
+        return bool(self._num_open) and not self._dirty and not is_failed
+
+    def send_deltas(self) -> None:
+        """Sends new deltas, unless the answer's task does."""
+        outlet = self._outlet
+        if outlet is None or not self._dirty:
+            return
+        try:
+            data = self._encode(self._take())
+            goes_on = not data or outlet.send(data)
+        except Exception as error:
+            self._outlet = None
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_exception(error)
+            return
+        if not goes_on or not self._num_open:
+            self._wake()
 
     async def _wait(self) -> None:
         self._reader = asyncio.get_running_loop().create_future()
@@ -220,6 +298,7 @@ class Answer(Listener):
             self._reader = None
 
     def _wake(self) -> None:
+        self._outlet = None
         reader = self._reader
         if reader is not None and not reader.done():
             reader.set_result(None)
@@ -356,6 +435,11 @@ def _first_token_at(generation: Generation) -> float:
     """Time of the first token of any sample; 0: there was none."""
     times = (sample.first_token_time for sample in generation.samples if sample.first_token_time)
     return min(times, default=0.0)
+
+
+def _no_bytes(deltas: list[Delta]) -> bytes:
+    """Nothing is streamed."""
+    return b""
 
 
 def _nothing() -> None:

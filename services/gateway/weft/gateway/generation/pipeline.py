@@ -29,7 +29,7 @@ from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, RateLimits
 from weft.gateway.admission.slo import SloTicket
 from weft.gateway.admission.tenants import Rates, Tenants
 from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
-from weft.gateway.generation.answer import Answer
+from weft.gateway.generation.answer import Answer, Deliveries
 from weft.gateway.generation.complete import complete
 from weft.gateway.generation.generation import Generation, ResumeLimits
 from weft.gateway.request import (
@@ -105,6 +105,7 @@ class RequestPipeline:
         self._on_ended = on_ended
         self._open: dict[str, Answer] = {}
         """Requests that wait or run, by their ids, oldest first."""
+        self._deliveries = Deliveries()
         self._has_ended = False
         self._recent = RecentPages()
         """Prompts of earlier requests."""
@@ -221,7 +222,7 @@ class RequestPipeline:
         """
         trace = RequestTrace(self._tracer, raw.request_id, raw.call.traceparent)
         current_trace_id.set(trace.trace_id)
-        answer = Answer(raw, trace, self._settings.max_unsent_bytes)
+        answer = Answer(raw, trace, self._settings.max_unsent_bytes, self._deliveries)
         self._open[raw.request_id] = answer
         try:
             async with self._run(answer):

@@ -113,8 +113,8 @@ class AudioCalls:
                 text = "".join([one.text for one in found])
                 if text:
                     event = delta_event(text if segments else text.lstrip())
-                    if (sent := out.send(event)) is not None:
-                        await sent
+                    if not out.send(event):
+                        await out.ready()
                 segments += found
         last = done_event(whole_text(segments), heard.num_samples / SAMPLE_RATE)
         await context.write(HttpBody(content_type=EVENTS, data=last))

@@ -172,9 +172,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         writer: AnswerWriter,
         out: RelayedStream | PlainStream,
     ) -> HttpBody:
-        while deltas := await answer.next_deltas():
-            if (data := writer.events(deltas)) and (rest := out.send(data)) is not None:
-                await rest
+        await answer.stream(writer.events, out)
         fields = {}
         if _includes_usage(body) or body.weft_timeline:
             await answer.settle()

@@ -52,7 +52,7 @@ from weft.gateway.api.trainer.token_requests import continue_request, generate_r
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.console.access import MeshAccess
 from weft.gateway.console.weights import MeshWeights
-from weft.gateway.generation.answer import Answer
+from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.validate import invalid
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
@@ -414,12 +414,13 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         with self._relays.stream_of(context, EVENTS) as out:
             headers = (*answer.headers, *out.headers)
             await begin_answer(context, answer.request.request_id, EVENTS, headers)
-            while deltas := await answer.next_deltas():
+
+            def encode(deltas: list[Delta]) -> bytes:
                 for delta in deltas:
                     writer.push(delta)
-                data = b"".join([writer.event(delta) for delta in deltas])
-                if (rest := out.send(data)) is not None:
-                    await rest
+                return b"".join([writer.event(delta) for delta in deltas])
+
+            await answer.stream(encode, out)
 
     async def ShowServer(
         self, request: dialects_pb2.ShowServerRequest, context: Context
