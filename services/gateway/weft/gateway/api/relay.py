@@ -55,12 +55,13 @@ class EdgeRelay:
 
     def push(self, key: int, data: bytes) -> None:
         """Sends data of a stream with the next message; empty: its end."""
+        if not self._keys:
+            self._wake.set()
         self._keys.append(key)
         self._data.append(data)
         self._num_bytes += len(data)
         if self._num_bytes > _MAX_MESSAGE_BYTES:
             self._full.append(self._take())
-        self._wake.set()
 
     def retire(self) -> None:
         """Lets it end with the last of its streams."""

@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from weft.contract.errors import (
@@ -48,6 +49,10 @@ class Delta(NamedTuple):
     """Set in the sample's last delta."""
     stop_reason: str | int | None
     """The stop string or the stop token that ended the sample; None: neither did."""
+
+
+_new_delta: Callable[[tuple[object, ...]], Delta] = partial(tuple.__new__, Delta)
+"""`Delta` of its fields in order, without a call of Python for each token."""
 
 
 class Outlet(Protocol):
@@ -257,15 +262,18 @@ class Answer(Listener):
         answers, in another context. Raises WeftError if the request failed.
         """
         self._encode = encode
-        while deltas := await self.next_deltas():
-            if (data := encode(deltas)) and not outlet.send(data):
-                await outlet.ready()
-            elif self._is_going_on:
+        while True:
+            while self._is_going_on:
                 self._outlet = outlet
                 try:
                     await self._wait()
                 finally:
                     self._outlet = None
+                await outlet.ready()
+            deltas = await self.next_deltas()
+            if not deltas:
+                return
+            if (data := encode(deltas)) and not outlet.send(data):
                 await outlet.ready()
 
     @property
@@ -309,21 +317,24 @@ class Answer(Listener):
         self._unsent_bytes = 0
         for sample in dirty:
             sample.is_dirty = False
+            reason = sample.finish_reason
             deltas.append(
-                Delta(
-                    sample.index,
-                    sample.text,
-                    sample.ids[sample.num_ids_taken :],
-                    sample.logprobs,
-                    sample.finish_reason,
-                    None if sample.finish_reason is None else sample.renderer.stop_reason,
+                _new_delta(
+                    (
+                        sample.index,
+                        sample.text,
+                        sample.ids[sample.num_ids_taken :],
+                        sample.logprobs,
+                        reason,
+                        None if reason is None else sample.renderer.stop_reason,
+                    )
                 )
             )
             sample.text = ""
             sample.num_ids_taken = len(sample.ids)
             if sample.logprobs:
                 sample.logprobs = []
-            if sample.finish_reason is not None:
+            if reason is not None:
                 self._num_open -= 1
         return deltas
 

@@ -434,41 +434,52 @@ class Generation:
             self._violated(problem)
 
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
-        if event.sample >= len(self.samples):
-            self._violated(f"tokens of sample {event.sample}")
+        logprobs: Sequence[common_pb2.TokenLogprob] = ()
+        if self._request.top_logprobs is not None:
+            logprobs = event.logprobs
+        # A list is read faster than a field.
+        self._take_tokens(event.sample, event.first_index, event.ids[:], logprobs, now)
+
+    def on_token(self, number: int, index: int, token_id: int, now: float) -> None:
+        self._take_tokens(number, index, (token_id,), (), now)
+
+    def _take_tokens(
+        self,
+        number: int,
+        first_index: int,
+        ids: Sequence[int],
+        logprobs: Sequence[common_pb2.TokenLogprob],
+        now: float,
+    ) -> None:
+        if number >= len(self.samples):
+            self._violated(f"tokens of sample {number}")
             return
-        sample = self.samples[event.sample]
+        sample = self.samples[number]
         if sample.finish_reason is not None:
             return
         if self.prompt_scores is not None and (missing := self.prompt_scores.missing):
             self._violated(f"tokens, but {missing}")
             return
-        ids: Sequence[int] = event.ids
-        if len(ids) > 1:
-            ids = ids[:]  # A list is read faster.
-        logprobs: Sequence[common_pb2.TokenLogprob] = ()
-        if self._request.top_logprobs is not None:
-            logprobs = event.logprobs
         num_before = len(sample.ids)
-        num_known = num_before - event.first_index
-        if num_known:
-            if num_known < 0:
-                self._violated(f"tokens {num_before} to {event.first_index} are missing")
+        if num_before != first_index:
+            if num_before < first_index:
+                self._violated(f"tokens {num_before} to {first_index} are missing")
                 return
+            num_known = num_before - first_index
             ids, logprobs = ids[num_known:], logprobs[num_known:]
         if not ids:
             return
         text = sample.push(ids)
-        self._metrics.generation_tokens.value += len(sample.ids) - num_before
+        num_taken = len(sample.ids) - num_before
+        self._metrics.generation_tokens.value += num_taken
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if logprobs:
-            num_used = len(sample.ids) - event.first_index - num_known
-            used = logprobs[:num_used]
+            used = logprobs[:num_taken]
             sample.logprobs.extend(used)
             num_bytes += sum(_LOGPROB_BYTES * (1 + len(entry.top)) for entry in used)
         self._observe(sample, len(ids), now)
         if sample.renderer.is_stopped:
-            self.end_sample(event.sample, STOP)
+            self.end_sample(number, STOP)
         if text or sample.logprobs or sample.finish_reason is not None:
             sample.text += text
             self._listener.on_sample(sample, num_bytes)

@@ -59,23 +59,38 @@ def _skipped(vocabulary: Vocabulary, skips: bool, shown_ids: Collection[int]) ->
 
 
 class ByteDetokenizer:
-    """Detokenizer for byte-level tokenizers: a table lookup and an incremental UTF-8 decoder per
-    token.
+    """Detokenizer for byte-level tokenizers: a table lookup per token, and an incremental UTF-8
+    decoder for characters of several tokens.
     """
 
-    __slots__ = ("_bytes_of", "_decode", "_skipped")
+    __slots__ = ("_bytes_of", "_decoder", "_is_whole", "_plain_texts", "_skipped", "_special_ids")
 
     def __init__(
         self, vocabulary: Vocabulary, skip_special_tokens: bool, shown_ids: Collection[int] = ()
     ) -> None:
         self._bytes_of = vocabulary.bytes_of
+        self._special_ids = vocabulary.special_ids
         self._skipped = _skipped(vocabulary, skip_special_tokens, shown_ids)
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._plain_texts = vocabulary.plain_texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_whole = True
+        """Whether the bytes so far end with a whole character."""
 
     def push(self, token_id: int) -> str:
+        if self._is_whole and (known := self._plain_texts.get(token_id)) is not None:
+            return known
         if token_id in self._skipped:
             return ""
-        return self._decode(self._bytes_of[token_id])
+        was_whole = self._is_whole
+        text = self._decode(self._bytes_of[token_id])
+        if was_whole and self._is_whole and token_id not in self._special_ids:
+            self._plain_texts[token_id] = text
+        return text
+
+    def _decode(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def push_all(self, ids: Sequence[int]) -> str:
         bytes_of, skipped = self._bytes_of, self._skipped
@@ -84,7 +99,7 @@ class ByteDetokenizer:
         return self._decode(b"".join([bytes_of[token_id] for token_id in ids]))
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:

@@ -51,6 +51,10 @@ class Vocabulary:
 
         Exact for byte-level tokenizers; elsewhere the UTF-8 form of the token decoded alone.
         """
+        self.plain_texts: dict[int, str] = {}
+        """Texts of tokens that are not special, wherever no character is incomplete before them;
+        only of byte-level tokenizers, and of tokens that were shown.
+        """
         self._texts: dict[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -8,6 +8,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -42,7 +43,15 @@ _LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 def to_json(value: object) -> bytes:
     """Serialises a value as compact JSON in UTF-8, without any character that may end a line."""
-    text = _to_text(value)
+    return _to_line(_to_text(value))
+
+
+def text_to_json(text: str) -> bytes:
+    """`to_json` of a text, for which the encoder's own preparations would take most of the time."""
+    return _to_line(encode_basestring(text))
+
+
+def _to_line(text: str) -> bytes:
     if not text.isascii() and any(end in text for end in _LINE_ENDS):
         for end, spelled in _LINE_ENDS.items():
             text = text.replace(end, spelled)
@@ -210,10 +219,10 @@ class ChatWriter(AnswerWriter):
             prefix, opening = self._open(delta.sample)
         if self._make_parser is not None:
             body = self._parsed(delta, self._make_parser)
-        elif self._has_rare(delta):
+        elif delta.logprobs or (self.prompt_ids is not None and delta.ids):
             body = self._whole_event(delta, {"content": delta.text})
         elif delta.text:
-            body = prefix + b'"content":' + to_json(delta.text) + self._suffix
+            body = b"".join((prefix, b'"content":', text_to_json(delta.text), self._suffix))
         else:
             body = b""
         if delta.finish_reason is None:
@@ -365,7 +374,7 @@ class CompletionWriter(AnswerWriter):
             (
                 self._head,
                 b'{"index":%d,"text":' % delta.sample,
-                to_json(delta.text),
+                text_to_json(delta.text),
                 b',"logprobs":null,',
                 end,
                 self._tail,
