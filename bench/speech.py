@@ -2,6 +2,7 @@
 
     python bench/speech.py --peer /path/to/python        times and word errors on a CPU
     python bench/speech.py --only together --device cuda:0 --clips-at-once 64
+    python bench/speech.py --only engine --device cuda:0 --clips-at-once 64
 
 Clips are spoken by espeak-ng (Debian's package of that name) in several voices, rates of speech,
 rates of samples and formats, so that the right words are known. faster-whisper needs other
@@ -11,7 +12,10 @@ made.
 
 `alone`: clips of about 29 s one after the other: how many times faster than the speech each
 system is, in turns, and the processor seconds that its processes took for a clip. `errors`: shares
-of words that are wrong in 20 clips. `together`: many clips at once.
+of words that are wrong in 20 clips, `more_errors` in 20 of other texts, voices, speeds and formats,
+which no rule was chosen by. `together`: many clips at once. `engine`: the same in this process,
+without files, gateway and package: made-up weights of the same shape, spectrograms of noise and as
+many tokens a clip as speech of 30 s has.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,11 +39,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
-import soundfile
-import soxr
 from harness import Harness, Run, in_turns, percentiles, ratio_of, spread
 from processor_time import taken_s
 from serving.mesh import MeshProcess
+from weft.checkpoint.whisper_demo import CONFIG
 
 TEXTS = (
     "The weaver sat at the loom before the sun had risen over the hills.",
@@ -63,18 +66,33 @@ TEXTS = (
     "The captain looked at the map and decided to wait for the morning.",
     "When the music ended, the people in the hall stood up and clapped.",
 )
-VOICES = ("en-us", "en-gb", "en-us+f3", "en-gb+f2")
-WORDS_A_MINUTE = (130, 150, 170)
-FORMS = (
-    ("WAV", 16_000),
-    ("WAV", 48_000),
-    ("FLAC", 44_100),
-    ("OGG", 22_050),
-    ("MP3", 44_100),
-    ("WAV", 8_000),
+MORE_TEXTS = (
+    "My brother keeps bees behind the house and sells the honey in autumn.",
+    "The museum is closed on Mondays, but the garden is open every day.",
+    "Turn left after the bakery, cross the river and follow the road uphill.",
+    "She has played the violin since she was six years old.",
+    "The price of coffee went up again because the harvest was poor.",
+    "We found an old photograph of the harbour under the floor.",
+    "If the light is red, wait until it turns green before you walk.",
+    "The teacher drew a circle on the board and asked who could measure it.",
+    "Two men carried the piano up four flights of stairs.",
+    "Dinner will be ready in twenty minutes, so please wash your hands.",
+    "The ship carried wheat, timber and iron across the northern sea.",
+    "I have lost my keys somewhere between the office and the park.",
+    "A strong wind blew the roof off the barn during the night.",
+    "The patient slept well and had no fever in the morning.",
+    "Every spring the birds return to the same tree near the lake.",
+    "They printed three hundred copies of the book and sold all of them.",
+    "The mountain is so high that there is snow on it in summer.",
+    "Could you tell me which bus goes to the hospital?",
+    "He painted the door blue and the window frames white.",
+    "The judge listened to both sides and made her decision at noon.",
 )
-"""Formats and samples a second."""
 LONG_S = 29
+TOKENS = 90
+"""Of the text of so much speech, with its time tokens."""
+ROWS, PAGE = 1536, 16
+"""Places of a clip in its prompt, and tokens of a page of KV."""
 _PEER = """
 import io, json, os, sys, time
 import faster_whisper
@@ -192,6 +210,8 @@ def model_files() -> Path:
 
 def spoken(text: str, voice: str, speed: int) -> tuple[np.ndarray, int]:
     """Samples and their rate."""
+    import soundfile
+
     program = shutil.which("espeak-ng")
     if program is None:
         raise SystemExit("there is no espeak-ng on the PATH; Debian has it (apt install espeak-ng)")
@@ -202,15 +222,74 @@ def spoken(text: str, voice: str, speed: int) -> tuple[np.ndarray, int]:
     return samples, rate
 
 
-def write(folder: Path, name: str, text: str, number: int, longest_s: float | None = None) -> Clip:
-    """A file in one of the forms; `number` chooses voice, rate and form."""
-    samples, rate = spoken(text, VOICES[number % len(VOICES)], WORDS_A_MINUTE[number % 3])
-    if longest_s is not None:
-        samples = samples[: int(longest_s * rate)]
-    form, to = FORMS[number % len(FORMS)]
-    path = folder / f"{name}.{form.lower()}"
-    soundfile.write(path, soxr.resample(samples, rate, to), to, format=form)
-    return Clip(path, text, len(samples) / rate)
+class Speakers(NamedTuple):
+    """How texts are spoken and written; a clip's number chooses each in turn."""
+
+    voices: tuple[str, ...]
+    words_a_minute: tuple[int, ...]
+    forms: tuple[tuple[str, int], ...]
+    """Formats and samples a second."""
+
+    def write(
+        self, folder: Path, name: str, text: str, number: int, longest_s: float | None = None
+    ) -> Clip:
+        """A file of a text."""
+        # Only here: the part `engine` also runs where they are missing.
+        import soundfile
+        import soxr
+
+        speed = self.words_a_minute[number % len(self.words_a_minute)]
+        samples, rate = spoken(text, self.voices[number % len(self.voices)], speed)
+        if longest_s is not None:
+            samples = samples[: int(longest_s * rate)]
+        form, to = self.forms[number % len(self.forms)]
+        path = folder / f"{name}.{form.lower()}"
+        resampled = soxr.resample(samples, rate, to)
+        if form == "M4A":
+            write_aac(path, resampled, to)
+        else:
+            soundfile.write(path, resampled, to, format=form)
+        return Clip(path, text, len(samples) / rate)
+
+
+SPEAKERS = Speakers(
+    voices=("en-us", "en-gb", "en-us+f3", "en-gb+f2"),
+    words_a_minute=(130, 150, 170),
+    forms=(
+        ("WAV", 16_000),
+        ("WAV", 48_000),
+        ("FLAC", 44_100),
+        ("OGG", 22_050),
+        ("MP3", 44_100),
+        ("WAV", 8_000),
+    ),
+)
+MORE_SPEAKERS = Speakers(
+    voices=(
+        *("en-gb-scotland", "en-us+m7", "en-gb-x-rp", "en-029+f4", "en-us-nyc+m3"),
+        *("en-gb-x-gbclan+f5", "en-us+linda"),
+    ),
+    words_a_minute=(120, 140, 160, 180),
+    forms=(
+        ("MP3", 22_050),
+        ("OGG", 48_000),
+        ("FLAC", 32_000),
+        ("WAV", 11_025),
+        ("M4A", 44_100),
+    ),
+)
+
+
+def write_aac(path: Path, samples: np.ndarray, rate: int) -> None:
+    """A file of MPEG-4 with one channel."""
+    import av
+
+    with av.open(str(path), "w", format="ipod") as container:
+        stream = container.add_stream("aac", rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None].astype("f4"), format="fltp", layout="mono")
+        frame.sample_rate = rate
+        for packet in (*stream.encode(frame), *stream.encode()):
+            container.mux(packet)
 
 
 def words_of(text: str) -> list[str]:
@@ -266,7 +345,9 @@ def alone(run: Run) -> None:
     clips = []
     for number in range(repeats + 1):
         text = " ".join(TEXTS[(number * 3 + place) % len(TEXTS)] for place in range(9))
-        clips.append(write(folder, f"long{number}", text, number * len(FORMS), LONG_S))
+        clips.append(
+            SPEAKERS.write(folder, f"long{number}", text, number * len(SPEAKERS.forms), LONG_S)
+        )
     left = {name: iter(clips) for name in ways}
     found = in_turns(
         {name: lambda hear=hear, name=name: hear(next(left[name])) for name, hear in ways.items()},
@@ -294,8 +375,21 @@ def alone(run: Run) -> None:
 @harness.part
 def errors(run: Run) -> None:
     """Shares of words that are wrong, over 20 clips."""
+    count_errors(run, TEXTS, SPEAKERS)
+
+
+@harness.part
+def more_errors(run: Run) -> None:
+    """The same of the other 20 clips."""
+    count_errors(run, MORE_TEXTS, MORE_SPEAKERS)
+
+
+def count_errors(run: Run, texts: Sequence[str], speakers: Speakers) -> None:
+    """A row for each system."""
     folder, ways = folder_of(run), systems(run)
-    clips = [write(folder, f"clip{number}", text, number) for number, text in enumerate(TEXTS)]
+    clips = [
+        speakers.write(folder, f"clip{number}", text, number) for number, text in enumerate(texts)
+    ]
     for name, hear in ways.items():
         counts = [word_errors(hear(clip).text, clip.text) for clip in clips]
         wrong, total = (sum(column) for column in zip(*counts, strict=True))
@@ -317,7 +411,9 @@ def together(run: Run) -> None:
         for number in range(count):
             chosen = [TEXTS[(turn + number * (1 + place)) % len(TEXTS)] for place in range(9)]
             name = f"many{turn}-{number}"
-            clips.append(write(folder, name, " ".join(chosen), number * len(FORMS), LONG_S))
+            clips.append(
+                SPEAKERS.write(folder, name, " ".join(chosen), number * len(SPEAKERS.forms), LONG_S)
+            )
         began = time.perf_counter()
         with ThreadPoolExecutor(count) as pool:
             heard = list(pool.map(partial(mesh.hear, counts_processor=False), clips))
@@ -328,6 +424,50 @@ def together(run: Run) -> None:
             run.row(
                 turn=turn, clips=count, wall_s=wall_s, times_real_time=seconds / wall_s, **waits
             )
+
+
+@harness.part_if_named
+def engine(run: Run) -> None:
+    """Many clips at once in an engine of this process, each other than the others."""
+    # Only here, since the other parts need no PyTorch in this process.
+    from weft.contract.request import SamplingParams, StopCriteria
+    from weft.contract.spans import Media, MediaSpan
+    from weft.engine.loop.llm import LLM
+
+    options, count, rng = run.options, run.options.clips_at_once, np.random.default_rng(1)
+    folder, shape = folder_of(run), (CONFIG["num_mel_bins"], 2 * CONFIG["max_source_positions"], 4)
+    (folder / "config.json").write_text(json.dumps(dict(CONFIG)))
+    prompt = [CONFIG["eos_token_id"]] * ROWS + [CONFIG["decoder_start_token_id"]]
+    num_pages = (count + 1) * (-(-(ROWS + 1 + TOKENS) // PAGE) + 1)
+    device = options.device or "cpu"
+    with LLM(
+        folder, device=device, dtype=options.dtype, dummy_weights=True, num_pages=num_pages
+    ) as llm:
+        for turn in range(options.repeats + 1):
+            clips = [
+                Media.of(
+                    "audio", "bench", shape, rng.normal(size=shape[:2]).astype("<f4").tobytes()
+                )
+                for _ in range(count)
+            ]
+            began = time.perf_counter()
+            llm.put(clips)
+            llm.generate(
+                [prompt] * count,
+                SamplingParams(temperature=0.0),
+                StopCriteria(max_tokens=TOKENS, ignore_eos=True),
+                spans=[[MediaSpan(position=0, length=ROWS, digest=one.digest)] for one in clips],
+            )
+            wall_s = time.perf_counter() - began
+            if turn:
+                run.row(
+                    turn=turn,
+                    clips=count,
+                    tokens_a_clip=TOKENS,
+                    wall_s=wall_s,
+                    clips_per_s=count / wall_s,
+                    times_real_time=30 * count / wall_s,
+                )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _VERSION = "0.1.0-2"
 _FORMAT = 6
 _FLOAT16 = 4
 _DEPTH, _WIDTH, _INNER, _HEADS, _END = 4, 384, 1536, 6, 50_256
-_CONFIG: Mapping[str, Any] = {
+CONFIG: Mapping[str, Any] = {
     "architectures": ["WhisperForConditionalGeneration"],
     "model_type": "whisper",
     "activation_function": "gelu",
@@ -53,6 +53,7 @@ _CONFIG: Mapping[str, Any] = {
     "pad_token_id": _END,
     "decoder_start_token_id": _END + 1,
 }
+"""Its config.json."""
 _SELF, _CROSS = ("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj")
 _WITHOUT_BIAS = "k_proj"
 
@@ -114,7 +115,7 @@ def _write(source: Path, folder: Path) -> None:
     documents: dict[str, Mapping[str, Any]] = {
         "generation_config.json": generation,
         "tokenizer_config.json": {"tokenizer_class": "WhisperTokenizer", **specials},
-        "config.json": _CONFIG,
+        "config.json": CONFIG,
     }
     (folder / _TOKENIZER).write_bytes((source / _TOKENIZER).read_bytes())
     for name, content in documents.items():

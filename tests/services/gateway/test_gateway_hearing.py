@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import random
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
@@ -14,7 +13,6 @@ import grpc
 import numpy as np
 import pytest
 import soundfile
-from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import ContextTooLong, InvalidRequest, WeftError
 from weft.contract.spans import Media
@@ -30,7 +28,7 @@ from weft.testing.models.tiny_hearing import (
 )
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
-from weft.v1 import decode_pb2, dialects_pb2_grpc, gateway_pb2
+from weft.v1 import decode_pb2, gateway_pb2
 
 RATE = 16_000
 WINDOW = ROWS["voxtral"]
@@ -99,12 +97,6 @@ def last_prompt(mesh: Harness) -> str:
     return str(mesh.tokenizer.decode(ids, skip_special_tokens=False)).removeprefix("<|im_start|>")
 
 
-async def response(mesh: Harness, body: Any) -> Any:
-    stub = dialects_pb2_grpc.ResponsesServiceStub(mesh.channel)
-    request = HttpBody(content_type="application/json", data=json.dumps(body).encode())
-    return [json.loads(message.data) async for message in stub.CreateResponse(request)][-1]
-
-
 HEARD = "[BEGIN_AUDIO]" + "[AUDIO]" * WINDOW
 
 
@@ -160,10 +152,12 @@ async def test_other_ways_to_send_a_clip(mesh: Harness) -> None:
         await chat(mesh, user({"type": "audio_url", "audio_url": given}, text("what?")))
         assert last_prompt(mesh) == f"[INST]{HEARD}what?[/INST]"
     item = {"role": "user", "content": [{"type": "input_text", "text": "a"}, part(data)]}
-    first = await response(mesh, {"input": [item], "max_output_tokens": 2})
+    first = await mesh.dialect(
+        "Responses", "CreateResponse", {"input": [item], "max_output_tokens": 2}
+    )
     assert last_prompt(mesh) == f"[INST]a{HEARD}[/INST]"
     more = {"input": [item], "previous_response_id": first["id"], "max_output_tokens": 2}
-    await response(mesh, more)
+    await mesh.dialect("Responses", "CreateResponse", more)
     assert last_prompt(mesh).startswith(f"[INST]a{HEARD}[/INST]")
     assert last_prompt(mesh).endswith(f"[INST]a{HEARD}[/INST]")
     clip = gateway_pb2.AudioFile(data=data)

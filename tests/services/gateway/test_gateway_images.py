@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.api.httpbody_pb2 import HttpBody
 from PIL import Image
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import (
@@ -31,7 +29,7 @@ from weft.testing.models.tiny_images import (
 )
 from weft.testing.services.fake_decode import FakeWorker, Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
-from weft.v1 import decode_pb2, dialects_pb2_grpc, gateway_pb2
+from weft.v1 import decode_pb2, gateway_pb2
 
 WIDE = encoded(random_image(1, 120, 20))
 """One row of four tiles, and a whole."""
@@ -105,16 +103,6 @@ async def refusal(work: Awaitable[object]) -> WeftError:
 def last_prompt(mesh: Harness) -> str:
     """What the worker was given last."""
     return text_of(mesh, mesh.workers[0].prompts[-1])
-
-
-async def dialect(mesh: Harness, service: str, method: str, body: Any) -> Any:
-    """Calls a method of another dialect."""
-    stub = getattr(dialects_pb2_grpc, f"{service}ServiceStub")(mesh.channel)
-    request = HttpBody(content_type="application/json", data=json.dumps(body).encode())
-    call = getattr(stub, method)(request)
-    if isinstance(call, grpc.aio.UnaryUnaryCall):
-        return json.loads((await call).data)
-    return [json.loads(message.data) async for message in call][-1]
 
 
 async def test_images_are_refused_where_no_worker_can_take_them(
@@ -261,14 +249,14 @@ async def test_urls_are_fetched_where_that_is_allowed(tmp_path: Path) -> None:
         error = await refusal(chat(mesh, user(gone)))
         assert (error.http_status, error.param) == (400, "messages[0].content[0].image_url.url")
         item = user({"type": "input_image", "image_url": url})
-        await dialect(mesh, "Responses", "CreateResponse", {"input": [item]})
+        await mesh.dialect("Responses", "CreateResponse", {"input": [item]})
         assert f"User:{WIDE_TEXT}<end" in last_prompt(mesh)
         block = {"type": "image", "source": {"type": "url", "url": url}}
         messages = [user(block, text_part("two"))]
         body = {"max_tokens": 2, "messages": messages}
-        await dialect(mesh, "Anthropic", "CreateMessage", body)
+        await mesh.dialect("Anthropic", "CreateMessage", body)
         assert f"User:{WIDE_TEXT}two<end" in last_prompt(mesh)
-        counted = await dialect(mesh, "Anthropic", "CountTokens", {"messages": messages})
+        counted = await mesh.dialect("Anthropic", "CountTokens", {"messages": messages})
         assert counted["input_tokens"] == len(mesh.workers[0].prompts[-1])
         image = gateway_pb2.ImageFile(url=url)
         parts = [gateway_pb2.ContentPart(image=image), gateway_pb2.ContentPart(text="three")]
@@ -297,15 +285,15 @@ async def test_anthropics_blocks(mesh: Harness) -> None:
             user(result),
         ],
     }
-    await dialect(mesh, "Anthropic", "CreateMessage", body)
+    await mesh.dialect("Anthropic", "CreateMessage", body)
     text = last_prompt(mesh)
     assert f"User: one{WIDE_TEXT}two<end" in text
     assert f"<tool_response>\nseen{WIDE_TEXT}\n</tool_response>" in text
-    counted = await dialect(mesh, "Anthropic", "CountTokens", {"messages": body["messages"]})
+    counted = await mesh.dialect("Anthropic", "CountTokens", {"messages": body["messages"]})
     assert counted["input_tokens"] == len(mesh.workers[0].prompts[-1])
     block = {"type": "image", "source": {"type": "url", "url": "https://example.com/a"}}
     error = await refusal(
-        dialect(mesh, "Anthropic", "CreateMessage", {"max_tokens": 2, "messages": [user(block)]})
+        mesh.dialect("Anthropic", "CreateMessage", {"max_tokens": 2, "messages": [user(block)]})
     )
     assert error.param == "messages[0].content[0].source.url"
 
@@ -319,8 +307,8 @@ async def test_responses_items_and_conversations(mesh: Harness) -> None:
         call,
         {"type": "function_call_output", "call_id": "a", "output": output},
     ]
-    first = await dialect(
-        mesh, "Responses", "CreateResponse", {"input": given, "max_output_tokens": 2}
+    first = await mesh.dialect(
+        "Responses", "CreateResponse", {"input": given, "max_output_tokens": 2}
     )
     text = last_prompt(mesh)
     assert f"User: one{WIDE_TEXT}{COARSE_TEXT}<end" in text
@@ -330,7 +318,7 @@ async def test_responses_items_and_conversations(mesh: Harness) -> None:
         "previous_response_id": first["id"],
         "max_output_tokens": 2,
     }
-    await dialect(mesh, "Responses", "CreateResponse", body)
+    await mesh.dialect("Responses", "CreateResponse", body)
     assert last_prompt(mesh).startswith(text)
     assert last_prompt(mesh).endswith(f"User:{WIDE_TEXT}<end_of_utterance>\nAssistant:")
 
@@ -341,13 +329,13 @@ async def test_ollamas_images_are_ahead_of_the_text(mesh: Harness) -> None:
         "options": {"num_predict": 2},
         "messages": [{"role": "user", "content": "what?", "images": [BARE]}],
     }
-    await dialect(mesh, "Ollama", "Chat", body)
+    await mesh.dialect("Ollama", "Chat", body)
     expected = f"<|im_start|>User:{WIDE_TEXT}what?<end_of_utterance>\nAssistant:"
     assert last_prompt(mesh) == expected
     body = {"stream": False, "prompt": "what?", "images": [BARE], "options": {"num_predict": 2}}
-    await dialect(mesh, "Ollama", "Generate", body)
+    await mesh.dialect("Ollama", "Generate", body)
     assert last_prompt(mesh) == expected
-    error = await refusal(dialect(mesh, "Ollama", "Generate", {**body, "images": [BARE, "#"]}))
+    error = await refusal(mesh.dialect("Ollama", "Generate", {**body, "images": [BARE, "#"]}))
     assert error.param == "images[1]"
 
 
@@ -474,5 +462,5 @@ async def test_details_are_checked(mesh: Harness) -> None:
 
 
 async def test_ollamas_clients_see_that_the_model_takes_images(mesh: Harness) -> None:
-    shown = await dialect(mesh, "Ollama", "ShowModel", {"model": MODEL})
+    shown = await mesh.dialect("Ollama", "ShowModel", {"model": MODEL})
     assert "vision" in shown["capabilities"]

@@ -123,7 +123,7 @@ class ChatMessage(_message.Message):
     """Passed on to the chat template."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """In place of `content`, for messages with images or audio: the parts in their order."""
+        """In place of `content`, for messages with files: the parts in their order."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
@@ -156,6 +156,7 @@ class ContentPart(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     AUDIO_FIELD_NUMBER: _builtins.int
+    VIDEO_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     @_builtins.property
     def image(self) -> Global___ImageFile:
@@ -165,18 +166,23 @@ class ContentPart(_message.Message):
     def audio(self) -> Global___AudioFile:
         """For models that hear."""
 
+    @_builtins.property
+    def video(self) -> Global___VideoFile:
+        """For models that watch videos."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         image: Global___ImageFile | None = ...,
         audio: Global___AudioFile | None = ...,
+        video: Global___VideoFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "image", b"image", "part", b"part", "text", b"text", "video", b"video"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "image", b"image", "part", b"part", "text", b"text", "video", b"video"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "image", "audio"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "image", "audio", "video"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -237,6 +243,32 @@ class AudioFile(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AudioFile: _TypeAlias = AudioFile  # noqa: Y015
+
+@_typing.final
+class VideoFile(_message.Message):
+    """A video as a file: MP4, MOV, WebM or MKV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The file. Either this or `url`."""
+    url: _builtins.str
+    """http or https, where the gateway fetches from the host; or data:."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VideoFile: _TypeAlias = VideoFile  # noqa: Y015
 
 @_typing.final
 class Tool(_message.Message):

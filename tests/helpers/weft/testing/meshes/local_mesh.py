@@ -242,17 +242,20 @@ def _unmapped() -> set[str]:
 
 
 def wait_until(
-    condition: Callable[[], object], timeout_s: float, explain: Callable[[], str] | None = None
+    condition: Callable[[], object],
+    timeout_s: float,
+    explain: Callable[[], str] | str | None = None,
 ) -> float:
     """Waits for something, `PATIENCE` times as long at most; the seconds it took.
 
     Raises:
-        AssertionError: It did not come; says what `explain` does.
+        AssertionError: It did not come; says what `explain` is or returns.
     """
     start_s, pause_s = time.monotonic(), 0.02
     while not condition():
         if time.monotonic() - start_s > PATIENCE * timeout_s:
-            raise AssertionError(explain() if explain else f"not within {timeout_s} s")
+            told = explain() if callable(explain) else explain
+            raise AssertionError(f"not within {timeout_s} s: {told or condition}")
         # What is waited for long needs the cores that asking takes.
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, 0.2)

@@ -142,6 +142,7 @@ def make_qwen_vl(
     vision: dict[str, Any] | None = None,
     text: dict[str, Any] | None = None,
     processor: dict[str, Any] | None = None,
+    template: str = CHAT_TEMPLATE,
 ) -> Path:
     """Writes a model directory with tokenizer, chat template and processor.
 
@@ -152,6 +153,7 @@ def make_qwen_vl(
         vision: Fields of `vision_config`.
         text: Fields of `text_config`.
         processor: Fields of preprocessor_config.json.
+        template: Of chats.
 
     Returns:
         `path`.
@@ -162,7 +164,7 @@ def make_qwen_vl(
     model = transformers.AutoModelForImageTextToText.from_config(config).float()
     randomise(model, seed)
     model.save_pretrained(path)
-    write_marked_tokenizer(path, VOCAB_SIZE, MARKS, CHAT_TEMPLATE, STOP)
+    write_marked_tokenizer(path, VOCAB_SIZE, MARKS, template, STOP)
     image_processor = {
         "do_convert_rgb": True,
         "do_normalize": True,

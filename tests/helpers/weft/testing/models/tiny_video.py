@@ -10,12 +10,13 @@ from pathlib import Path
 
 import av
 import numpy as np
-from weft.testing.models.tiny_qwen_vl import CHAT_TEMPLATE, SQUARE, qwen_config
+from weft.testing.models.tiny_qwen_vl import CHAT_TEMPLATE, SQUARE, make_qwen_vl, qwen_config
 
 _ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
+_SIZE = {"shortest_edge": 4 * SQUARE**2, "longest_edge": 64 * SQUARE**2}
 _IMAGE = "{% if part['type'] == 'image' %}"
 VIDEO_TEMPLATE = CHAT_TEMPLATE.replace(
     _IMAGE,
@@ -31,14 +32,24 @@ def add_video(folder: Path, kind: str) -> None:
     config = qwen_config(kind, {}, {"max_position_embeddings": most}).to_dict()
     config |= {"architectures": [_ARCHITECTURES[kind]], "max_position_embeddings": most}
     file.write_text(json.dumps(config))
-    size = {"shortest_edge": 4 * SQUARE**2, "longest_edge": 64 * SQUARE**2}
-    images = {"patch_size": SQUARE // 2, "merge_size": 2, "size": size}
+    images = {"patch_size": SQUARE // 2, "merge_size": 2, "size": _SIZE}
     images["image_processor_type"] = "Qwen2VLImageProcessor"
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    videos = {"size": size, "max_frames": 8}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    _add_processor(folder)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": VIDEO_TEMPLATE}))
+
+
+def make_watching(kind: str, folder: Path, seed: int) -> Path:
+    """Writes a model with random weights that takes videos."""
+    make_qwen_vl(kind, folder, seed, template=VIDEO_TEMPLATE)
+    _add_processor(folder)
+    return folder
+
+
+def _add_processor(folder: Path) -> None:
+    videos = {"size": _SIZE, "max_frames": 8}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
 
 
 def video(

@@ -20,7 +20,7 @@ from weft.gateway.routing import PoolView
 from weft.gateway.settings import GatewaySettings
 from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
 from weft.testing.services.fake_decode import FakeWorker, Script
-from weft.v1 import decode_pb2, gateway_pb2_grpc, openai_pb2_grpc, worker_pb2
+from weft.v1 import decode_pb2, dialects_pb2_grpc, gateway_pb2_grpc, openai_pb2_grpc, worker_pb2
 
 MODEL = "tiny"
 ScriptOf = Callable[[decode_pb2.Submit, list[int]], Script]
@@ -67,6 +67,15 @@ class Harness:
         assert len(messages) == 1
         assert messages[0].content_type == "application/json"
         return json.loads(messages[0].data)
+
+    async def dialect(self, service: str, method: str, body: object) -> Any:
+        """Calls a method of another dialect than OpenAI's chats."""
+        stub = getattr(dialects_pb2_grpc, f"{service}ServiceStub")(self.channel)
+        request = HttpBody(content_type="application/json", data=json.dumps(body).encode())
+        call = getattr(stub, method)(request)
+        if isinstance(call, grpc.aio.UnaryUnaryCall):
+            return json.loads((await call).data)
+        return [json.loads(message.data) async for message in call][-1]
 
     async def events(self, method: str, body: dict[str, object]) -> list[Any]:
         """Parsed events of a stream; checks its framing."""

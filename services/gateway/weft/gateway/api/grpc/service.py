@@ -348,7 +348,7 @@ def _content(message: gateway_pb2.ChatMessage, where: str, files: list[MediaFile
         place = f"{where}.parts[{number}]"
         kind = part.WhichOneof("part")
         if kind is None:
-            raise invalid(place, "is empty; give a text, an image or audio")
+            raise invalid(place, "is empty; give a text, an image, audio or a video")
         if kind == "text":
             built.add_text(part.text)
         elif kind == "image":
@@ -356,14 +356,14 @@ def _content(message: gateway_pb2.ChatMessage, where: str, files: list[MediaFile
             source, path = _file(part.image, of)
             built.add_image(source, kind=kind, where=path, type_param=of, detail=detail)
         else:
-            of = f"{place}.audio"
-            source, path = _file(part.audio, of)
-            built.add_file(source, modality="audio", kind=kind, where=path, type_param=of)
+            of = f"{place}.{kind}"
+            source, path = _file(part.audio if kind == "audio" else part.video, of)
+            built.add_file(source, modality=kind, kind=kind, where=path, type_param=of)
     return built.content
 
 
 def _file(
-    file: gateway_pb2.ImageFile | gateway_pb2.AudioFile, place: str
+    file: gateway_pb2.ImageFile | gateway_pb2.AudioFile | gateway_pb2.VideoFile, place: str
 ) -> tuple[str | bytes, str]:
     """What was sent of a file, and the path of that."""
     if not file.url:

@@ -89,6 +89,8 @@ class MessageBody(PastPart):
     images: Many[Any] | None = Field(
         None, description="for models that take them: base64 each, ahead of the content"
     )
+    audios: Any = Field(None, description="not supported: Ollama has no place for them")
+    videos: Any = Field(None, description="not supported: Ollama has no place for them")
     tool_calls: Few[ToolCallBody] | None = Field(None, description="calls of the assistant")
     tool_name: str | None = Field(None, description="of a tool's result: passed on as `name`")
     tool_call_id: str | None = Field(None, description="of a tool's result: the call's")
@@ -157,6 +159,8 @@ class GenerateBody(GenerationBody):
     images: Many[Any] | None = Field(
         None, description="for models that take them: base64 each, ahead of the prompt"
     )
+    audios: Any = refused("audio: Ollama has no place for it")
+    videos: Any = refused("videos: Ollama has no place for them")
     template: str | None = refused("a chat template of the request's own")
     context: Many[int] | None = refused("a conversation as tokens; use /api/chat")
     width: int | None = refused("images")

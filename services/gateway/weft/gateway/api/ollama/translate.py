@@ -200,6 +200,9 @@ def _message(number: int, message: MessageBody, files: list[MediaFile]) -> dict[
     where = f"messages[{number}]"
     if message.content is None and not message.tool_calls and not message.images:
         raise invalid(f"{where}.content", "is missing; give a text")
+    for name in ("audios", "videos"):
+        if getattr(message, name):
+            raise unsupported(f"{where}.{name}", "the field")
     text, is_of_tool = message.content or "", message.role == "tool"
     built = ContentBuilder(files, is_of_tool=is_of_tool)
     if is_of_tool and text:

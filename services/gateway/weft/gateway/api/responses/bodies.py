@@ -35,7 +35,7 @@ class PartBody(PastPart):
 
     type: str = Field(
         description="input_text, output_text, text, refusal, reasoning_text, summary_text or, for "
-        "models that take them, input_image and input_audio; others are not supported"
+        "models that take them, input_image, input_audio and input_video; others are not supported"
     )
     image_url: str | None = Field(
         None,
@@ -45,6 +45,10 @@ class PartBody(PastPart):
         None, description="of an image: `low` for fewer tokens, where the model allows it"
     )
     input_audio: InputAudioBody | None = Field(None, description="of a clip")
+    video_url: str | None = Field(
+        None,
+        description="of a video: `data:video/...;base64,...`; other URLs are not fetched",
+    )
     text: str | None = Field(None, description="of all but a refusal")
     refusal: str | None = Field(None, description="of a refusal")
 

@@ -57,7 +57,7 @@ Message = Mapping[str, Any]
 
 
 class History(NamedTuple):
-    """Messages of a conversation, in order, with their images and clips."""
+    """Messages of a conversation, in order, with their files."""
 
     messages: Sequence[Message] = ()
     files: Sequence[MediaFile] = ()
@@ -367,6 +367,14 @@ class Conversation:
                 given = part.input_audio
                 built.add_input_audio(
                     given.data if given else None, given.format if given else None, place
+                )
+            elif part.type == "input_video":
+                built.add_file(
+                    part.video_url,
+                    modality="video",
+                    kind=part.type,
+                    where=f"{place}.video_url",
+                    type_param=f"{place}.type",
                 )
             elif is_of_tool and part.type not in (*_TEXTS, "refusal"):
                 built.leave_out(part.type, place)
