@@ -312,6 +312,7 @@ def _worker(
                 "tp": settings.tp if settings.tp > 1 else None,
                 "pp": settings.pp if settings.pp > 1 else None,
                 "ep": settings.ep if settings.ep > 1 else None,
+                "dcp": settings.dcp if settings.dcp > 1 else None,
                 "quantization": settings.quantization,
                 "trust-remote-code": True if settings.trust_remote_code else None,
                 "kv-dtype": settings.kv_dtype if has_kv_dtype else None,

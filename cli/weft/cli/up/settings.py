@@ -103,6 +103,7 @@ class UpSettings(Settings):
     tp: int = engine_setting("tp")
     pp: int = engine_setting("pp")
     ep: int = engine_setting("ep")
+    dcp: int = engine_setting("dcp")
     host: str = setting_of(ServiceSettings, "host")
     rest: bool = Field(True, description="serve REST")
     rest_port: int = Field(

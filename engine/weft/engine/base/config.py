@@ -109,6 +109,13 @@ class EngineConfig(PageConfig):
         ge=1,
         le=64,
     )
+    dcp: int = setting(
+        "ranks among which the pages of a KV head are divided that tp would give each of them: "
+        "decode context parallelism, for latents and models with fewer KV heads than ranks",
+        1,
+        ge=1,
+        le=64,
+    )
     hosts: int = setting(
         "hosts of the engine, with one stage on each: as many as pp",
         1,
@@ -635,6 +642,8 @@ class EngineConfig(PageConfig):
             of_all += self._relations_of_stages()
         if self.cp > 1:
             of_all += self._relations_of_context()
+        if self.dcp > 1:
+            of_all += self._relations_of_divided_pages()
         if self.tp == 1:
             return [*of_all, ("check_ranks", not self.check_ranks, "off with tp = 1")]
         return [
@@ -724,6 +733,22 @@ class EngineConfig(PageConfig):
                 or (self.role == "prefill" and not (self.has_tiers or self.has_store)),
                 "1 on GPUs of workers whose pages others fill: take prefill workers without tiers "
                 "and KV store",
+            ),
+        ]
+
+    def _relations_of_divided_pages(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("dcp", self.tp % self.dcp == 0, f"a divisor of tp = {self.tp}"),
+            (
+                "dcp",
+                not self.is_on_gpu,
+                "1 on GPUs, where no one has yet seen ranks divide pages",
+            ),
+            ("dcp", self.drafter in ("none", "ngram") and not self.has_head, "1 with draft heads"),
+            (
+                "dcp",
+                not self.deterministic,
+                "1 with deterministic: sums depend on which pages a prompt gets",
             ),
         ]
 

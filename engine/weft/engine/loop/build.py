@@ -223,10 +223,11 @@ def _load_parts(
     )
     shards: list[str] = []
     if isinstance(ranks, Ranks) and peers is not None:
-        shards = [describe_shards(loaded.config, ranks.pids[: config.tp], config.ep, peers.sums)]
+        pids = ranks.pids[: config.tp]
+        shards = [describe_shards(loaded.config, pids, config.ep, peers.sums, config.dcp)]
     if isinstance(ranks, Ranks) and config.cp > 1:
-        pids = ", ".join(map(str, ranks.pids))
-        shards = [f"context parallel: {config.cp} ranks (processes {pids}) divide long prompts"]
+        told = ", ".join(map(str, ranks.pids))
+        shards = [f"context parallel: {config.cp} ranks (processes {told}) divide long prompts"]
     if ranks is not None and config.pp > 1:
         shards += [describe_stages(loaded.config, config.pp, ranks.places, config.tp)]
     pool_tokens = (pools.num_pages - 1) * config.page_size

@@ -28,7 +28,7 @@ from weft.engine.base.config import (
     EngineConfig,
 )
 from weft.engine.executor.adapter_projections import adapted_projections
-from weft.engine.parallel.shards import check_ranks
+from weft.engine.parallel.shards import check_divided_pages, check_ranks
 from weft.engine.parallel.stages import check_stages
 
 MAX_FIXED_GROUP = 64
@@ -57,6 +57,7 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     check_stages(folder, model, config.task, config.pp, has_images=has_images, has_hosts=has_hosts)
     if config.cp > 1:
         _check_context(config, model)
+    check_divided_pages(model, config.tp, config.dcp)
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
     _check_pages_of_ranks(config, model)

@@ -18,6 +18,7 @@ from weft.engine.model.layers.rotary import AxisTurns
 from weft.engine.model.stage import Stage
 from weft.engine.model.step import Inserted, Step
 from weft.kernels.ops.dense_run import DenseLayer, DenseRun
+from weft.kernels.ops.divided_pages import divided
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.replaced import adapt_embeddings
@@ -46,6 +47,7 @@ class Run:
             or not self._dense.fits(pool)
             or step.turns is not None
             or step.gather is not None
+            or step.groups[0].here is not None
             or (peers is not None and peers.device_type != "cpu")
         ):
             return self.by_operation(stream, step, pool)
@@ -217,6 +219,7 @@ class Stack:
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
         (hidden, step), rows, peers = self._enter(step), step.logits_rows, self.peers
+        step = self._divided(step, pool)
         if self._stage is not None and not self._stage.is_last:
             self._leave(self._stage, run_all(self._whole, hidden, step, pool, taps, peers))
             return hidden.new_zeros((rows.shape[0], hidden.shape[1]))
@@ -243,7 +246,8 @@ class Stack:
             step.gather(last.mixer, step, pool)
         if rows.shape[0] == 0:
             return hidden.new_empty((0, self.embed_tokens.shape[1]))
-        query, stream, wanted = query.of_rows(rows), stream.of_rows(rows), step.one_row_requests()
+        query, stream = query.of_rows(rows), stream.of_rows(rows)
+        wanted = self._divided(step.one_row_requests(), pool)
         last.finish(stream, query, wanted, pool)
         if not self._behind_last:
             return self._end(stream.settle())
@@ -253,7 +257,7 @@ class Stack:
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [T, hidden], the normalised hidden states of all rows."""
         assert self._stage is None, "such steps are not divided among stages"
-        hidden, step = self._embed(step)
+        hidden, step = self._embed(self._divided(step, pool))
         added = self._added(step)
         runs = self._tapped if added else self._whole
         return self._end(run_all(runs, hidden, step, pool, None, self.peers, added))
@@ -265,6 +269,14 @@ class Stack:
         assert self._axes is not None, "only models with axes get steps with them"
         numbers = torch.arange(len(step.axes), device=step.axes.device)
         return replace(step, turns=self._axes.of(step.axes), turned_by=numbers)
+
+    def _divided(self, step: Step, pool: torch.Tensor) -> Step:
+        """The step with this rank's share of the pages, if ranks divide them."""
+        pages = None if self.peers is None else self.peers.pages
+        if pages is None:
+            return step
+        (group,) = step.groups
+        return replace(step, groups=(divided(group, pages, pool.shape[-2]),))
 
     def _added(self, step: Step) -> Sequence[Inserted]:
         if step.inserted is None or not self._num_taps:

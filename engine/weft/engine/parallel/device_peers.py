@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 from weft.contract.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
+from weft.kernels.ops.divided_pages.spec import PageRanks
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.peers.triton_logits import LogitsMemory, gather_logits, memory_bytes
 from weft.kernels.ops.peers.triton_sum import (
@@ -60,6 +61,7 @@ class DevicePeers:
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.width: int | None = width
+        self.pages: PageRanks | None = None
         self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
         """How partial sums are added up, in words."""
         self._agree = agree

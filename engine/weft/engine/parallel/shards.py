@@ -165,6 +165,37 @@ def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
         raise ConfigError(f"tp = {size}: {_fix(config, 'KV heads', heads, ep)}", param="tp")
 
 
+def check_divided_pages(config: ModelConfig, tp: int, size: int) -> None:
+    """Raises ConfigError unless groups of `size` of the ranks would hold the same KV heads, whose
+    pages they can divide; the message names the sizes that work.
+    """
+    if size == 1:
+        return
+    planes = [plane for _, planes in config.page_planes for plane in planes]
+    reasons = (
+        (len(planes) > 1, "its layers have KV heads of several shapes"),
+        (
+            any(config.window_of(number) is not None for number in config.attention_layers),
+            "layers with sliding windows do not see a prefix of the pages",
+        ),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            raise ConfigError(
+                f"dcp = {size}: must be 1 for {config.architecture}: {reason}", param="dcp"
+            )
+    heads = 1 if config.latent is not None else config.num_kv_heads
+    copies = max(1, tp // heads)
+    if copies % size:
+        good = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
+        held = "a latent is" if config.latent is not None else f"{heads:,} KV heads are each"
+        raise ConfigError(
+            f"dcp = {size}: with tp = {tp} {held} on {copies} rank{'s' * (copies > 1)}, so dcp can "
+            f"be {good}",
+            param="dcp",
+        )
+
+
 def _counts(config: ModelConfig, *, is_ep: bool) -> dict[str, int]:
     """Numbers, by name, that the ranks divide equally. KV heads are not among them."""
     counts = {"query heads": config.num_heads, "columns of the MLPs": config.intermediate_size}
@@ -230,18 +261,23 @@ def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
     return replace(layout, groups=tuple(map(of_rank, layout.groups)), states=states)
 
 
-def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, sums: str) -> str:
+def describe_shards(
+    config: ModelConfig, pids: Sequence[int], ep: int, sums: str, dcp: int = 1
+) -> str:
     """The ranks and their shares in one line, for logs and status.
 
     Args:
         ep: As in `check_divides`.
         sums: How partial sums are added up, in words.
+        dcp: Number of ranks that divide the pages of a KV head.
     """
-    size, heads = len(pids), config.num_kv_heads
+    size, heads = len(pids), 1 if dcp > 1 and config.latent else config.num_kv_heads
     shared = f", each on {size // heads} ranks" if size > heads else ""
     mlps = f"1/{size} of the MLPs"
     if ep > 1 and config.moe is not None:
         mlps += f", {config.moe.num_experts // ep} of {config.moe.num_experts} experts"
+    if dcp > 1:
+        shared += f", whose pages {dcp} ranks divide"
     return (
         f"tensor parallel: {size} ranks (processes {', '.join(map(str, pids))}), each with "
         f"{config.num_heads // size} of {config.num_heads} query heads, {max(1, heads // size)} of "

@@ -25,6 +25,7 @@ import torch
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
+from weft.kernels.ops.divided_pages.spec import PageRanks
 from weft.kernels.shared import cpu
 
 _COUNTER_BYTES = 64
@@ -112,6 +113,7 @@ class SharedGroup:
         self._first_rank = 0 if whole is None else whole.rank - rank
         self._whole = self if whole is None else whole
         self._parts: list[SharedGroup] = []
+        self.pages: PageRanks | None = None
         self._posted = self._counter(size + 1)
         self._taken = [self._counter(size + 2 + other) for other in range(size)]
         self._ended = [self._counter(2 * size + 2 + other) for other in range(size)]

@@ -25,6 +25,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.stage import Neighbours, Stage
 from weft.engine.parallel.host_group import HostGroup
+from weft.engine.parallel.page_ranks import HostPageRanks, memory_bytes
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
@@ -206,10 +207,12 @@ def peers_of(
     if config.tp == 1:
         return None
     assert isinstance(others.group, SharedGroup), "ranks of one host divide layers"
-    if device.type == "cpu" and config.pp > 1:
-        return _stage_group(others, others.group, config)
     if device.type == "cpu":
-        return others.group
+        staged = config.pp > 1
+        group = _stage_group(others, others.group, config) if staged else others.group
+        if config.dcp > 1:
+            group.pages = _page_ranks(others, others.group, config)
+        return group
     return _device_peers(others, others.group, config, device)
 
 
@@ -256,6 +259,26 @@ def _device_peers(
     peers = DevicePeers(group, device, ranks, *sizes, others.agree)
     others.agree("peers")
     return peers
+
+
+def _page_ranks(others: RankGroup, group: SharedGroup, config: EngineConfig) -> HostPageRanks:
+    """The ranks that divide pages with this one. Raises ConfigError if the system refuses
+    memory.
+    """
+    size, of_group = config.dcp, segment_bytes(config.dcp)
+    num_groups, number = others.size // size, others.rank // size
+    counters, memory = (
+        others.share(num_groups * of_group),
+        others.share(num_groups * memory_bytes(size)),
+    )
+    own = SharedGroup(
+        counters.part(number * of_group, of_group),
+        others.rank % size,
+        size,
+        group.limit_s,
+        whole=group,
+    )
+    return HostPageRanks(own, memory.part(number * memory_bytes(size), memory_bytes(size)))
 
 
 def _stage_group(others: RankGroup, group: SharedGroup, config: EngineConfig) -> SharedGroup:

@@ -14,6 +14,7 @@ from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
+from weft.kernels.ops import divided_pages
 from weft.kernels.ops.attention import can_settle, own_kv, paged_attention, settled
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -249,7 +250,10 @@ class Attention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         group, spec = step.groups[self.group], self.spec
         plane = plane_of(group, pool, self._plane)
-        mixed = paged_attention(query.q, plane, self.in_pool, spec, group, query.own)
+        if group.here is None:
+            mixed = paged_attention(query.q, plane, self.in_pool, spec, group, query.own)
+        else:
+            mixed = divided_pages.attention(query.q, plane, self.in_pool, spec, group.here)
         if self.value_dim < spec.dim:
             mixed = mixed.view(-1, spec.heads, spec.dim)[..., : self.value_dim].flatten(1)
         if self.gate is not None and query.gate is not None:

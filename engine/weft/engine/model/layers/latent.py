@@ -17,6 +17,7 @@ from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.ops import divided_pages
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.latent_attention import (
     attention_before,
@@ -179,6 +180,8 @@ class LatentAttention:
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         group = step.groups[self.group]
+        if group.here is not None:
+            return step
         made = self._planned(group, self.o_proj.dtype, rows, pool)
         if made is group:
             return step
@@ -212,9 +215,16 @@ class LatentAttention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         group = step.groups[self.group]
         latents, rows, dtype = plane_of(group, pool, self._plane), len(query.q), query.q.dtype
-        group = self._planned(group, dtype, rows, pool)
+        if group.here is None:
+            group = self._planned(group, dtype, rows, pool)
         # Adapters may bring values that are not finite, which would spread to other requests.
-        if step.lora is None and self._takes_heads(dtype, rows, group):
+        if group.here is not None:
+            asked = self._absorb(query.q)
+            mixed = divided_pages.latent_attention(
+                asked, latents, self.in_pool, self.spec, group.here
+            )
+            values = self._values(mixed)
+        elif step.lora is None and self._takes_heads(dtype, rows, group):
             values = self._by_heads(query.q, group, latents)
         else:
             mixed = latent_attention(self._absorb(query.q), latents, self.in_pool, self.spec, group)

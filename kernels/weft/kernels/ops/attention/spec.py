@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from weft.kernels.ops.divided_pages.spec import PagesHere
     from weft.kernels.ops.latent_attention.spec import EarlierLatents, LatentPlan
 
 MAX_TREE_ROWS = 32
@@ -101,6 +102,8 @@ class AttentionMetadata(NamedTuple):
     """
     several: SeveralRows | None = None
     """Which requests may bring several rows; None: any."""
+    here: PagesHere | None = None
+    """This rank's share of the pages, where ranks divide them; None: this process has all."""
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool of the first group.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import torch
+from weft.kernels.ops.divided_pages.spec import PageRanks
 from weft.kernels.ops.norm import Norm
 from weft.kernels.shared import cpu
 
@@ -20,6 +21,8 @@ class _Peers(Protocol):
     size: int
     width: int | None
     """H that sums have; None: any."""
+    pages: PageRanks | None
+    """Ranks with which this one divides the pages of its KV heads; None: it has all of them."""
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual + the sum of `partial` over all ranks, the same bits on each of them.

@@ -1,0 +1,120 @@
+"""Attention to pages that ranks divide is attention to all of them."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from weft.kernels.ops import divided_pages
+from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.divided_pages import divided
+from weft.kernels.ops.divided_pages.reference import merged_reference
+from weft.kernels.ops.latent_attention import latent_attention
+from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.testing.kernels.kernel_checks import fresh_seed
+
+PAGE, LAYER, HEADS = 8, 1, 3
+
+
+class ItsTurn(NamedTuple):
+    """One of several ranks that take turns in one process: `PageRanks` up to its merge."""
+
+    rank: int
+    size: int
+    has_one_pool: bool
+    all_heads: torch.Tensor
+    found: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def gather(self, q: torch.Tensor) -> torch.Tensor:
+        return self.all_heads
+
+    def merge(
+        self, values: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.found.append((values, sums))
+        return values.new_zeros((len(values), HEADS, values.shape[2]))
+
+
+def make_step(num_pages: int) -> AttentionMetadata:
+    """Chunks that begin and end at borders of pages, one before and one after, and padding."""
+    q_lens = [1, 1, 1, PAGE, PAGE - 1, PAGE + 1, random.randint(2, 30), 1]
+    before = [0, PAGE - 1, PAGE, 3 * PAGE, 2 * PAGE + 1, 5 * PAGE - 1, random.randint(0, 50), 100]
+    kv_lens = [first + count for first, count in zip(before, q_lens, strict=True)]
+    order = (1 + torch.randperm(num_pages - 1)).int()
+    table = torch.full((len(q_lens), 16), -1, dtype=torch.int32)
+    places = []
+    for request, (first, kv) in enumerate(zip(before, kv_lens, strict=True)):
+        count = -(-kv // PAGE)
+        table[request, :count], order = order[:count], order[count:]
+        positions = torch.arange(first, kv)
+        places.append(table[request, positions // PAGE].long() * PAGE + positions % PAGE)
+    return AttentionMetadata(
+        page_table=table,
+        places=torch.cat([*places, torch.zeros(3, dtype=torch.int64)]),
+        cu_q_lens=torch.tensor([0, *q_lens]).cumsum(0).int(),
+        kv_lens=torch.tensor(kv_lens).int(),
+        max_q_len=max(q_lens),
+        max_kv_len=16 * PAGE,
+    )
+
+
+def pool_of(pool: torch.Tensor, rank: int, size: int, *, is_one: bool) -> torch.Tensor:
+    """What a rank has: its pages in a pool of its own, or in one pool nothing but its pages."""
+    own = pool.clone()
+    if not is_one:
+        return own[rank::size].contiguous()
+    own[torch.arange(len(own)) % size != rank] = float("nan")
+    return own
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["heads", "sinks and a cap", "latents"])
+def test_merged_parts_are_the_attention_to_all_pages(kind: str, size: int, is_one: bool) -> None:
+    fresh_seed()
+    num_pages, is_latent = 64, kind == "latents"
+    step = make_step(num_pages)
+    rows, dim = len(step.places) - 3, 40
+    parts, heads = (1, HEADS * size) if is_latent else (2, HEADS * size)
+    pool = torch.randn(num_pages, 1, 2, parts, PAGE, dim, dtype=torch.float64)
+    q = torch.randn(rows + 3, heads, dim, dtype=torch.float64)
+    sinks = torch.randn(heads) if kind == "sinks and a cap" else None
+    softcap = None if sinks is None else 5.0
+    spec = AttentionSpec(heads, 1, dim, 0.3, sinks=sinks, softcap=softcap)
+    latent = LatentSpec(heads, 24, 0.3)
+    exact = step._replace(places=step.places[:rows])
+    if is_latent:
+        expected = latent_attention(q[:rows], pool, LAYER, latent, exact)
+    else:
+        expected = paged_attention(q[:rows], pool, LAYER, spec, exact).view(rows, heads, -1)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    written = torch.zeros(num_pages * PAGE, dtype=torch.int64)
+    for rank in range(size):
+        step_here = divided(step, ItsTurn(rank, size, is_one, q, found), PAGE)
+        assert step_here.here is not None
+        own = pool_of(pool, rank, size, is_one=is_one)
+        mine = q[:, rank * HEADS : (rank + 1) * HEADS].contiguous()
+        if is_latent:
+            own_spec = latent._replace(heads=HEADS)
+            divided_pages.latent_attention(mine, own, LAYER, own_spec, step_here.here)
+        else:
+            divided_pages.attention(mine, own, LAYER, spec._replace(heads=HEADS), step_here.here)
+        places = step_here.places[:rows]
+        pages, offsets = places // PAGE, places % PAGE
+        is_written = pages > 0
+        if not is_one:
+            # Page 0 of every rank but the first is page `rank` of all.
+            pages = pages * size + rank
+            is_written = step.places[:rows] // PAGE % size == rank
+        written.index_add_(
+            0, (pages * PAGE + offsets)[is_written], torch.ones_like(places)[is_written]
+        )
+    values, sums = (torch.stack(each) for each in zip(*found, strict=True))
+    merged = merged_reference(values, sums, sinks)[:rows]
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+    # Each row is written once, where all pages in one pool have it.
+    assert written.nonzero()[:, 0].tolist() == step.places[:rows].sort().values.tolist()
+    assert written.max() == 1
