@@ -12,17 +12,18 @@ from pathlib import Path
 from weft.checkpoint.architectures import is_run_by_transformers, supported_architectures
 from weft.checkpoint.refused import missing_part
 from weft.checkpoint.transformers_registry import known_to_transformers
-from weft.testing.models.unread_models import UNREAD
+from weft.testing.models.unread_models import PLANNED, UNREAD
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "causal-models.md"
 _HEAD = """# Causal models of transformers
 
-Made by `scripts/causal_table.py` from the registry of the installed transformers. *Weft*: layers of its own, compared as [architectures](architectures.md) says. *transformers*: [its code over Weft's pages](../architecture/executor-and-model.md#models-that-transformers-computes); where `tests/engine/models/test_by_transformers.py` compares it, tokens of a tiny random model equal plain transformers' together, in chunks, behind cached pages, from a prefill worker, and in int8; the others are checked when they are loaded, and may be refused then.
+Made by `scripts/causal_table.py` from the registry of the installed transformers. *Weft*: layers of its own, compared as [architectures](architectures.md) says. *transformers*: [its code over Weft's pages](../architecture/executor-and-model.md#models-that-transformers-computes); where `tests/engine/models/test_by_transformers.py` compares it, tokens of a tiny random model equal plain transformers' together, in chunks, behind cached pages, from a prefill worker, and in int8, *and ranks* by the plan that transformers publishes; the others are checked when they are loaded, and may be refused then.
 
 | architecture | path | compared |
 | --- | --- | --- |
 """  # noqa: E501
 _COMPARED = frozenset(name for name, _ in UNREAD.values())
+_PLANNED = frozenset(UNREAD[kind][0] for kind in PLANNED)
 
 
 def page() -> str:
@@ -35,6 +36,7 @@ def _line(name: str) -> str:
         return f"| {name} | Weft | yes |"
     if is_run_by_transformers(name, {}):
         compared = "yes" if name in _COMPARED else "at load"
+        compared += ", and ranks" if name in _PLANNED else ""
         return f"| {name} | transformers | {compared} |"
     return f"| {name} | refused: {missing_part(name)} | |"
 

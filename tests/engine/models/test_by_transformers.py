@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.llm import LLM
 from weft.engine.model.archs.by_transformers.fused import FusedRmsNorm
 from weft.engine.model.archs.by_transformers.model import TransformersModel
+from weft.engine.model.archs.by_transformers.plan import RankPlan
 from weft.engine.model.loader import check_weights, load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import NEAR_TIE, OF_ROUNDED_ROWS, Choices
@@ -33,10 +35,17 @@ from weft.testing.models.quantised_models import round_rows
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_adapters import LINEAR, write_adapter
 from weft.testing.models.tiny_models import make_tiny
-from weft.testing.models.unread_models import UNREAD, WITH_EXPERTS, load_unread, make_unread
+from weft.testing.models.unread_models import (
+    PLANNED,
+    UNREAD,
+    WITH_EXPERTS,
+    load_unread,
+    make_unread,
+)
 
 ALWAYS = ("nanochat",)
 STOP = StopCriteria(max_tokens=12, ignore_eos=True)
+RANKS: dict[str, Any] = {"tp": 2, "check_ranks": True, "rank_timeout_s": 60.0}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -86,6 +95,57 @@ def test_tokens_equal_transformers_together_in_chunks_and_behind_cached_pages(
         assert llm.engine.counters()["prefix_hit_tokens"] >= 48
 
 
+@pytest.mark.parametrize("kind", some(PLANNED))
+def test_ranks_of_the_published_plan_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    """Together, in chunks, behind cached pages; pages of two ranks for one rank, and of one for
+    two.
+    """
+    path = make_unread(kind, tmp_path, random.randrange(10**6))
+    prompts = [prompt_of(70), prompt_of(19)]
+    reference = load_unread(path)
+    sizes = {"num_pages": 64, "page_size": 8, "prefill_chunk_tokens": 16}
+    with LLM(path, dtype="float32", **sizes, **RANKS) as llm:
+        for prompt, found in zip(prompts, texts(llm, prompts), strict=True):
+            assert greedy(reference, prompt, kind) == found
+        again = prompts[0][:48] + prompt_of(9)
+        (found,) = texts(llm, [again])
+        assert greedy(reference, again, kind) == found
+        assert llm.engine.counters()["prefix_hit_tokens"] >= 48
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("of_filler", [True, False])
+@pytest.mark.parametrize("kind", PLANNED)
+def test_pages_go_between_ranks_and_one_process(kind: str, of_filler: bool, tmp_path: Path) -> None:
+    path = make_unread(kind, tmp_path, random.randrange(10**6))
+    prompt, clock = prompt_of(61), ManualClock()
+    owner, filler = (
+        make_engine(path, role, clock, **(RANKS if is_divided else {}))
+        for role, is_divided in (("decode", not of_filler), ("prefill", of_filler))
+    )
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        request = pair.submit(prompt, max_tokens=12)
+        (found,) = pair.finish(request)
+        assert greedy(load_unread(path), prompt, kind) == found
+        (fill,) = pair.answers[request].finished[0].timeline.fills
+        assert (fill.accepted_tokens, fill.failure) == (56, "")
+    finally:
+        pair.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", PLANNED)
+def test_ranks_round_rows_to_the_int8_of_one_process(kind: str, tmp_path: Path) -> None:
+    path = make_unread(kind, tmp_path, random.randrange(10**6))
+    prompts, settings = [prompt_of(30), prompt_of(7)], {"num_pages": 64, "quantization": "int8"}
+    with LLM(path, dtype="float32", **settings) as llm:
+        alone = texts(llm, prompts)
+    with LLM(path, dtype="float32", **settings, **RANKS) as llm:
+        assert "int8" in llm.engine.info.weight_format
+        assert texts(llm, prompts) == alone
+
+
 @pytest.mark.parametrize("kind", some(tuple(UNREAD)))
 def test_a_prompt_of_another_worker_gets_the_same_text(kind: str, tmp_path: Path) -> None:
     path = make_unread(kind, tmp_path, random.randrange(10**6))
@@ -127,12 +187,21 @@ ADAPTED = {
     "persimmon": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "bert": ["query", "key", "value", "output.dense", "intermediate.dense"],
     "aria_text": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "kolibri1": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "apertus1p5_text": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
 }
 """Names of linear modules, for `peft.LoraConfig`."""
 
 
-@pytest.mark.parametrize("kind", some(tuple(ADAPTED)))
-def test_adapters_add_what_pefts_do(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("nanochat", {}),
+        *(pytest.param(kind, {}, marks=pytest.mark.full) for kind in ADAPTED if kind not in ALWAYS),
+        *(pytest.param(kind, RANKS, marks=pytest.mark.full) for kind in ADAPTED if kind in PLANNED),
+    ],
+)
+def test_adapters_add_what_pefts_do(kind: str, ranks: dict[str, Any], tmp_path: Path) -> None:
     """Side by side in a batch, in chunks, then behind the pages that each has for itself."""
     seed = random.randrange(10**6)
     models = PeftModels(make_unread(kind, tmp_path / "model", seed), tmp_path)
@@ -141,7 +210,7 @@ def test_adapters_add_what_pefts_do(kind: str, tmp_path: Path) -> None:
         models.add(seed + index, r=5, target_modules=some)
         for index, some in enumerate((names, names[:1], names[1:]))
     ]
-    settings: dict[str, Any] = {"dtype": "float32", "num_pages": 100, "page_size": 8}
+    settings: dict[str, Any] = {"dtype": "float32", "num_pages": 100, "page_size": 8} | ranks
     with LLM(models.model_dir, enable_lora=True, prefill_chunk_tokens=16, **settings) as llm:
         assert [llm.load_adapter(path) for path in models.directories.values()] == adapters
         prompt, asked = prompt_of(37), [*adapters, BASE]
@@ -191,14 +260,36 @@ def test_verify_says_whose_code_computes_and_compares_tokens(nanochat: Path) -> 
     assert re.search(r"25[4-6] of 256 next tokens equal", text)
 
 
-@pytest.mark.parametrize("setting", [{"tp": 2}, {"deterministic": True}])
+@pytest.mark.parametrize("setting", [{"tp": 3}, {"tp": 2, "ep": 2}, {"deterministic": True}])
 def test_what_transformers_cannot_do_is_refused_before_the_start(
     setting: dict[str, Any], nanochat: Path
 ) -> None:
-    (name,) = setting
+    name = list(setting)[-1]
     with pytest.raises(ConfigError, match=f"{name} = .*transformers") as caught:
         check_combination(EngineConfig(model_dir=nanochat, **setting))
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("biogpt", {}, "tp = 2: BioGptForCausalLM .* no plan of its layers' products"),
+        ("nanochat", {"intermediate_size": 97}, "mlp.fc1 has 97, which 2 ranks cannot divide"),
+    ],
+)
+def test_models_that_ranks_cannot_divide_are_refused_by_name(
+    kind: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = make_unread(kind, tmp_path, 0, **fields)
+    with pytest.raises(ConfigError, match=message):
+        LLM(path, dtype="float32", num_pages=32, **RANKS)
+
+
+def test_a_style_without_a_meaning_here_is_refused_by_name() -> None:
+    model = SimpleNamespace(tp_plan={"layers.*.up_proj": "colwise", "layers.*.norm": "sequence"})
+    ranks: Any = SimpleNamespace(rank=0, size=2, width=None)
+    with pytest.raises(ConfigError, match=r"layers\.\*\.norm has the style sequence"):
+        RankPlan(model, "Model", ranks)
 
 
 def test_code_of_a_directory_runs_only_if_it_is_trusted(nanochat: Path, tmp_path: Path) -> None:

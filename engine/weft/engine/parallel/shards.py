@@ -13,6 +13,7 @@ from weft.checkpoint.recurrent_config import (
     Mamba2Config,
     ShortConvConfig,
 )
+from weft.checkpoint.transformers_config import TransformersConfig
 from weft.contract.errors import ConfigError
 from weft.contract.layout import CacheLayout, PageGroup
 
@@ -142,6 +143,9 @@ def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
     """
     if size == 1:
         return
+    if isinstance(config, TransformersConfig):
+        _check_planned(config, size, ep)
+        return
     if config.architecture not in DIVIDED:
         raise ConfigError(
             f"tp = {size}: {config.architecture} is not divided among ranks yet; take tp = 1",
@@ -194,6 +198,25 @@ def check_divided_pages(config: ModelConfig, tp: int, size: int) -> None:
             f"be {good}",
             param="dcp",
         )
+
+
+def _check_planned(config: TransformersConfig, size: int, ep: int) -> None:
+    """As `check_divides`, where transformers' plan divides the products: the model itself shows it,
+    when it is loaded.
+    """
+    if ep > 1:
+        raise ConfigError(
+            f"ep = {ep}: {config.architecture} is computed by transformers' code, of which each "
+            "rank has a part of every expert; take ep = 1",
+            param="ep",
+        )
+    for name, count in (("query heads", config.num_heads), ("KV heads", config.num_kv_heads)):
+        if count % size:
+            raise ConfigError(
+                f"tp = {size}: {config.architecture} is computed by transformers' code, and its "
+                f"{count} {name} cannot be divided evenly; take a divisor of {count}",
+                param="tp",
+            )
 
 
 def _counts(config: ModelConfig, *, is_ep: bool) -> dict[str, int]:

@@ -247,6 +247,13 @@ class Weights:
         self._read_all(parts, out)
         return self._parameters.keep(out)
 
+    def joined(self, parts: Sequence[TensorSlice], axis: int) -> torch.Tensor:
+        """As `read`, but the parts lie along another axis, in which alone they may differ."""
+        found = [torch.empty(part.size, dtype=self.dtype, device=self.device) for part in parts]
+        for part, out in zip(parts, found, strict=True):
+            self._read(part, out)
+        return self._parameters.keep(found[0] if len(found) == 1 else torch.cat(found, dim=axis))
+
     def read_to_pack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
         """Reads parts that are only packed, as `read` does. Where packing copies, the result is
         valid until the next call: writing memory that the system has just given out takes longer

@@ -33,6 +33,7 @@ _LATENT = {
     "moe_intermediate_size": 32,
 }
 UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus1p5_text": ("Apertus1p5TextForCausalLM", _GROUPED),
     "aria_text": ("AriaTextForCausalLM", _GROUPED | {"moe_num_experts": 4, "moe_topk": 2}),
     "axk1": ("AXK1ForCausalLM", _LATENT | {"n_group": 1, "topk_group": 1}),
     "beam": ("BeamForCausalLM", _GROUPED | {"sliding_window": 24}),
@@ -64,6 +65,11 @@ UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
 """By their `model_type`: architectures of transformers' registry, and fields of their
 configurations.
 """
+PLANNED = (
+    *("apertus1p5_text", "aria_text", "axk1", "beam", "hrm_text", "kolibri1", "longcat_flash"),
+    "nanochat",
+)
+"""Those of which transformers says how ranks divide them."""
 WITH_EXPERTS = ("aria_text", "axk1", "jetmoe", "longcat_flash")
 
 

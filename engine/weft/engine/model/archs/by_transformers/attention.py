@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +18,15 @@ from weft.engine.model.archs.by_transformers.fused import (
     Rotation,
     rotation_table,
 )
+from weft.engine.model.archs.by_transformers.plan import RankPlan
+from weft.engine.model.archs.by_transformers.products import summed
 from weft.engine.model.layers.attention import plane_of
 from weft.engine.model.step import Step
+from weft.engine.parallel.shards import kv_heads_of
 from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention.spec import AttentionSpec
 from weft.kernels.ops.pages.pool import PlaneInPage
+from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.rope import rope_and_cache
 
 IMPLEMENTATION = "weft"
@@ -59,10 +63,31 @@ class Call:
     """One call of attention in a pass. Calls come in the same order in every pass."""
 
     kv_heads: int
+    """Over all ranks."""
     dim: int
     """Elements of a head in pages."""
     value_dim: int
     spec: AttentionSpec
+    """Of this rank's heads."""
+    share: Share | None = None
+    """None: the module makes no other heads than this rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The heads whose attention a rank computes, of a module that makes those of all ranks."""
+
+    heads: slice
+    kv_heads: slice
+    num_heads: int
+    """Heads of all ranks."""
+    peers: Peers
+
+    def gathered(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[1, T, this rank's heads, D] -> [1, T, heads of all ranks, D]."""
+        whole = mixed.new_zeros((*mixed.shape[:2], self.num_heads, mixed.shape[3]))
+        whole[:, :, self.heads] = mixed
+        return summed(whole, self.peers)
 
 
 _computes: ContextVar[Computes] = ContextVar("weft_attention")
@@ -97,9 +122,9 @@ class Recorder:
     name, for what pages cannot have.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, plan: RankPlan | None = None) -> None:
         self.calls: list[Call] = []
-        self._longest = longest
+        self._longest, self._plan = longest, plan
 
     def __call__(
         self,
@@ -112,7 +137,7 @@ class Recorder:
     ) -> torch.Tensor:
         where = type(module).__name__
         call = self._call(where, module, q, k, v, mask, options)
-        self.calls.append(call)
+        self.calls.append(call if self._plan is None else _of_rank(call, module, self._plan))
         return _dense(call.spec, q, k, v)
 
     def _call(
@@ -162,6 +187,21 @@ class Recorder:
         if named is not None and named != found:
             raise ModelError(f"{where} has a window of {named} positions and a mask of {found}")
         return int(found) if found is not None else None
+
+
+def _of_rank(call: Call, module: torch.nn.Module, plan: RankPlan) -> Call:
+    """A call as one rank computes it, of a module that the plan divides or leaves whole."""
+    rank, size, spec = plan.shard.rank, plan.shard.size, call.spec
+    if plan.divides(module):
+        return replace(call, kv_heads=call.kv_heads * size)
+    heads = plan.shard.of(spec.heads, 1, may_repeat=False)
+    kv_heads = kv_heads_of(spec.kv_heads, rank, size)
+    own = spec._replace(
+        heads=heads.stop - heads.start,
+        kv_heads=kv_heads.stop - kv_heads.start,
+        sinks=None if spec.sinks is None else spec.sinks[heads].contiguous(),
+    )
+    return replace(call, spec=own, share=Share(heads, kv_heads, spec.heads, plan.peers))
 
 
 def _dense(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -271,6 +311,9 @@ class PagedCalls:
         pool = plane_of(pages, self._pool, plane)
         left = None if self._rotation is None else self._rotation.take(q, k)
         positions, table = self._turned(left, spec.dim)
+        if call.share is not None:
+            q = q[:, call.share.heads]
+            k, v = (heads[:, call.share.kv_heads] for heads in (k, v))
         qkv = _of_product(q, k, v, spec.dim)
         if qkv is None:
             qkv = torch.cat([_rows(heads, spec.dim) for heads in (q, k, v)], dim=1)
@@ -289,7 +332,8 @@ class PagedCalls:
             1e-6 if q_norm is None else q_norm.eps,
         )
         mixed = paged_attention(rotated, pool, in_pool, spec, pages)
-        return mixed.view(1, -1, spec.heads, spec.dim)[..., : call.value_dim].contiguous()
+        made = mixed.view(1, -1, spec.heads, spec.dim)[..., : call.value_dim].contiguous()
+        return made if call.share is None else call.share.gathered(made)
 
     def _turned(self, left: Left | None, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a table of cosines and sines, and the table."""

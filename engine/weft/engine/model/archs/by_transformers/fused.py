@@ -71,7 +71,7 @@ def _fused_norm(module: torch.nn.Module) -> FusedRmsNorm | None:
         return None
     if weight.shape[0] > _MAX_WIDTH or weight.dtype not in _TOLERANCE:
         return None
-    x = torch.randn(_TRIED_ROWS, weight.shape[0], dtype=weight.dtype, device=weight.device)
+    x = _rows_like((_TRIED_ROWS, weight.shape[0]), weight.dtype, weight.device)
     try:
         expected = module(x)
     except (TypeError, RuntimeError):
@@ -122,7 +122,7 @@ def fuse_mlps(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) 
         ):
             continue
         fused = FusedMlp(gate, up, down)
-        x = torch.randn(1, _TRIED_ROWS, gate.in_features, dtype=dtype, device=device)
+        x = _rows_like((1, _TRIED_ROWS, gate.in_features), dtype, device)
         try:
             expected = module(x)
         except (TypeError, RuntimeError):
@@ -132,6 +132,12 @@ def fuse_mlps(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) 
             setattr(model.get_submodule(above), leaf, fused)
             count += 1
     return count
+
+
+def _rows_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same random rows on all ranks, which try a part together."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return drawn.to(device, dtype)
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:

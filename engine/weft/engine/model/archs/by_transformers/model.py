@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.rope import RopeConfig
 from weft.checkpoint.transformers_config import TransformersConfig
-from weft.contract.errors import ModelError
+from weft.contract.errors import ConfigError, ModelError
 from weft.contract.layout import CacheLayout
 from weft.engine.model.archs.by_transformers.attention import (
     IMPLEMENTATION,
@@ -36,6 +36,7 @@ from weft.engine.model.archs.by_transformers.fused import (
     leaving,
 )
 from weft.engine.model.archs.by_transformers.names import Converted
+from weft.engine.model.archs.by_transformers.plan import RankPlan
 from weft.engine.model.archs.by_transformers.products import (
     JoinedProduct,
     Product,
@@ -51,6 +52,7 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.sent import SentTensors
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.engine.parallel.shards import layout_of_rank
 from weft.kernels.ops.attention.spec import AttentionMetadata
 from weft.kernels.ops.lora.spec import LoraStep
 
@@ -80,12 +82,15 @@ class TransformersModel:
                 have, or its tokens depend on one another in other ways than by attention.
         """
         assert isinstance(config, TransformersConfig)
-        if weights.peers is not None:
-            raise ModelError(f"{config.architecture} is computed by transformers on one rank alone")
         self.config: ModelConfig = config
         self.dtype = weights.dtype
         causal = _built(config, weights.dtype)
-        _read_parameters(causal, weights)
+        peers = weights.peers
+        plan = None if peers is None else RankPlan(causal, config.architecture, peers)
+        self._plan, self._num_ranks = plan, 1 if peers is None else peers.size
+        _read_parameters(causal, weights, plan)
+        if plan is not None:
+            plan.place_sums(causal)
         is_here = weights.device != torch.device("meta")
         if is_here:
             fuse_norms(causal)
@@ -96,7 +101,7 @@ class TransformersModel:
         """
         if is_here and leave_rotations(causal):
             self._leaves = (False, True)
-        self.config = replace(config, linears=place_products(config, causal))
+        self.config = replace(config, linears=place_products(config, causal, self._num_ranks))
         self._body, self._given, self._head = _parted(causal)
         self._first_position = 0
         self._calls: tuple[Call, ...] = ()
@@ -162,7 +167,7 @@ class TransformersModel:
     def _record(self, device: torch.device) -> tuple[Call, ...]:
         ids, positions = self._text(device)
         longest = self.config.max_position_embeddings
-        recorder = Recorder(longest)
+        recorder = Recorder(longest, self._plan)
         with named(self.config), noted_masks(longest), attention_by(recorder):
             self._run(ids, positions)
         if not recorder.calls:
@@ -170,7 +175,17 @@ class TransformersModel:
                 f"{self.config.architecture}: its code does not take attention from transformers' "
                 "interface"
             )
+        if self._plan is not None and len({(one.kv_heads, one.dim) for one in recorder.calls}) > 1:
+            raise ConfigError(
+                f"tp = {self._num_ranks}: {self.config.architecture} has heads of several shapes, "
+                "which are not divided among ranks; take tp = 1",
+                param="tp",
+            )
         return tuple(recorder.calls)
+
+    def _tried_pool(self, device: torch.device) -> torch.Tensor:
+        layout = layout_of_rank(self.kv_layout(_TRIED_PAGE), self._num_ranks)
+        return torch.zeros(layout.pool_shape(8), dtype=self.dtype, device=device)
 
     def _text(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         ids = 7 + 13 * torch.arange(_TRIED, device=device)
@@ -181,9 +196,7 @@ class TransformersModel:
     def can_capture(self) -> bool:
         """Whether a pass can become a CUDA graph: on a GPU, one over pages does not wait for it."""
         device = self._turns[self._calls[0].dim].device
-        pool = torch.zeros(
-            self.kv_layout(_TRIED_PAGE).pool_shape(8), dtype=self.dtype, device=device
-        )
+        pool = self._tried_pool(device)
         pages = torch.tensor([[2, 3, 4], [5, 6, 7]], dtype=torch.int32, device=device)
         step = paged_step(self._text(device)[0].view(2, -1), pages, 0, _TRIED_PAGE)
         mode = torch.cuda.get_sync_debug_mode()
@@ -219,8 +232,7 @@ class TransformersModel:
                 if self._difference(found, expected) <= _TOLERANCE[self.dtype]:
                     break
         cut = _TRIED // 2 + 1
-        layout = self.kv_layout(_TRIED_PAGE)
-        pool = torch.zeros(layout.pool_shape(8), dtype=self.dtype, device=device)
+        pool = self._tried_pool(device)
         pages = torch.tensor([[2, 3, 4], [5, 6, 7]], dtype=torch.int32, device=device)
         difference = 0.0
         for first, last in ((0, cut), (cut, _TRIED)):
@@ -253,7 +265,7 @@ def _built(config: TransformersConfig, dtype: torch.dtype) -> Any:
     return causal.eval()
 
 
-def _read_parameters(causal: Any, weights: Weights) -> None:
+def _read_parameters(causal: Any, weights: Weights, plan: RankPlan | None) -> None:
     """Sets every parameter and buffer of a model; linear modules become `Product`s."""
     if isinstance(weights.reader, Checkpoint | SentTensors):
         reader = Converted(weights.reader, weights.reader.names, causal)
@@ -263,7 +275,7 @@ def _read_parameters(causal: Any, weights: Weights) -> None:
     done: dict[str, torch.Tensor] = {}
     later: list[tuple[Any, str, str]] = []
     if not weights.has_own_formats:
-        _join_products(causal, weights, {*tied, *_path_of(causal, head)})
+        _join_products(causal, weights, {*tied, *_path_of(causal, head)}, plan)
     for path, module in list(causal.named_modules()):
         below = weights.at(path) if path else weights
         if isinstance(module, ProductPart):
@@ -278,22 +290,26 @@ def _read_parameters(causal: Any, weights: Weights) -> None:
                 bias=module.bias is not None,
                 is_gate=leaf in _GATES,
             )
+            spec = spec if plan is None else plan.spec(path, spec)
             packed = (weights.at(above) if above else weights).linear(spec)
-            setattr(parent, leaf, Product(packed, device=weights.device))
+            peers, device = weights.peers, weights.device
+            setattr(parent, leaf, Product(packed, device=device, split=spec.split, peers=peers))
             continue
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
             if full in tied and not weights.has(full):
                 later.append((module, name, tied[full]))
                 continue
-            read = below.read([TensorSlice(name, tuple(parameter.shape))])
+            shape = tuple(parameter.shape)
+            whole = [TensorSlice(name, shape)], 0
+            read = below.joined(*(whole if plan is None else plan.parts(full, name, shape, module)))
             done[full] = read
             module._parameters[name] = torch.nn.Parameter(read, requires_grad=False)
         for name, buffer in module.named_buffers(recurse=False):
             is_kept = name not in module._non_persistent_buffers_set
             if is_kept and weights.has(f"{path}.{name}") and buffer.is_floating_point():
                 shape = tuple(buffer.shape)
-                buffer = below.read([TensorSlice(name, shape)], dtype=buffer.dtype)
+                buffer = below.tensor(TensorSlice(name, shape), buffer.dtype)
             module._buffers[name] = buffer.to(weights.device)
     for module, name, source in later:
         module._parameters[name] = torch.nn.Parameter(done[source], requires_grad=False)
@@ -308,7 +324,7 @@ def _path_of(causal: Any, head: Any) -> list[str]:
     return [f"{path}.weight" for path, module in causal.named_modules() if module is head]
 
 
-def _join_products(causal: Any, weights: Weights, apart: set[str]) -> None:
+def _join_products(causal: Any, weights: Weights, apart: set[str], plan: RankPlan | None) -> None:
     """Makes one product of linear modules that have the same input by their names."""
     for path, parent in list(causal.named_modules()):
         for names in _JOINED:
@@ -320,6 +336,8 @@ def _join_products(causal: Any, weights: Weights, apart: set[str]) -> None:
             at = f"{path}." if path else ""
             if len(kinds) > 1 or any(f"{at}{name}.weight" in apart for name in names):
                 continue
+            if plan is not None and len({plan.style(at + name) for name in names}) > 1:
+                continue
             rows = tuple(module.out_features for module in modules)
             spec = LinearSpec(
                 names=names,
@@ -327,7 +345,11 @@ def _join_products(causal: Any, weights: Weights, apart: set[str]) -> None:
                 rows=rows,
                 bias=modules[0].bias is not None,
             )
-            joined = JoinedProduct((weights.at(path) if path else weights).linear(spec), rows)
+            spec = spec if plan is None else plan.spec(at + names[0], spec)
+            if spec.split == "out":
+                rows = tuple(count // weights.shard.size for count in rows)
+            packed = (weights.at(path) if path else weights).linear(spec)
+            joined = JoinedProduct(packed, rows, spec.split)
             for number, name in enumerate(names):
                 setattr(parent, name, ProductPart(joined, number, weights.device))
 

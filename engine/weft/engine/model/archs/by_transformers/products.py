@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from weft.checkpoint.adapters.names import DENSE_KINDS, parse_module
 from weft.checkpoint.adapters.plan import projection_shape
 from weft.checkpoint.adapters.projections import default_projections, projections_of
@@ -17,7 +19,10 @@ from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.pack import weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.lora.spec import Group, LoraAddition, LoraStep
+from weft.kernels.ops.peers.spec import Peers
 
+_SUMMED_KINDS = frozenset(("o", "down"))
+"""Projections of which each rank has a part of the input."""
 _lora: ContextVar[LoraStep | None] = ContextVar("weft_lora", default=None)
 
 
@@ -31,6 +36,19 @@ def adapters_of(lora: LoraStep | None) -> Iterator[None]:
         yield
     finally:
         _lora.reset(token)
+
+
+Split = Literal["none", "out", "in"]
+"""As `LinearSpec.split`."""
+
+
+def summed(part: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """The sum of a tensor over all ranks, the same bits on each of them."""
+    width = peers.width or part.shape[-1]
+    flat = part.reshape(-1)
+    rows = F.pad(flat, (0, -len(flat) % width)).view(-1, width).contiguous()
+    total = peers.add_sum(rows, torch.zeros_like(rows)).view(-1)
+    return total[: len(flat)].view(part.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +75,9 @@ class JoinedProduct:
     called.
     """
 
-    def __init__(self, packed: LinearWeight, rows: Sequence[int]) -> None:
+    def __init__(self, packed: LinearWeight, rows: Sequence[int], split: Split = "none") -> None:
         """`rows`: the outputs of each module, in the product's order."""
-        self.packed = packed
+        self.packed, self.split = packed, split
         self.ends = tuple(accumulate(rows))
         self.place: Place | None = None
         self._x: torch.Tensor | None = None
@@ -105,6 +123,10 @@ class ProductPart(torch.nn.Module):
         self.place: Place | None = None
 
     @property
+    def split(self) -> Split:
+        return self.joined.split
+
+    @property
     def weight(self) -> torch.Tensor:
         """[out, in] floats, for code that reads the weight beside the product; a copy."""
         if self._floats is None:
@@ -126,9 +148,14 @@ class Product(torch.nn.Module):
         out_dtype: torch.dtype | None = None,
         added: torch.Tensor | None = None,
         device: torch.device | None = None,
+        split: Split = "none",
+        peers: Peers | None = None,
     ) -> None:
-        """`added` is a bias beside that of `packed`, or None."""
+        """`added` is a bias beside that of `packed`, or None; `peers` are the ranks whose parts a
+        product adds up whose input is split.
+        """
         super().__init__()
+        self.split, self._peers = split, peers if split == "in" else None
         self.packed, self._out_dtype, self._added = packed, out_dtype, added
         self._device = device
         self._floats: torch.Tensor | None = None
@@ -151,12 +178,17 @@ class Product(torch.nn.Module):
         made = linear(rows, self.packed, out_dtype=self._out_dtype, lora=added)
         if self._added is not None:
             made = made + self._added
+        if self._peers is not None:
+            made = summed(made, self._peers)
         return made.view(*x.shape[:-1], made.shape[-1])
 
 
-def place_products(config: ModelConfig, model: torch.nn.Module) -> tuple[str, ...]:
+def place_products(
+    config: ModelConfig, model: torch.nn.Module, num_ranks: int = 1
+) -> tuple[str, ...]:
     """Tells products of layers what adapters change of them. Returns the kinds of projections that
-    every layer has as a linear module of the usual name and shape.
+    every layer has as a linear module of the usual name and shape, divided among ranks as adapters
+    are.
     """
     found: dict[tuple[str, ...], dict[int, Product | ProductPart]] = {}
     for path, module in model.named_modules():
@@ -166,7 +198,12 @@ def place_products(config: ModelConfig, model: torch.nn.Module) -> tuple[str, ..
         if not name.kinds or not set(name.kinds) <= set(DENSE_KINDS):
             continue
         shapes = [projection_shape(config, name, kind) for kind in name.kinds]
-        if (module.in_features, module.out_features) == (shapes[0][0], sum(n for _, n in shapes)):
+        splits = {"in" if kind in _SUMMED_KINDS else "out" for kind in name.kinds}
+        if num_ranks > 1 and splits != {module.split}:
+            continue
+        wide, high = (num_ranks if module.split == side else 1 for side in ("in", "out"))
+        sizes = module.in_features * wide, module.out_features * high
+        if sizes == (shapes[0][0], sum(n for _, n in shapes)):
             layers = found.setdefault(name.kinds, {})
             # Several modules of a layer with one name are none that an adapter could mean.
             layers[name.layer if name.layer not in layers else -1] = module
@@ -178,7 +215,8 @@ def place_products(config: ModelConfig, model: torch.nn.Module) -> tuple[str, ..
     kinds = [kind for kinds in whole for kind in kinds]
     if len(kinds) != len(set(kinds)) or not kinds:
         return ()
-    named = {part.kind: part for part in projections_of(config, default_projections(config))}
+    kinds_of = default_projections(config)
+    named = {part.kind: part for part in projections_of(config, kinds_of, num_ranks)}
     for own, layers in whole.items():
         parts = [named[kind] for kind in own]
         for layer, product in layers.items():
