@@ -17,7 +17,7 @@ from weft.testing.models.unread_models import PLANNED, UNREAD
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "causal-models.md"
 _HEAD = """# Causal models of transformers
 
-Made by `scripts/causal_table.py` from the registry of the installed transformers. *Weft*: layers of its own, compared as [architectures](architectures.md) says. *transformers*: [its code over Weft's pages](../architecture/executor-and-model.md#models-that-transformers-computes); where `tests/engine/models/test_by_transformers.py` compares it, tokens of a tiny random model equal plain transformers' together, in chunks, behind cached pages, from a prefill worker, and in int8, *and ranks* by the plan that transformers publishes; the others are checked when they are loaded, and may be refused then.
+Made by `scripts/causal_table.py` from the registry of the installed transformers. *Weft*: layers of its own, compared as [architectures](architectures.md) says. *transformers*: [its code over Weft's pages](../architecture/executor-and-model.md#models-that-transformers-computes); where `tests/engine/models/test_by_transformers.py` compares it, tokens of a tiny random model equal plain transformers' together, in chunks, behind cached pages, from a prefill worker, and in int8 (*and ranks*: also divided); the others are checked when they are loaded, and may be refused then.
 
 | architecture | path | compared |
 | --- | --- | --- |

@@ -238,6 +238,8 @@ LATE = {
     "loop/pools.py": "memory",
     "loop/sleep.py": "a command",
     "loop/weights.py": "a command",
+    "model/archs/by_transformers/model.py": "heads that the model's code shows",
+    "model/archs/by_transformers/plan.py": "the plan of transformers' classes",
     "model/refit.py": "a command",
     "parallel/device_peers.py": "GPUs of this machine",
     "parallel/device_stages.py": "GPUs of this machine",
