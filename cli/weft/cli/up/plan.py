@@ -162,6 +162,10 @@ def plan_mesh(
         }
         at = {name: f"{WORKER_HOST}:{ports.pop()}" for role in counts for name in names[role]}
         stores = {name: at[name] for name in names["kvstore"]}
+        for role in _worker_counts(settings) if settings.attention_dp > 1 else ():
+            for index, name in enumerate(names[role]):
+                rank = index % settings.attention_dp
+                places[name] += _shared_experts(settings, rank, at[names[role][index - rank]])
         make_spec = partial(_worker_spec, settings, state, model, stores, dial)
         started = {
             name: PlannedWorker(role, Slot(at[name], places[name]))
@@ -288,6 +292,17 @@ def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
         name: _flags({"device": devices.get(name), "device-memory-share": shares.get(name)})
         for name in names
     }
+
+
+def _shared_experts(settings: UpSettings, rank: int, first: str) -> list[str]:
+    """Flags of a worker that shares experts with others, by the address of the first of them."""
+    return _flags(
+        {
+            "attention-dp": settings.attention_dp,
+            "attention-dp-rank": rank,
+            "attention-dp-group": first,
+        }
+    )
 
 
 def _worker(

@@ -104,6 +104,7 @@ class UpSettings(Settings):
     pp: int = engine_setting("pp")
     ep: int = engine_setting("ep")
     dcp: int = engine_setting("dcp")
+    attention_dp: int = engine_setting("attention_dp")
     host: str = setting_of(ServiceSettings, "host")
     rest: bool = Field(True, description="serve REST")
     rest_port: int = Field(
@@ -282,6 +283,17 @@ class UpSettings(Settings):
     def _check_ranks(self) -> Self:
         if self.ep not in (1, self.tp):
             raise ValueError(f"--ep {self.ep}: give 1, or as many as --tp, {self.tp}")
+        size = self.attention_dp
+        for name in ("prefill", "decode", "both"):
+            if (count := getattr(self, name)) % size:
+                raise ValueError(
+                    f"--{name} {count}: --attention-dp {size} makes groups of {size} workers; give "
+                    f"a multiple of {size}, or 0"
+                )
+        if size > 1 and self.max_workers:
+            raise ValueError(
+                "--max-workers: with --attention-dp no single worker may start; give 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,8 @@ DrafterName = Literal["none", "ngram", "mtp", "eagle", "eagle3", "model"]
 DraftGateName = Literal["measured", "fixed"]
 PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
 """Admission policies (`weft.engine.scheduler.policies`)."""
+MAX_GROUP_NAME = 64
+"""Most bytes of the name of workers that share experts."""
 HEAD_DRAFTERS = ("mtp", "eagle", "eagle3")
 """Drafters that use a draft head. mtp uses that of the checkpoint; eagle (EAGLE-1 and EAGLE-2) and
 eagle3 use that in `draft_dir`.
@@ -142,6 +144,24 @@ class EngineConfig(PageConfig):
         1,
         ge=1,
         le=64,
+    )
+    attention_dp: int = setting(
+        "workers that share the experts of one model, with whole experts on each, and nothing "
+        "else: each has requests and KV of its own, and all enter steps together (data-parallel "
+        "attention); they start, drain and end together",
+        1,
+        ge=1,
+        le=64,
+    )
+    attention_dp_rank: int = setting(
+        "with attention_dp: number of this worker among those, from 0",
+        0,
+        ge=0,
+        le=63,
+    )
+    attention_dp_group: str = setting(
+        "with attention_dp: name by which those workers, all of one host, find one another",
+        "",
     )
     numa_bind: bool | None = setting(
         "bind each rank, before it begins, to the cores and the memory of its GPU's NUMA node; "
@@ -638,6 +658,8 @@ class EngineConfig(PageConfig):
                 f"one device, or one for each of {self.num_ranks} ranks",
             ),
         ]
+        if self.attention_dp > 1:
+            of_all += self._relations_of_attention_dp()
         if self.pp > 1:
             of_all += self._relations_of_stages()
         if self.cp > 1:
@@ -661,6 +683,44 @@ class EngineConfig(PageConfig):
             ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             ("tp", self.drafter != "model", "1 with drafter = model, which is not divided"),
             ("tp", self.draft_width == 1, "1 with draft_width > 1: ranks draft chains alone"),
+        ]
+
+    def _relations_of_attention_dp(self) -> list[tuple[str, bool, str]]:
+        name = self.attention_dp_group
+        return [
+            (
+                "attention_dp",
+                not self.is_on_gpu,
+                "1 on GPUs, where workers do not exchange rows of experts yet",
+            ),
+            (
+                "attention_dp",
+                self.num_ranks == 1,
+                "1 with tp, pp or cp: each worker is one process",
+            ),
+            (
+                "attention_dp_rank",
+                self.attention_dp_rank < self.attention_dp,
+                f"below attention_dp = {self.attention_dp}",
+            ),
+            (
+                "attention_dp_group",
+                0 < len(name.encode()) <= MAX_GROUP_NAME and name.isprintable(),
+                f"1 to {MAX_GROUP_NAME} printable bytes, the same for all workers that share "
+                "experts",
+            ),
+            ("attention_dp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
+            (
+                "drafter",
+                self.drafter in ("none", "ngram") and not self.has_head,
+                "none or ngram with attention_dp: draft heads and models do not take part in "
+                "steps of other workers",
+            ),
+            (
+                "deterministic",
+                not self.deterministic,
+                "off with attention_dp, under which experts are summed up in another order",
+            ),
         ]
 
     def _relations_of_stages(self) -> list[tuple[str, bool, str]]:

@@ -46,6 +46,7 @@ from weft.engine.executor.memory_plan import (
     time_token,
 )
 from weft.engine.executor.peer_weights import peer_weights
+from weft.engine.executor.ranks.attention_dp import AttentionGroup, LockstepExecutor
 from weft.engine.executor.ranks.context import ContextExecutor
 from weft.engine.executor.ranks.hosts import HostRanks
 from weft.engine.executor.ranks.leader import RankLeader
@@ -91,7 +92,7 @@ from weft.engine.model.interface import can_capture
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.refit import Refit
 from weft.engine.model.weights.refill import tensors_of
-from weft.engine.parallel.shards import describe_shards
+from weft.engine.parallel.shards import describe_shards, describe_shared_experts
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stages import describe_stages
 from weft.engine.requests.media_axes import MediaAxes
@@ -160,6 +161,8 @@ def load_parts(
     model = check_combination(config)
     if config.is_on_gpu:
         ensure_triton_compiles()
+    if config.attention_dp > 1:
+        return _load_beside_others(config, model, wake, progress)
     if config.num_ranks > 1:
         own = replace(config, device=config.device_of_rank(0))
         ranks = Ranks(config, wake) if config.hosts == 1 else HostRanks(config, wake)
@@ -171,6 +174,19 @@ def load_parts(
     except BaseException:
         if ranks is not None:
             ranks.close()
+        raise
+
+
+def _load_beside_others(
+    config: EngineConfig, model: ModelConfig, wake: Callable[[], None], progress: Progress
+) -> EngineComponents:
+    """As `load_parts`, for an engine that shares its experts with others."""
+    progress(0, 0, f"waiting for the other {config.attention_dp - 1} workers with shared experts")
+    group = AttentionGroup(config, model, wake)
+    try:
+        return _load_parts(config, model, find_device(config), None, wake, progress, group)
+    except BaseException as error:
+        group.fail_start(error)
         raise
 
 
@@ -196,6 +212,7 @@ def _load_parts(
     ranks: RankLeader | None,
     wake: Callable[[], None],
     progress: Progress,
+    group: AttentionGroup | None = None,
 ) -> EngineComponents:
     peers = None if ranks is None else peers_of(ranks, config, device)
     context = None if ranks is None else context_peers_of(ranks, config, device)
@@ -203,7 +220,7 @@ def _load_parts(
         link_stages(ranks, config, device)
     sleep = sleep_memory(config, device)
     with sleep.loading():
-        models = _load_models(config, model, device, ranks, peers, progress)
+        models = _load_models(config, model, device, ranks, peers, progress, group)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
         # Checked again: the files of a class from outside Weft may not show its recurrent layers.
@@ -237,13 +254,16 @@ def _load_parts(
         *(config, models, pools, max_tokens, device, lora, shared, peers, context),
         *(progress, media, sleep),
     )
-    ranked: RankedExecutor | StagedExecutor | ContextExecutor | None = None
+    ranked: RankedExecutor | StagedExecutor | ContextExecutor | LockstepExecutor | None = None
     if ranks is not None and config.pp > 1:
         ranked = StagedExecutor(executor, ranks, config.pp)
     elif ranks is not None and config.cp > 1:
         ranked = ContextExecutor(executor, ranks, context)
     elif ranks is not None:
         ranked = RankedExecutor(executor, ranks, _device_peers(peers))
+    elif group is not None:
+        ranked = LockstepExecutor(executor, group)
+        shards = [describe_shared_experts(loaded.config, group.rank, group.size)]
     progress(0, 0, "timing steps")
     token_s = time_token(
         executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
@@ -317,7 +337,8 @@ def _load_parts(
     counts = pools.num_blocks, pools.window_pages
     carriers = make_carriers(config, layout, *counts, prefixes, executor, ranked or executor)
     sizes = layout.page_bytes, sum(carrier.num_pages for carrier in carriers)
-    by_layer = executor.layer_pool if ranked is None else None
+    is_alone = ranked is None or group is not None
+    by_layer = executor.layer_pool if is_alone else None
     tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake, by_layer)
     notices = [
         *(*plane.notices, *pools.notices, *shards),
@@ -332,6 +353,9 @@ def _load_parts(
         *([] if ranks is None else ranks.notices),
     ]
     host = HostPriority()
+    if group is not None:
+        progress(0, 0, "waiting for the other workers with shared experts")
+        group.begin()
     return EngineComponents(
         executor=ranked or executor,
         local=executor,
@@ -365,6 +389,7 @@ def _load_parts(
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
         token_s=token_s,
         stage_counters=ranked.counters if isinstance(ranked, StagedExecutor) else dict,
+        lockstep=ranked if isinstance(ranked, LockstepExecutor) else None,
         host=host,
     )
 
@@ -394,6 +419,7 @@ def _load_models(
     ranks: RankLeader | None,
     peers: Peers | None,
     progress: Progress,
+    group: AttentionGroup | None,
 ) -> _Models:
     loaded = load_model(
         config.model_dir,
@@ -409,6 +435,7 @@ def _load_models(
         peers=peers,
         ep=config.ep,
         stage=None if ranks is None else stage_of(config, model, ranks),
+        exchange=None if group is None else group.dispatch,
         mtp_head=config.reads_mtp,
         max_context_tokens=config.max_context_tokens,
         images=config.has_tower(model),
@@ -417,6 +444,8 @@ def _load_models(
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
+    if group is not None:
+        group.agree("model", loaded.digest.hex())
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
@@ -508,6 +537,7 @@ def _refit_of(config: EngineConfig, models: _Models) -> Refit | None:
     """None: parts beside the language model would keep their old weights, or what they made."""
     loaded = models.loaded
     has_media = bool(_encoder_digest(config, loaded, models.layout))
+    has_media |= config.attention_dp > 1  # Other workers compute with this one's experts.
     return None if has_media or loaded.pooling.task != "generate" else loaded.refit
 
 

@@ -28,7 +28,7 @@ from weft.engine.base.config import (
     EngineConfig,
 )
 from weft.engine.executor.adapter_projections import adapted_projections
-from weft.engine.parallel.shards import check_divided_pages, check_ranks
+from weft.engine.parallel.shards import SHARED_EXPERTS, check_divided_pages, check_ranks
 from weft.engine.parallel.stages import check_stages
 
 MAX_FIXED_GROUP = 64
@@ -58,6 +58,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if config.cp > 1:
         _check_context(config, model)
     check_divided_pages(model, config.tp, config.dcp)
+    if config.attention_dp > 1:
+        _check_attention_dp(config, model, pooling.task)
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config, model)
     _check_pages_of_ranks(config, model)
@@ -72,6 +74,32 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if config.deterministic:
         _check_determinism(config, model, pooling, dtype)
     return model
+
+
+def _check_attention_dp(config: EngineConfig, model: ModelConfig, task: Task) -> None:
+    moe, size = model.moe, config.attention_dp
+    reasons = (
+        (moe is None, "it has no experts to share; take more workers instead"),
+        (model.architecture not in SHARED_EXPERTS, "its experts are not shared by workers yet"),
+        (
+            moe is not None and moe.num_experts % size > 0,
+            f"its {0 if moe is None else moe.num_experts} experts cannot be divided evenly",
+        ),
+        (task != "generate", f"it serves the task {task}"),
+        (config.has_tower(model), "its prompts bring media; take language_model_only"),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            raise ConfigError(
+                f"attention_dp = {size}: must be 1 for {model.architecture}: {reason}",
+                param="attention_dp",
+            )
+    if config.enable_lora and any(part.is_expert for part in adapted_projections(config, model)):
+        raise ConfigError(
+            "lora_projections: with attention_dp adapters do not change experts, which compute "
+            "rows of other workers; name projections without those of experts",
+            param="lora_projections",
+        )
 
 
 def _check_context(config: EngineConfig, model: ModelConfig) -> None:

@@ -10,6 +10,7 @@ from weft.contract.layout import CacheLayout
 from weft.contract.reports import EngineInfo
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.port import Executor
+from weft.engine.executor.ranks.attention_dp import LockstepExecutor
 from weft.engine.loop.carriers import Carrier
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
@@ -64,6 +65,8 @@ class EngineComponents:
     """Seconds per token of a small step."""
     stage_counters: Callable[[], dict[str, int]] = dict
     """Counters of a pipeline's stages; empty without stages."""
+    lockstep: LockstepExecutor | None = None
+    """The executor, if other workers share this one's experts."""
     host: HostPriority = field(default_factory=HostPriority)
     """The lock that background threads yield while the engine thread works."""
 

@@ -94,6 +94,7 @@ def engine_counters(engine: Engine) -> dict[str, int]:
         **(asdict(engine.sessions.pins.counters) if engine.sessions is not None else {}),
         **engine.stats.counters(),
         **{"stage_us": 0, "bubble_us": 0, **engine.parts.stage_counters()},
+        **({} if engine.parts.lockstep is None else engine.parts.lockstep.counters()),
         "preemptions": scheduler.num_preemptions,
         "urgent_preemptions": scheduler.num_urgent_preemptions,
         "prefix_waits": scheduler.sharing.num_waits,

@@ -32,8 +32,10 @@ from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.contract.errors import ModelError, WeftError
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.audio.tower import AudioTower
+from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import MediaEncoder, Model, ModelClass, WithClasses
+from weft.engine.model.layers.moe import experts_of
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.refit import Refit, RefitSteps
 from weft.engine.model.stage import Stage
@@ -49,6 +51,7 @@ from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.sent import KnownTensor, SentTensors
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Scheme, Weights
+from weft.engine.parallel.dispatch import ExpertDispatch
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.shared.memory import WeightArena
 
@@ -115,6 +118,7 @@ def load_model(
     peers: Peers | None = None,
     ep: int = 1,
     stage: Stage | None = None,
+    exchange: ExpertDispatch | None = None,
     mtp_head: bool = False,
     images: bool = False,
     max_context_tokens: int | None = None,
@@ -142,6 +146,8 @@ def load_model(
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
             products.
         stage: Layers that this process reads and runs; None: all.
+        exchange: Processes with other requests among which whole experts are divided; None: this
+            one's `peers` are the only ones.
         mtp_head: Whether to read the checkpoint's MTP head too.
         images: Whether to read the checkpoint's image tower too, whole on every rank. A number
             format that is made at load leaves it in floats.
@@ -183,6 +189,8 @@ def load_model(
     computed += of_ranks
     shard = Shard.among(peers)
     of_experts = shard if ep > 1 else Shard()
+    if exchange is not None:
+        of_experts = Shard(exchange.rank, exchange.size)
     formats, parameters = ComputedFormat(), Parameters()
     wanted, read = _Wanted(mtp_head=mtp_head, tower=images), _Read()
 
@@ -199,6 +207,7 @@ def load_model(
             computed=None if of_tower else formats,
             parameters=parameters,
             stage=None if of_tower else stage,
+            exchange=exchange,
         )
 
     def on_meta(reader: CheckpointReader, *, of_tower: bool = False) -> Weights:
@@ -231,7 +240,7 @@ def load_model(
     def pack(parts: _Parts) -> PackedTensors:
         numberless = combine_digests(config, computed, (), fingerprint)
         share = f"{shard}, experts {of_experts}" + ("" if stage is None else f", {stage.layers}")
-        others = (peers, None if stage is None else stage.neighbours)
+        others = (peers, None if stage is None else stage.neighbours, exchange)
         return PackedTensors(parts, numberless, share, target, others)
 
     def copied(source: PackedSource) -> tuple[_Parts, PackedTensors] | None:
@@ -275,6 +284,9 @@ def load_model(
                 raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
         origin = Origin(digest, sketch(weight_files(model_dir)))
     parts = _Parts(model, mtp, tower)
+    if exchange is not None:
+        assert isinstance(model, DecoderOnlyLM), "other models have no experts to be divided"
+        exchange.layers = experts_of(model.model.layers)
     packed = pack(parts) if found is None else packed
     packed.origin = origin
     _name(parts, digest)

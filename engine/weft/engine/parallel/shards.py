@@ -109,6 +109,20 @@ DIVIDED = frozenset(
 )
 """Architectures that can be divided among ranks; tests compare them with one rank."""
 
+SHARED_EXPERTS = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Architectures whose experts workers can share (`attention_dp`); tests compare them with one
+worker.
+"""
+
 
 def check_ranks(
     model_dir: Path, config: ModelConfig, task: str, size: int, ep: int, *, on_gpu: bool
@@ -306,4 +320,13 @@ def describe_shards(
         f"{config.num_heads // size} of {config.num_heads} query heads, {max(1, heads // size)} of "
         f"{heads} KV heads{shared} and {mlps}; embedding and LM head are whole on "
         f"each; sums {sums}"
+    )
+
+
+def describe_shared_experts(config: ModelConfig, rank: int, size: int) -> str:
+    """What a worker that shares experts has, in one line, for logs and status."""
+    count = 0 if config.moe is None else config.moe.num_experts
+    return (
+        f"data-parallel attention: worker {rank} of {size}, with {count // size} of {count} "
+        "experts and all other weights; they start, drain and end together"
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig
-from weft.engine.model.layers.layer import shape_of
+from weft.engine.model.layers.layer import Layer, StackLayer, shape_of
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
@@ -14,7 +15,7 @@ from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.activation.spec import GELU_TANH, SILU, Gating, limited_silu
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.moe.spec import RouterForm, SparseMlpWeight
+from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, SparseMlpWeight
 from weft.kernels.ops.stream.additions import Combine, Normed, SharedCombine
 
 
@@ -70,6 +71,7 @@ class SparseMLP:
             config.num_experts_per_tok,
             config.norm_topk_prob,
             router_form(config, weights, names),
+            weights.exchange,
         )
         if not config.shared_size:
             return cls(layer, weight)
@@ -95,6 +97,12 @@ class SparseMLP:
         w, experts = self.weight, self.weight.experts
         shared = None if self.shared is None else self.shared.shape_key()
         return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k, shared
+
+
+def experts_of(layers: Sequence[StackLayer]) -> list[ExpertWeights]:
+    """The experts of the layers whose feed-forward part is such a mixture, in their order."""
+    feeds = (layer.feed for layer in layers if isinstance(layer, Layer))
+    return [feed.weight.experts for feed in feeds if isinstance(feed, SparseMLP)]
 
 
 def _gating(config: MoEConfig, layer: int) -> Gating:

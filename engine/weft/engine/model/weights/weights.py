@@ -15,7 +15,7 @@ from weft.engine.model.weights.refill import Constant, Parameters
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
 from weft.kernels.ops.linear.pack import packing_copies, weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.moe.spec import ExpertWeights
+from weft.kernels.ops.moe.spec import ExpertExchange, ExpertWeights
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.shared.memory import WeightArena
 
@@ -77,6 +77,7 @@ class Weights:
         computed: ComputedFormat | None = None,
         parameters: Parameters | None = None,
         stage: Stage | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         """All parameters of a checkpoint.
 
@@ -89,6 +90,8 @@ class Weights:
             computed: Counts the number formats of packed products; None: a new count.
             parameters: Records what is read; None: a new record.
             stage: The layers of this process; None: it has all of them.
+            exchange: Computes experts together with the processes that have the other shares of
+                `expert_shard`, if those have rows of their own.
         """
         self.dtype = dtype
         self.device = device
@@ -98,6 +101,8 @@ class Weights:
         """Ranks that have all other shares; None: there are none."""
         self.stage = stage
         """The layers of this process; None: it has all of them."""
+        self.exchange = exchange
+        """Computes experts together with other processes; None: `peers` add up what theirs make."""
         self.arena = arena or WeightArena()
         """Memory for packed weights, one arena for the whole model."""
         self.reader = reader

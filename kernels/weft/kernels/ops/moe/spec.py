@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from weft.kernels.ops.activation.spec import SILU, Gating
@@ -118,6 +118,22 @@ class ExpertWeights:
         return self.num_experts + (self.placement is not None)
 
 
+class ExpertExchange(Protocol):
+    """Processes that each have some of the experts, and rows that the others do not have."""
+
+    def __call__(
+        self, x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `weft.kernels.ops.moe.moe`, with the experts of all processes. All of them make the
+        same calls in the same order, each with its rows.
+
+        Args:
+            routing: Experts by their numbers among all processes.
+            w: This process's experts.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SparseMlpWeight:
     """Parameters of a mixture of experts."""
@@ -129,6 +145,8 @@ class SparseMlpWeight:
     renormalise: bool
     """Whether the shares of a row's experts are normalised to a sum of 1."""
     form: RouterForm = SOFTMAX
+    exchange: ExpertExchange | None = None
+    """Computes the experts together with other processes; None: those are here that are needed."""
 
 
 class ExpertParts(NamedTuple):

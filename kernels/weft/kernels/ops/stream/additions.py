@@ -110,10 +110,13 @@ class Combine(NamedTuple):
             w.top_k,
             renormalise=w.renormalise,
             form=w.form,
-            placement=w.experts.placement,
+            placement=w.experts.placement if w.exchange is None else None,
             record=self.record,
         )
         to_experts = experts_addition(self.lora, self.layer)
+        if w.exchange is not None:
+            assert to_experts is None, "adapters of experts are refused where processes share them"
+            return w.exchange(self.x.value, routing, w.experts, residual)
         if not w.form.scales_input:
             return moe(self.x.value, routing, w.experts, residual, to_experts)
         assert to_experts is None, "adapters of experts are refused where shares scale the input"

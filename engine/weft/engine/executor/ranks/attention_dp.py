@@ -1,0 +1,325 @@
+"""Data-parallel attention: engines of one host that share experts and nothing else.
+
+Each engine is a worker of its own: requests, pages, scheduler, sampler. It reads all weights but
+the experts, of which it has a share. The engines find one another by a name in the host's network
+namespace, behind which rank 0 listens until all have come. Then their connections only show that
+they live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from weft.checkpoint.config import ModelConfig
+from weft.contract.errors import ConfigError, RanksLost, WeftError, error_class
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.device_copies import Mark
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.orders import Order
+from weft.engine.executor.port import Launched
+from weft.engine.executor.ranks.link import LinkClosed, RankLink
+from weft.engine.executor.ranks.start import START_LIMIT_S
+from weft.engine.executor.step_input import StepInput
+from weft.engine.parallel.dispatch import ExchangeShape, ExpertDispatch
+from weft.engine.parallel.lockstep import Lockstep
+from weft.engine.parallel.segment import Segment
+
+_RETRY_S, _HELLO_LIMIT_S = 0.1, 10.0
+_PEER = struct.Struct("3i")
+
+
+class AttentionGroup:
+    """One engine's membership in the group."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Waits until all engines of the group have come.
+
+        Args:
+            wake: As in `Lockstep`.
+
+        Raises:
+            ConfigError: Another one has other settings or another model, or is gone; or there is no
+                shared memory.
+        """
+        assert model.moe is not None, "checked by check_combination"
+        self.rank, self.size = config.attention_dp_rank, config.attention_dp
+        self._limit_s = config.rank_timeout_s
+        self._sockets: dict[int, socket.socket] = {}
+        self._links: dict[int, RankLink] = {}
+        sizes = model.hidden_size, model.moe.num_experts_per_tok, model.moe.num_experts
+        shape = ExchangeShape(self.size, *sizes)
+        about = {"size": self.size, "model": [model.architecture, model.num_layers, *sizes]}
+        try:
+            if self.rank == 0:
+                segment = self._gather(config.attention_dp_group, about, shape.num_bytes)
+            else:
+                segment = self._join(config.attention_dp_group, about, shape.num_bytes)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self.lockstep = Lockstep(segment, self.rank, self.size, config.rank_timeout_s, wake)
+        self.dispatch = ExpertDispatch(self.lockstep, segment, shape)
+        self._wake = wake
+        self._is_closing = False
+        self._watcher = threading.Thread(target=self._watch, name="attention-dp", daemon=True)
+
+    def agree(self, phase: str, text: str = "") -> None:
+        """Waits until all engines have come to this phase of the start. Raises ConfigError if
+        another one is gone, or has another text.
+        """
+        message = {"phase": phase, "text": text}
+        if self.rank:
+            self._tell(0, message)
+            self._hear(0)
+            return
+        for rank in self._links:
+            found = self._hear(rank)
+            if found != message:
+                why = (
+                    f"worker {rank} has the {phase} {found.get('text')}, worker 0 {text}: "
+                    "attention_dp needs equal files and number formats"
+                )
+                self._refuse_all(why)
+                raise ConfigError(why, param="model_dir")
+        for rank in self._links:
+            self._tell(rank, message)
+
+    def begin(self) -> None:
+        """Ends the start, once all engines have come to it."""
+        self.agree("ready")
+        self._watcher.start()
+        self.lockstep.begin_together()
+
+    def close(self) -> None:
+        self._is_closing = True
+        self.lockstep.close()
+        for one in self._sockets.values():
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        if self._watcher.is_alive():
+            self._watcher.join()
+        self._close_sockets()
+
+    def _gather(self, name: str, about: dict[str, Any], num_bytes: int) -> Segment:
+        segment = Segment.create(num_bytes, "weft-experts")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            try:
+                listener.bind(_address(name))
+            except OSError as error:
+                raise ConfigError(
+                    f"attention_dp_group = {name}: {error.strerror}: another group has this name",
+                    param="attention_dp_group",
+                ) from error
+            listener.listen(self.size)
+            until = time.monotonic() + START_LIMIT_S
+            while len(self._links) < self.size - 1:
+                self._wait_for_one(listener, until)
+                self._take_one(listener.accept()[0], about)
+        for rank in sorted(self._links):
+            self._tell(rank, {"size": num_bytes}, segment.number)
+        return segment
+
+    def _wait_for_one(self, listener: socket.socket, until: float) -> None:
+        """Waits until another engine calls. Raises ConfigError if one that has come is gone."""
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        for one in self._sockets.values():
+            poll.register(one, select.POLLIN)
+        while (left_s := until - time.monotonic()) > 0:
+            found = {number for number, _ in poll.poll(1000 * min(left_s, 60.0))}
+            for rank, one in self._sockets.items():
+                if one.fileno() in found:
+                    raise ConfigError(f"worker {rank} has ended during its start")
+            if found:
+                return
+        missing = sorted(set(range(1, self.size)) - set(self._links))
+        raise ConfigError(
+            f"attention_dp = {self.size}: workers {', '.join(map(str, missing))} have not come",
+            param="attention_dp",
+        )
+
+    def _take_one(self, one: socket.socket, about: dict[str, Any]) -> None:
+        one.settimeout(_HELLO_LIMIT_S)
+        link = RankLink(one)
+        if not _is_own_user(one):
+            one.close()
+            return
+        try:
+            hello, _ = link.receive()
+        except (LinkClosed, ValueError):
+            one.close()
+            return
+        rank, why = hello.pop("rank", None), ""
+        if hello != about:
+            why = f"worker {rank} has {hello}, worker 0 {about}: all need equal settings"
+        elif not isinstance(rank, int) or not 0 < rank < self.size or rank in self._links:
+            why = f"attention_dp_rank = {rank}: each of {self.size} workers has its own, from 0"
+        if why:
+            with contextlib.suppress(LinkClosed):
+                link.send({"error": why, "reason": ConfigError.reason})
+            one.close()
+            return
+        one.settimeout(START_LIMIT_S)
+        self._sockets[rank], self._links[rank] = one, link
+
+    def _join(self, name: str, about: dict[str, Any], num_bytes: int) -> Segment:
+        until = time.monotonic() + START_LIMIT_S
+        while True:
+            one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                one.connect(_address(name))
+                break
+            except OSError as error:
+                one.close()
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"attention_dp_group = {name}: worker 0 has not come: {error.strerror}",
+                        param="attention_dp_group",
+                    ) from error
+                time.sleep(_RETRY_S)
+        one.settimeout(START_LIMIT_S)
+        self._sockets[0], self._links[0] = one, RankLink(one)
+        if not _is_own_user(one):
+            raise ConfigError(
+                f"attention_dp_group = {name}: another user listens there",
+                param="attention_dp_group",
+            )
+        self._tell(0, {**about, "rank": self.rank})
+        answer, memory = self._hear_with_memory(0)
+        if memory is None or answer.get("size") != num_bytes:
+            raise ConfigError("worker 0 has other memory for experts", param="attention_dp")
+        return Segment(memory, num_bytes)
+
+    def _tell(self, rank: int, message: dict[str, Any], memory: int | None = None) -> None:
+        try:
+            self._links[rank].send(message, memory)
+        except LinkClosed:
+            raise ConfigError(f"worker {rank} has ended during its start") from None
+
+    def _hear(self, rank: int) -> dict[str, Any]:
+        return self._hear_with_memory(rank)[0]
+
+    def _hear_with_memory(self, rank: int) -> tuple[dict[str, Any], int | None]:
+        try:
+            message, memory = self._links[rank].receive()
+        except LinkClosed:
+            raise ConfigError(f"worker {rank} has ended during its start") from None
+        if "error" in message:
+            raise error_class(str(message.get("reason")))(f"worker {rank}: {message['error']}")
+        return message, memory
+
+    def _refuse_all(self, why: str) -> None:
+        for link in self._links.values():
+            with contextlib.suppress(LinkClosed):
+                link.send({"error": why, "reason": ConfigError.reason})
+
+    def fail_start(self, error: BaseException) -> None:
+        """Tells the others that this engine cannot start."""
+        reason = error.reason if isinstance(error, WeftError) else ConfigError.reason
+        with contextlib.suppress(ConfigError):
+            for rank in self._links:
+                self._tell(rank, {"error": str(error), "reason": reason})
+        self._close_sockets()
+
+    def _watch(self) -> None:
+        """Runs in a separate thread. Ends the group when another engine ends."""
+        poll = select.poll()
+        ranks = {one.fileno(): rank for rank, one in self._sockets.items()}
+        for number in ranks:
+            poll.register(number, select.POLLIN)
+        first, *_ = (ranks[number] for number, _ in poll.poll())
+        if not self._is_closing:
+            self.lockstep.lose(
+                f"worker {first} of {self.size} with shared experts has ended by step "
+                f"{self.lockstep.num_steps}",
+                first,
+            )
+            self._wake()
+
+    def _close_sockets(self) -> None:
+        for one in self._sockets.values():
+            one.close()
+        self._sockets = {}
+
+
+def _address(name: str) -> str:
+    return f"\0weft-attention-dp-{name}"
+
+
+def _is_own_user(one: socket.socket) -> bool:
+    of_peer = one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, user, _ = _PEER.unpack(of_peer)
+    return bool(user == os.getuid())
+
+
+class LockstepExecutor:
+    """Implements `Executor` for an engine that shares experts with others."""
+
+    def __init__(self, local: LocalExecutor, group: AttentionGroup) -> None:
+        self._local, self._group = local, group
+        self._lockstep, self._dispatch = group.lockstep, group.dispatch
+        self.page_table, self.window_tables = local.page_table, local.window_tables
+        self.facts = local.facts
+
+    def launch(self, step: StepInput) -> Launched:
+        """Raises RanksLost if another engine is gone, or if this one fails while others go on."""
+        self._lockstep.begin()
+        try:
+            launched = self._local.launch(step)
+            self._dispatch.finish()
+        except RanksLost:
+            raise
+        except Exception as error:
+            number = self._lockstep.num_steps
+            self._lockstep.fail(
+                f"worker {self._group.rank} with shared experts failed in step {number}: {error}",
+                self._group.rank,
+            )
+        return launched
+
+    def take_empty_step(self) -> None:
+        """Takes part without rows in a step that another engine has begun, if there is one. Raises
+        RanksLost as `launch` does.
+        """
+        if self._lockstep.is_awaited:
+            self._lockstep.begin()
+            self._lockstep.num_empty_steps += 1
+            with torch.inference_mode():
+                self._dispatch.finish()
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "empty_steps": self._lockstep.num_empty_steps,
+            "expert_wait_us": int(self._lockstep.wait_s * 1e6),
+            "gathered_rows": self._dispatch.num_gathered_rows,
+            "dispatched_rows": self._dispatch.num_dispatched_rows,
+        }
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        self._local.keep(tokens)
+
+    def mark(self) -> Mark:
+        return self._local.mark()
+
+    def order(self, order: Order) -> None:
+        self._local.order(order)
+
+    def check(self) -> None:
+        self._lockstep.check()
+
+    def close(self) -> None:
+        self._group.close()
