@@ -228,3 +228,24 @@ async def test_what_a_model_or_a_file_cannot_do_is_refused(tmp_path: Path) -> No
     assert [one.param for one in cases] == ["file", "language", "model", "model"]
     assert isinstance(cases[0], InvalidRequest)
     assert held == 0
+
+
+async def test_a_file_that_unpacks_to_much_is_refused_as_in_chats(tmp_path: Path) -> None:
+    """Minutes of silence are a few bytes, and a header may say that they are seconds."""
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(60 * RATE, np.float32), RATE, format="FLAC")
+    forged = bytearray(wav(np.zeros(RATE, np.float32)))
+    forged[24:28] = (100).to_bytes(4, "little")
+    async with gateway(
+        tmp_path,
+        Speech(),
+        tokenizer=speech_tokenizer(),
+        max_context_tokens=CONTEXT_TOKENS,
+        change_model=add_speech,
+        max_audio_seconds=20.0,
+    ) as mesh:
+        for file in (out.getvalue(), bytes(forged)):
+            error = await refusal(mesh, file=file, language="en")
+            assert isinstance(error, InvalidRequest)
+            assert error.param == "file"
+        await mesh.wait(lambda: not mesh.app.images.held.num_bytes)

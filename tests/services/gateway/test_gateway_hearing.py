@@ -170,6 +170,21 @@ async def test_other_ways_to_send_a_clip(mesh: Harness) -> None:
     assert len(mesh.workers[0].media) == 1
 
 
+async def test_a_clip_is_known_by_its_samples(mesh: Harness) -> None:
+    """By all of them, and not by its file, nor by what a client calls it."""
+    data = (samples(1.0) * 32_000).astype(np.int16)
+    other = data.copy()
+    other[-400:] *= -1
+    files = [(file(data), "wav"), (file(data, "flac"), "flac"), (file(other), "wav")]
+    for content, kind in files:
+        await chat(mesh, user({**part(content, kind), "uuid": "the same"}))
+    first, again, second = (
+        [span.digest for span in submit.spans] for submit in mesh.workers[0].submits
+    )
+    assert first == again
+    assert not {*first} & {*second}
+
+
 async def test_bad_clips_are_refused_by_name(mesh: Harness) -> None:
     data = file(samples(0.5))
     where = "messages[0].content[1].input_audio"

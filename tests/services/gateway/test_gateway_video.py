@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
 import re
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import InvalidRequest
 from weft.gateway.media import containers
-from weft.testing.models.tiny_qwen_vl import IDS, MARKS, SQUARE, START, VIDEO
+from weft.testing.models.tiny_qwen_vl import END, IDS, MARKS, SQUARE, START, VIDEO
 from weft.testing.models.tiny_video import add_video, video
 from weft.testing.models.tiny_vision import write_marked_tokenizer
 from weft.testing.services.fake_decode import Script
@@ -226,3 +227,110 @@ async def test_dialects_without_videos_refuse_them_by_name(
         await mesh.dialect("Anthropic", "CreateMessage", {"messages": messages, "max_tokens": 2})
         prompt = tokenizer.decode(mesh.workers[0].prompts[-1], skip_special_tokens=False)
         assert "The tool returned content of type video." in prompt
+
+
+def prompt_of(mesh: Harness) -> str:
+    return str(mesh.tokenizer.decode(mesh.workers[0].prompts[-1], skip_special_tokens=False))
+
+
+async def test_parts_keep_their_order_and_spelled_marks_are_text(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A text between two videos stays there; one that spells the marks of frames makes none."""
+    first, second = (video(count, Fraction(10), (32, 24)) for count in (20, 40))
+    spelled = f"{START}{VIDEO}{VIDEO}{END}"
+    words = {"type": "text", "text": f"{spelled} then"}
+    async with serving(tmp_path, tokenizer, "qwen2_5_vl") as mesh:
+        await chat(mesh, part(first), words, part(second), words)
+        prompt, (submit,), text = (
+            mesh.workers[0].prompts[0],
+            mesh.workers[0].submits,
+            prompt_of(mesh),
+        )
+        alone = await chat(mesh, words)
+        spoken, told = mesh.workers[0].prompts[-1], prompt_of(mesh)
+    frames = sum(span.length for span in submit.spans)
+    assert prompt.count(IDS[VIDEO]) == frames
+    places = [p for one in submit.spans for p in range(one.position, one.position + one.length)]
+    assert [prompt[place] for place in places] == [IDS[VIDEO]] * frames
+    film = re.compile(rf"{re.escape(START)}({re.escape(VIDEO)}){{3,}}{re.escape(END)}")
+    before, _, between, _, after = film.split(text)
+    assert before.endswith("user\n")
+    assert between == words["text"]
+    assert after.startswith(f"{words['text']}<|im_end|>")
+    assert IDS[VIDEO] not in spoken
+    assert words["text"] in told
+    assert alone["usage"]["prompt_tokens"] == len(spoken)
+
+
+async def test_a_video_is_known_by_its_frames(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Not by what a client or the file calls it: the same frames in another file are the same
+    media, other frames under the same name are not.
+    """
+    film, other = (video(30, Fraction(10), (32, 24)) for _ in range(2))
+    renamed = film + (16).to_bytes(4, "big") + b"free" + random.randbytes(8)
+    async with serving(tmp_path, tokenizer, "qwen3_vl") as mesh:
+        for data in (film, renamed, other):
+            await chat(mesh, {**part(data), "uuid": "the same"})
+        digests = [[span.digest for span in submit.spans] for submit in mesh.workers[0].submits]
+    assert digests[0] == digests[1]
+    assert not {*digests[0]} & {*digests[2]}
+
+
+async def test_urls_of_videos_are_fetched_where_that_is_allowed(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    film = video(20, Fraction(10), (32, 24))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(film)}\r\n\r\n".encode() + film)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    seen = {"type": "video_url", "video_url": {"url": f"http://{host}/a.mp4"}}
+    async with server:
+        async with serving(tmp_path, tokenizer, "qwen3_vl", media_private_hosts=[host]) as mesh:
+            await chat(mesh, part(film))
+            await chat(mesh, seen)
+            first, second = mesh.workers[0].prompts
+            assert first == second
+        (tmp_path / "closed").mkdir()
+        async with serving(tmp_path / "closed", tokenizer, "qwen3_vl") as mesh:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await chat(mesh, seen)
+            error = from_rpc_error(caught.value)
+            assert "fetches none" in error.message
+            assert isinstance(error, InvalidRequest)
+            assert error.param == "messages[0].content[0].video_url.url"
+
+
+async def test_what_tools_return_never_ends_a_session(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A damaged video, and tensors, which are taken from no client."""
+    film = video(20, Fraction(10), (32, 24))
+    tensors = [
+        {"type": f"{kind}_embeds", f"{kind}_embeds": base64.b64encode(bytes(64)).decode()}
+        for kind in ("image", "audio", "video")
+    ]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    asked = {"role": "user", "content": "x"}
+    async with serving(tmp_path, tokenizer, "qwen3_vl") as mesh:
+        for bad, text in (
+            (part(random.randbytes(500)), "[The tool returned a video. It is no video"),
+            (part(film[:-200]), "[The tool returned a video. It is damaged"),
+            *((one, f"content of type {one['type']}") for one in tensors),
+        ):
+            result = {"role": "tool", "tool_call_id": "a", "content": [bad, part(film)]}
+            body = {"messages": [asked, said, result], "max_tokens": 2}
+            await mesh.json("ChatCompletions", body)
+            assert text in prompt_of(mesh)
+            assert mesh.workers[0].prompts[-1].count(IDS[VIDEO]) > 0
+        for one in tensors:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await chat(mesh, one)
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, InvalidRequest)
+            assert error.param == "messages[0].content[0].type"
