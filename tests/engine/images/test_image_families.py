@@ -1,5 +1,6 @@
 """Families that take images against transformers: rows of towers, and tokens of prompts with one to
-four images, in chunks, behind cached prefixes, with adapters, in FP8, and filled by another worker.
+four images, in chunks, behind cached prefixes, with adapters, drafts and ranks, in FP8, and filled
+by another worker.
 """
 
 from __future__ import annotations
@@ -267,7 +268,8 @@ def test_cached_prefixes_may_end_within_an_image(case: Case) -> None:
                 assert most - 8 <= matched
 
 
-def test_adapters_and_images(case: Case, tmp_path: Path) -> None:
+def make_adapter(case: Case, folder: Path) -> Any:
+    """Writes an adapter of the language model; transformers' model with it."""
     from peft import LoraConfig, get_peft_model
 
     others = ".*(vision|visual|shared_expert).*"
@@ -277,13 +279,50 @@ def test_adapters_and_images(case: Case, tmp_path: Path) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.2 * torch.randn(parameter.shape)
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(folder)
+    return model.base_model.model
+
+
+def test_adapters_and_images(case: Case, tmp_path: Path) -> None:
+    model = make_adapter(case, tmp_path / "adapter")
     prompts = case.prompts(1, 2)
     with engine(case.folder, enable_lora=True, prefill_chunk_tokens=32) as llm:
         digest = llm.load_adapter(tmp_path / "adapter")
         samples = run(llm, *prompts, adapters=[digest, b""])
-    case.check(prompts[0], samples[0].token_ids, model.base_model.model)
+    case.check(prompts[0], samples[0].token_ids, model)
     case.check(prompts[1], samples[1].token_ids)
+
+
+def check_drafts(case: Case, llm: LLM, adapters: list[bytes], models: list[Any]) -> None:
+    """Drafts are found in the prompts' texts, where an answer repeats some of them."""
+    for _ in range(30):
+        again = text(12) * 3
+        prompts = []
+        for count in range(1, len(models) + 1):
+            made = case.family.prompt([case.family.picture() for _ in range(count)], again)
+            prompts.append(Prompt([*made.ids, *again], made.spans, made.media))
+        samples = run(llm, *prompts, adapters=adapters)
+        for prompt, sample, model in zip(prompts, samples, models, strict=True):
+            case.check(prompt, sample.token_ids, model)
+        if llm.engine.counters()["drafted_tokens"]:
+            return
+    pytest.fail("nothing was drafted")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    # Qwen2.5-VL's heads cannot be halved, and answers of Qwen3.5 repeat nothing.
+    [*FAMILIES, *(n for n in QWEN_FAMILIES if not n.startswith(("qwen2_5", "qwen3_5")))],
+    indirect=True,
+)
+def test_ranks_drafts_and_adapters_at_once(case: Case, tmp_path: Path) -> None:
+    model = make_adapter(case, tmp_path / "adapter")
+    limits = {"tp": 2, "rank_timeout_s": 60.0, "check_ranks": True, "prefill_chunk_tokens": 64}
+    drafts = {"drafter": "ngram", "draft_gate": "fixed"}
+    with engine(case.folder, enable_lora=True, **limits, **drafts) as llm:
+        digest = llm.load_adapter(tmp_path / "adapter")
+        check_drafts(case, llm, [digest, b"", digest], [model, case.model, model])
 
 
 def test_a_quantised_language_model(case: Case, tmp_path: Path) -> None:

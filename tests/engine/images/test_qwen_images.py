@@ -79,7 +79,12 @@ def run(llm: LLM, prompts: list[Prompt], stop: StopCriteria = STOP) -> list[list
 
 
 @each_family("qwen3_vl")
-def test_ranks_divide_images_of_many_sizes(case: Case) -> None:
+def test_ranks_divide_images_of_many_sizes(case: Case, tmp_path: Path) -> None:
+    if isinstance(case.family, QWEN_FAMILIES["qwen2_5_vl"]):
+        # An even number of heads.
+        rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 4]}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}
+        case = Case(case.family, case.family.make(tmp_path, random.randrange(1 << 30), text=heads))
     prompts = [case.prompt(count) for count in (1, 3)]
     limits = {"rank_timeout_s": 60.0, "check_ranks": True}
     with engine(case.folder, prefill_chunk_tokens=64, tp=2, **limits) as llm:
