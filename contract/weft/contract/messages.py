@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.contract.adapters import AdapterOrder, AdapterReply
+from weft.contract.experts import ExpertCommand, ExpertReply
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.fills import (
     FillCommand,
@@ -82,6 +83,7 @@ class Inbox:
     """Orders for the fault points of the engine's process."""
     profile_commands: list[ProfileCommand] = field(default_factory=list)
     weight_commands: list[WeightCommand] = field(default_factory=list)
+    expert_commands: list[ExpertCommand] = field(default_factory=list)
     log_level: str = ""
     """New log level of the engine's process: debug, info, warning or error; empty: unchanged."""
 
@@ -114,4 +116,5 @@ class Outbox:
     """Pairs (query, why the command was not obeyed)."""
     profile_ends: list[ProfileEnd] = field(default_factory=list)
     weight_replies: list[WeightReply] = field(default_factory=list)
+    expert_replies: list[ExpertReply] = field(default_factory=list)
     load: LoadReport | None = None

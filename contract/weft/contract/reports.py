@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.contract.adapters import AdapterState
+from weft.contract.experts import ExpertBalance
 from weft.contract.fills import StagingCounts
 from weft.contract.handle import SharedTargetInfo
 from weft.contract.layout import StatePlane
@@ -132,6 +133,8 @@ class LoadReport:
     empty if nothing is drafted."""
     weights: WeightsInUse | None = None
     """None: the engine is of an older version."""
+    experts: ExpertBalance | None = None
+    """None: the experts stay where they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

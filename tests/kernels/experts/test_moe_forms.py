@@ -14,7 +14,8 @@ from weft.kernels.ops.linear import gate_up_silu
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.moe import moe, route
 from weft.kernels.ops.moe.pack import pack_experts
-from weft.kernels.ops.moe.spec import ExpertWeights, RouterForm, Routing, SparseMlpWeight
+from weft.kernels.ops.moe.reference import route_reference
+from weft.kernels.ops.moe.spec import CYCLES, ExpertWeights, RouterForm, Routing, SparseMlpWeight
 from weft.kernels.ops.stream.additions import Combine, Normed
 from weft.kernels.shared.formats.int_groups import mxfp4_groups
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -110,6 +111,48 @@ def test_routing_on_a_gpu(name: str, tmp_path: Path) -> None:
             for ids, shares, *_ in (alone, sorted_too):
                 assert torch.equal(ids, expected[0])
                 torch.testing.assert_close(shares, expected[1])
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.full_after(1)
+@pytest.mark.parametrize("name", FORMS)
+def test_routing_to_copies_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """Experts whose copies on two ranks take turns, and the rows' experts beside their places."""
+    fresh_seed()
+    experts, top_k, form = FORMS[name]
+    logits, own = clear_logits(11, experts, top_k, form, spread=2.0), experts - experts // 4
+    places = torch.randperm(experts, dtype=torch.int32).clamp_(max=own).repeat(CYCLES, 1)
+    shared = torch.rand(experts) < 0.5
+    places[1::3, shared] = own
+    with kernel_module("moe.triton_route", tmp_path) as module:
+        for placement in (None, places[0].contiguous(), places):
+            chosen = [torch.full((15, top_k), -1, dtype=torch.int32) for _ in range(3)]
+            expected = route(
+                logits, top_k, renormalise=True, form=form, placement=placement, chosen=chosen[0]
+            )
+            assert torch.equal(
+                chosen[0][:11], route_reference(logits, top_k, renormalise=True, form=form).ids
+            )
+            assert (chosen[0][11:] == -1).all()
+            alone = module.route(logits, top_k, True, form, placement, chosen[1])
+            size = experts if placement is None else own
+            *together, blocks = module.route_and_sort(
+                logits, top_k, 16, renormalise=True, form=form, placement=placement, own=size,
+                chosen=chosen[2],
+            )  # fmt: skip
+            assert torch.equal(chosen[1], chosen[0])
+            assert torch.equal(chosen[2], chosen[0])
+            for ids, shares in (alone, together):
+                assert torch.equal(ids, expected.ids)
+                torch.testing.assert_close(shares, expected.weights)
+            found = set[tuple[int, int]]()
+            flat = expected.ids.flatten().tolist()
+            for expert, begin, end in zip(*(t.tolist() for t in blocks[1:]), strict=True):
+                if expert < size:
+                    pairs = blocks.order[begin : min(end, begin + 16)].tolist()
+                    assert all(flat[pair] == expert for pair in pairs)
+                    found |= {(pair, expert) for pair in pairs}
+            assert found == {(pair, place) for pair, place in enumerate(flat) if place < size}
 
 
 def test_sparse_mixer_chooses_one_expert_after_another() -> None:

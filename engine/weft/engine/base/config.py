@@ -163,6 +163,36 @@ class EngineConfig(PageConfig):
         "with attention_dp: name by which those workers, all of one host, find one another",
         "",
     )
+    redundant_experts: int = setting(
+        "further experts of each layer that each rank has memory for, with ep: balance_experts "
+        "copies there what most tokens choose",
+        0,
+        ge=0,
+        le=1024,
+    )
+    balance_experts: Literal["off", "order", "auto"] = setting(
+        "with ep: whether experts get other ranks by what was counted of them, when told to or "
+        "also by itself (docs/parallel.md)",
+        "off",
+    )
+    balance_interval_s: float = setting(
+        "with balance_experts = auto: time between two looks at what was counted, in seconds",
+        60.0,
+        gt=0,
+        le=86400,
+    )
+    balance_above: float = setting(
+        "with balance_experts = auto: work of the most loaded rank over the mean of all, from "
+        "which on experts get other ranks",
+        1.1,
+        ge=1,
+        le=64,
+    )
+    count_experts: bool = setting(
+        "on a GPU: lets steps keep the experts of their rows, so that they can be counted, as a "
+        "CPU always does; balance_experts implies it",
+        False,
+    )
     numa_bind: bool | None = setting(
         "bind each rank, before it begins, to the cores and the memory of its GPU's NUMA node; "
         "none = on GPUs of hosts that have several nodes",
@@ -660,6 +690,8 @@ class EngineConfig(PageConfig):
         ]
         if self.attention_dp > 1:
             of_all += self._relations_of_attention_dp()
+        if self.balance_experts != "off" or self.redundant_experts:
+            of_all += self._relations_of_balance()
         if self.pp > 1:
             of_all += self._relations_of_stages()
         if self.cp > 1:
@@ -722,6 +754,44 @@ class EngineConfig(PageConfig):
                 "off with attention_dp, under which experts are summed up in another order",
             ),
         ]
+
+    def _relations_of_balance(self) -> list[tuple[str, bool, str]]:
+        is_alone = self.pp == self.cp == self.hosts == 1
+        return [
+            (
+                "redundant_experts",
+                not self.redundant_experts or self.moves_experts,
+                "0 with balance_experts = off: nobody would use them",
+            ),
+            ("balance_experts", self.ep > 1, "off with ep = 1: experts are divided among no ranks"),
+            ("balance_experts", is_alone, "off with pp, cp or hosts"),
+            (
+                "balance_experts",
+                not self.deterministic,
+                "off with deterministic: sums would depend on where experts are",
+            ),
+            (
+                "balance_experts",
+                not self.enable_lora,
+                "off with enable_lora: adapters' rows stay with the experts of the start",
+            ),
+            (
+                "balance_experts",
+                self.sleep_host_bytes is None,
+                "off with sleep_host_bytes, whose memory is not moved yet",
+            ),
+        ]
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts may get other ranks."""
+        return self.balance_experts != "off"
+
+    @property
+    def counts_experts(self) -> bool:
+        """Whether the experts of rows can be counted, if the model has some."""
+        is_here = self.pp == self.cp == 1
+        return is_here and (self.count_experts or self.moves_experts or not self.is_on_gpu)
 
     def _relations_of_stages(self) -> list[tuple[str, bool, str]]:
         is_divided = self.hosts > 1

@@ -28,7 +28,7 @@ from weft.engine.executor.ragged_columns import (
 from weft.engine.executor.states import DeviceStates
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.state_step import StateStep
-from weft.engine.model.step import RouteMemory, Step
+from weft.engine.model.step import ChosenMemory, RouteMemory, Step
 from weft.engine.sampling.device_draws import RowsOnDevice
 from weft.kernels.ops.attention.spec import AttentionMetadata, SeveralRows
 from weft.kernels.ops.lora import sort_tokens
@@ -58,6 +58,7 @@ class DeviceInputs:
         windows: Page table and pool of each further page group.
         states: None: the model has no recurrent layers.
         routes: None: experts of rows are not recorded.
+        chosen: What steps write to be counted; None: nothing.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class DeviceInputs:
         windows: Sequence[tuple[PageTable, torch.Tensor]] = (),
         states: DeviceStates | None = None,
         routes: RouteMemory | None = None,
+        chosen: ChosenMemory | None = None,
     ) -> None:
         device = known.tokens.device
         self._known = known
@@ -87,7 +89,7 @@ class DeviceInputs:
         self._ragged: torch.Tensor | None = None
         self._ragged_views: dict[RaggedColumns, StepColumns] = {}
         self._states = states
-        self._routes = routes
+        self._routes, self._chosen = routes, chosen
         self._lora = lora
         if lora is not None:
             columns = LoraColumns.of(max(max_tokens, max_decode_rows), lora.max_slots)
@@ -185,6 +187,7 @@ class DeviceInputs:
         )
         return Step(
             routes=self._routes,
+            chosen=self._chosen,
             token_ids=token_ids,
             positions=positions,
             groups=self._groups(group, positions, rows),
@@ -246,6 +249,7 @@ class DeviceInputs:
         )
         return Step(
             routes=self._routes,
+            chosen=self._chosen,
             token_ids=step.token_ids,
             positions=step.positions,
             groups=self._groups(group, step.positions, given.slots),
@@ -306,6 +310,7 @@ class DeviceInputs:
         )
         return Step(
             routes=self._routes,
+            chosen=self._chosen,
             token_ids=views.token_ids,
             positions=views.positions,
             groups=self._groups(group, views.positions, views.rows),

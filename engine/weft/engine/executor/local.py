@@ -28,6 +28,8 @@ from weft.engine.executor.drafts.keeping import DraftKeeper
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.encodings import StepArrays, StepDecodes
+from weft.engine.executor.expert_counts import ExpertCounts
+from weft.engine.executor.expert_moves import ExpertMoves
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.host_inputs import HostInputs
 from weft.engine.executor.kv_format import dtype_of
@@ -35,6 +37,7 @@ from weft.engine.executor.layer_pools import layer_pool
 from weft.engine.executor.orders import (
     CopyPages,
     CopyWeights,
+    DropExperts,
     EncodeMedia,
     EndRefit,
     JoinWeightGroup,
@@ -44,15 +47,18 @@ from weft.engine.executor.orders import (
     PackBlock,
     PackPages,
     PackRows,
+    PlaceExperts,
     PoisonBlocks,
     PoisonPages,
     PrepareProfile,
     ReceiveWeights,
     RefitFromFolder,
+    SendExperts,
     ShiftRotations,
     Sleep,
     StartProfile,
     StopProfile,
+    TakeExperts,
     UnpackBlock,
     UnpackPages,
     UnpackRows,
@@ -145,6 +151,8 @@ class LocalExecutor:
         loads_by_layer: Whether tiers may load pages layer by layer while steps compute.
         sleep: What sleeps on a GPU, and where weights of a CPU sleep; None: the defaults.
         beside: Returns the tensors that sleep with the weights and that no update fills.
+        counts: Counts the rows of experts; None: the model has none.
+        experts: Puts experts on other ranks; None: they stay.
     """
 
     def __init__(
@@ -180,11 +188,14 @@ class LocalExecutor:
         sleep: SleepMemory | None = None,
         loads_by_layer: bool = False,
         beside: TensorsOf = list,
+        counts: ExpertCounts | None = None,
+        experts: ExpertMoves | None = None,
     ) -> None:
         sleep = sleep or SleepMemory()
         is_in_arena = sleep.weights is not None
         self.refits = WeightRefits(refit, device, rank, packed=packed, is_in_arena=is_in_arena)
         self.profiler = StepProfiler(device, rank)
+        self.counts, self.experts = counts, experts
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
         self._model = model
@@ -275,6 +286,7 @@ class LocalExecutor:
                 windows,
                 self._device_states(max_requests),
                 recorded,
+                None if counts is None else counts.memory,
             )
             if cuda_graphs:
                 has_lora = lora is not None
@@ -351,6 +363,14 @@ class LocalExecutor:
         """Does nothing: there is no other process to end."""
 
     def launch(self, step: StepInput) -> Launched:
+        if self.counts is None or not self.counts.every:
+            return self._recorded_launch(step)
+        self.counts.begin(step.num_rows)
+        launched = self._recorded_launch(step)
+        self.counts.end(step.num_rows)
+        return launched
+
+    def _recorded_launch(self, step: StepInput) -> Launched:
         if not self.profiler.is_recording:
             return self._launch(step)
         with self.profiler.step(step):
@@ -511,6 +531,8 @@ class LocalExecutor:
 
     def _batch(self, arrays: StepArrays, step: StepInput | None) -> Step:
         batch = self._batches.batch(arrays)
+        if self.counts is not None and batch.chosen is None:
+            batch.chosen = self.counts.of_step
         if step is not None and step.waits_for_layers:
             batch.late = self._late
         if step is not None and step.inserted is not None:
@@ -691,8 +713,21 @@ class LocalExecutor:
                 if isinstance(order, Sleep) and order.weights:
                     self.refits.withdraw()
                 self.sleeper.begin(order)
+            case SendExperts(layer, old, new):
+                self._moves.send(layer, old, new)
+            case TakeExperts(layer, old, new, digests):
+                self._moves.take(layer, old, new, digests)
+            case PlaceExperts(layer, new):
+                self._moves.place(layer, new)
+            case DropExperts():
+                self._moves.drop()
             case _:
                 assert_never(order)
+
+    @property
+    def _moves(self) -> ExpertMoves:
+        assert self.experts is not None, "experts of this model stay where they are"
+        return self.experts
 
     @property
     def _whole_pages(self) -> torch.Tensor | DevicePages:

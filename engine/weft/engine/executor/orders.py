@@ -203,6 +203,36 @@ class Wake(NamedTuple):
     pages: bool
 
 
+class SendExperts(NamedTuple):
+    """Copies a layer's experts for other ranks into memory of all ranks, in the background."""
+
+    layer: int
+    old: Sequence[int]
+    new: Sequence[int]
+    """`Placement.numbers`, as they are and as they are to be."""
+
+
+class TakeExperts(NamedTuple):
+    """Copies a layer's experts of other ranks out of the memory of all ranks, in the background."""
+
+    layer: int
+    old: Sequence[int]
+    new: Sequence[int]
+    digests: str
+    """Pairs of a place in the memory and a digest, in JSON."""
+
+
+class PlaceExperts(NamedTuple):
+    """Puts the experts that were taken in their places."""
+
+    layer: int
+    new: Sequence[int]
+
+
+class DropExperts(NamedTuple):
+    """Forgets experts that were taken."""
+
+
 PageOrder: TypeAlias = (
     CopyPages
     | ZeroPages
@@ -232,6 +262,10 @@ Order: TypeAlias = (
     | CopyWeights
     | Sleep
     | Wake
+    | SendExperts
+    | TakeExperts
+    | PlaceExperts
+    | DropExperts
 )
 """Every order. A follower of rank 0 knows an order by its place in this union."""
 

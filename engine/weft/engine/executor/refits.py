@@ -180,7 +180,7 @@ class WeightRefits:
         if self.tell is not None:
             self.tell(own)
             return
-        self._result = _joined([own, *self.hear()])
+        self._result = joined([own, *self.hear()])
 
     def _outcome(self, job: Callable[[], RefitResult]) -> RefitResult:
         self._has_begun = False
@@ -328,7 +328,8 @@ def _received(
         yield data.clone().view(dtype_of(one.dtype)).view(one.shape)
 
 
-def _joined(results: list[RefitResult]) -> RefitResult:
+def joined(results: list[RefitResult]) -> RefitResult:
+    """The result of all ranks."""
     failed = [one for one in results if one.reason]
     if failed:
         is_mixture = any(one.is_mixture for one in failed) or any(one.digest for one in results)

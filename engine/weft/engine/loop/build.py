@@ -38,6 +38,7 @@ from weft.engine.executor.drafts.build import (
     tree_rows,
 )
 from weft.engine.executor.embeddings import MediaEmbeddings
+from weft.engine.executor.expert_counts import ExpertCounts
 from weft.engine.executor.graphs import Progress
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
@@ -55,6 +56,7 @@ from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
     context_peers_of,
+    experts_of,
     gather_of,
     has_companions,
     link_stages,
@@ -434,6 +436,7 @@ def _load_models(
         task=config.task,
         peers=peers,
         ep=config.ep,
+        spare_experts=config.redundant_experts,
         stage=None if ranks is None else stage_of(config, model, ranks),
         exchange=None if group is None else group.dispatch,
         mtp_head=config.reads_mtp,
@@ -511,11 +514,21 @@ def _make_executor(
         sleep=sleep,
         beside=partial(_sleeping_beside, models, lora, is_alone=config.num_ranks == 1),
         loads_by_layer=config.loads_by_layer(is_cuda=device.type == "cuda"),
+        counts=_counts_of(config, models, device),
+        experts=None
+        if shared is None
+        else experts_of(config, models.loaded, shared.others, device),
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)
         shared.others.agree("pool")
     return executor
+
+
+def _counts_of(config: EngineConfig, models: _Models, device: torch.device) -> ExpertCounts | None:
+    if not config.counts_experts or models.loaded.config.moe is None:
+        return None
+    return ExpertCounts(models.loaded.config, _max_step_tokens(config, models), device)
 
 
 def _sleeping_beside(

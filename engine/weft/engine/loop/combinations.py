@@ -69,6 +69,8 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     _check_drafts(config, model, pooling.task)
     if config.enable_return_routed_experts:
         _check_routes(config, model, pooling.task)
+    if config.redundant_experts:
+        _check_spares(config, model)
     if config.enable_lora:
         adapted_projections(config, model)
     if config.deterministic:
@@ -199,6 +201,17 @@ def _check_routes(config: EngineConfig, model: ModelConfig, task: Task) -> None:
         if is_wrong:
             told = f"with enable_return_routed_experts it must be {wanted}"
             raise ConfigError(f"{name} = {getattr(config, name)}: {told}", param=name)
+
+
+def _check_spares(config: EngineConfig, model: ModelConfig) -> None:
+    assert model.moe is not None, "checked with ep"
+    most = model.moe.num_experts - model.moe.num_experts // config.ep
+    if config.redundant_experts > most:
+        raise ConfigError(
+            f"redundant_experts = {config.redundant_experts}: at most {most}, with which each of "
+            f"{config.ep} ranks has all {model.moe.num_experts} experts",
+            param="redundant_experts",
+        )
 
 
 def _check_pages_of_ranks(config: EngineConfig, model: ModelConfig) -> None:

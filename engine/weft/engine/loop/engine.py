@@ -19,6 +19,7 @@ from weft.contract.messages import Inbox, Outbox
 from weft.contract.reports import QUIET_REPORT_S
 from weft.contract.submits import Ping, Pong, Submit
 from weft.contract.tasks import TOKEN_OUTPUTS
+from weft.contract.weights import WeightCommand
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.orders import PoisonPages, ZeroPages
 from weft.engine.loop.draws import SampledTokens
@@ -93,6 +94,9 @@ class Engine:
         self.pipeline = wired.pipeline
         self._profiles = wired.profiles
         self.weights = wired.weights
+        self.experts = wired.experts
+        self._weight_commands: list[WeightCommand] = []
+        """They wait while ranks copy experts."""
         self.stats = wired.stats
         self._pace = wired.pace
         self._look_up, self._fail = wired.look_up, wired.fail
@@ -157,7 +161,7 @@ class Engine:
             return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
             return STANDSTILL_S
-        if self.fills.num_open or self.weights.is_busy:
+        if self.fills.num_open or self.weights.is_busy or self.experts.has_job:
             return EXPIRY_INTERVAL_S
         return QUIET_REPORT_S if self._is_reported and self.is_idle else IDLE_S
 
@@ -195,7 +199,7 @@ class Engine:
             if self.sessions is not None:
                 self.sessions.tick()
             self.filler.tick()
-        self.weights.turn(self.pipeline.num_steps)
+        self._turn_weights()
         if self.weights.stops_steps:
             plan = Plan()
         elif self.pipeline.may_begin():
@@ -234,6 +238,15 @@ class Engine:
             self._out.outbox.kv_changes = self._kv_events.take()
         self.pipeline.host_rests()
         return self._out.take(with_batches=goes)
+
+    def _turn_weights(self) -> None:
+        if not self.experts.is_busy:
+            for command in self._weight_commands:
+                self.weights.obey(command, has_moved_experts=self.experts.has_moved)
+            self._weight_commands.clear()
+            if self.weights.turn(self.pipeline.num_steps):
+                self.experts.reset()
+        self.experts.turn(may_begin=self.weights.is_quiet and not self._weight_commands)
 
     def close(self) -> None:
         """Stops the threads of the transport, the adapters, the drafter and the constraints."""
@@ -306,8 +319,9 @@ class Engine:
             self._out.outbox.state_replies.append((query_id, state))
         for command in inbox.profile_commands:
             self._profiles.obey(command)
-        for about_weights in inbox.weight_commands:
-            self.weights.obey(about_weights)
+        self._weight_commands += inbox.weight_commands
+        for about_experts in inbox.expert_commands:
+            self.experts.obey(about_experts)
 
     def _take_transfers(self) -> None:
         transport = self.parts.transport

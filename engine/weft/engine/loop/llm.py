@@ -17,6 +17,7 @@ from weft.checkpoint.adapters.digest import adapter_digest
 from weft.contract.adapters import AdapterOrder
 from weft.contract.arrays import Float32Array
 from weft.contract.errors import WeftError, error_class
+from weft.contract.experts import ExpertAction, ExpertCommand, ExpertState
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.contract.spans import Media, MediaSpan
@@ -182,6 +183,21 @@ class LLM:
 
     def wake(self, tags: Sequence[SleepTag] = SLEEP_TAGS) -> WeightStatus:
         return self._command("wake", tags=list(tags))
+
+    def command_experts(self, action: ExpertAction) -> ExpertState:
+        """Counts experts, tells what was counted, or gives experts other ranks by it."""
+        command = ExpertCommand(query=next(self._ids), action=action)
+        inbox: Inbox | None = Inbox(expert_commands=[command])
+        while True:
+            self._woken.clear()
+            replies = self.engine.turn(inbox).expert_replies
+            inbox = None
+            for reply in replies:
+                if reply.failure is not None:
+                    raise to_error(reply.failure)
+                assert reply.state is not None
+                return reply.state
+            self._wait()
 
     @property
     def weights(self) -> WeightStatus:

@@ -22,7 +22,7 @@ def wants_report(inbox: Inbox) -> bool:
     effect.
     """
     commands = inbox.drains or inbox.flush_cache or inbox.dump_state or inbox.weight_commands
-    return inbox.hand_back or bool(commands)
+    return inbox.hand_back or bool(commands or inbox.expert_commands)
 
 
 def retry_after_s(engine: Engine) -> float:
@@ -79,6 +79,7 @@ def load_report(engine: Engine) -> LoadReport:
             num_updates=weights.num_updates,
         ),
     )
+    report.experts = engine.experts.balance
     for companion in engine.parts.companions:
         companion.report(report)
     return report

@@ -165,7 +165,8 @@ class WeightControl:
         if self._pause is not None and self._pause.mode in ("abort", "wait"):
             raise Paused("a trainer has paused this worker", stage="queue", retry_after_s=_RETRY_S)
 
-    def obey(self, command: WeightCommand) -> None:
+    def obey(self, command: WeightCommand, *, has_moved_experts: bool = False) -> None:
+        """`has_moved_experts`: experts are not where another worker would have them."""
         if self._pause is not None and command.action != "pause":
             self._ends_at = self._clock() + self._pause.limit_s
         try:
@@ -178,6 +179,12 @@ class WeightControl:
                 case "refit" | "copy" | "begin" | "receive" | "end":
                     self._begin_refit(command)
                 case "offer":
+                    if has_moved_experts:
+                        message = (
+                            "this worker's experts have other places than at its start "
+                            "(balance_experts); read the weights from files, or from another worker"
+                        )
+                        raise ConfigError(message, stage="weights")
                     self._begin_offer(command)
                 case "join":
                     self._begin_join(command)
@@ -196,10 +203,18 @@ class WeightControl:
         except WeftError as error:
             self._reply(command.query, error)
 
-    def turn(self, num_under_way: int) -> None:
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is a version of the weights, and no rank is at work on it or to be."""
+        is_at_work = self._is_at_work or self._refit is not None or self._is_open
+        is_awake = not (self._sleep.is_busy or self._sleep.asleep)
+        return self._state == "ready" and is_awake and not is_at_work
+
+    def turn(self, num_under_way: int) -> bool:
         """Called in every turn before it plans. `num_under_way` counts the steps that have begun
-        and not ended.
+        and not ended. Returns whether other weights have come.
         """
+        num_before = self._num_updates
         if self._pause is not None and not self._is_drained and not num_under_way:
             self._advance_pause(self._pause)
         if self._is_at_work:
@@ -218,6 +233,7 @@ class WeightControl:
                 self._order(EndRefit(is_given_up=True))
             elif not self._sleep.stops_steps:
                 self._expire(self._pause)
+        return self._num_updates > num_before
 
     # -- sleep -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from weft.engine.loop.build import make_store
 from weft.engine.loop.carriers import CompanionPacker
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.draws import StepSampler
+from weft.engine.loop.experts import ExpertControl
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.outgoing import Outgoing
@@ -153,6 +154,14 @@ class EngineWiring:
             clock,
             self._make_sleep(),
             config.tp,
+        )
+        self.experts = ExpertControl(
+            config,
+            parts.executor,
+            parts.local.counts,
+            parts.local.experts,
+            self.out,
+            clock,
         )
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         interval_s = config.stream_interval_s

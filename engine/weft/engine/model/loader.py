@@ -117,6 +117,7 @@ def load_model(
     task: str = "auto",
     peers: Peers | None = None,
     ep: int = 1,
+    spare_experts: int = 0,
     stage: Stage | None = None,
     exchange: ExpertDispatch | None = None,
     mtp_head: bool = False,
@@ -145,6 +146,7 @@ def load_model(
         peers: Ranks among which the products are divided; None: this process has the whole model.
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
             products.
+        spare_experts: Slots of each rank beyond its share of whole experts.
         stage: Layers that this process reads and runs; None: all.
         exchange: Processes with other requests among which whole experts are divided; None: this
             one's `peers` are the only ones.
@@ -202,6 +204,7 @@ def load_model(
             target,
             shard=shard,
             expert_shard=of_experts,
+            spare_experts=spare_experts,
             arena=arena,
             peers=peers,
             computed=None if of_tower else formats,
@@ -239,7 +242,9 @@ def load_model(
 
     def pack(parts: _Parts) -> PackedTensors:
         numberless = combine_digests(config, computed, (), fingerprint)
-        share = f"{shard}, experts {of_experts}" + ("" if stage is None else f", {stage.layers}")
+        share = f"{shard}, experts {of_experts}"
+        share += f" and {spare_experts}" if spare_experts else ""
+        share += "" if stage is None else f", {stage.layers}"
         others = (peers, None if stage is None else stage.neighbours, exchange)
         return PackedTensors(parts, numberless, share, target, others)
 

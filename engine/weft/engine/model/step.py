@@ -48,6 +48,15 @@ class RouteMemory(NamedTuple):
     """Index in `routes` of each layer with experts, by the layer's number."""
 
 
+class ChosenMemory(NamedTuple):
+    """Where each step writes the experts of its rows, to be counted."""
+
+    chosen: torch.Tensor
+    """[layers with experts, most rows, k] int32."""
+    layers: Mapping[int, int]
+    """Index in `chosen` of each layer with experts, by the layer's number."""
+
+
 class Gather(Protocol):
     """Where ranks divide a step's rows."""
 
@@ -117,6 +126,15 @@ class Step:
             return None
         return RouteRecord(self.routes.routes, self.groups[0].places, index)
 
+    chosen: ChosenMemory | None = None
+    """Where the experts of all rows are written; None: nobody counts them."""
+
+    def chosen_of(self, layer: int) -> torch.Tensor | None:
+        """[most rows, k] int32: where a layer's experts are written; None: nowhere."""
+        if self.chosen is None or (index := self.chosen.layers.get(layer)) is None:
+            return None
+        return self.chosen.chosen[index]
+
     gather: Gather | None = None
     """Called between a layer's `write` and its `attend`; None: this process has all rows."""
 
@@ -176,4 +194,5 @@ class Step:
             per_layer=None if self.per_layer is None else self.per_layer.index_select(0, rows),
             turned_by=None if self.turned_by is None else self.turned_by.index_select(0, rows),
             turns=self.turns,
+            chosen=self.chosen,
         )

@@ -55,6 +55,7 @@ from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
     context_peers_of,
+    experts_of,
     gather_of,
     link_stages,
     load_share,
@@ -220,9 +221,12 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         refit=loaded.refit,
         packed=loaded.packed,
         sleep=sleep,
+        experts=experts_of(config, loaded, others, device),
     )
     executor.gather = gather_of(config, others, context, pool)
     executor.refits.tell = executor.sleeper.tell = others.tell
+    if executor.experts is not None:
+        executor.experts.tell = others.tell
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     if media is not None and config.is_on_gpu:

@@ -14,6 +14,7 @@ from weft.contract.layout import CacheLayout, StatePlane
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
+from weft.engine.executor.expert_moves import ExpertMoves
 from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
@@ -119,6 +120,7 @@ def load_share(
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         peers=peers,
         ep=config.ep,
+        spare_experts=config.redundant_experts,
         stage=stage_of(config, model, others),
         mtp_head=config.reads_mtp,
         is_fixed=config.deterministic,
@@ -129,6 +131,20 @@ def load_share(
     others.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)
     return (loaded if drafted is None else replace(loaded, model=drafted)), drafted
+
+
+def experts_of(
+    config: EngineConfig, loaded: LoadedModel, others: RankGroup, device: torch.device
+) -> ExpertMoves | None:
+    """What puts experts on other ranks; None: they stay. Raises ConfigError if they cannot be
+    moved, or the system refuses the memory for it.
+    """
+    if not config.moves_experts:
+        return None
+    moves = ExpertMoves(loaded.model, loaded.config.num_layers, others.rank, config.ep, device)
+    others.agree("experts", text=moves.form())
+    moves.use(others.share(moves.memory_bytes).tensor((moves.memory_bytes,), torch.uint8))
+    return moves
 
 
 def media_of(

@@ -83,8 +83,8 @@ class SparseMLP:
         return cls(layer, weight, shared, weights.linear(gate))
 
     def __call__(self, x: Normed, step: Step) -> Combine | SharedCombine:
-        record = step.record_of(self.layer)
-        routed = Combine(x, self.weight, step.lora, self.layer, record=record)
+        record, chosen = step.record_of(self.layer), step.chosen_of(self.layer)
+        routed = Combine(x, self.weight, step.lora, self.layer, record=record, chosen=chosen)
         if self.shared is None:
             return routed
         shared = self.shared.unchanged(x)

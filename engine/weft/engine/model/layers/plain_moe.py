@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,7 @@ class PlainSparseMLP:
             down=down_spec(width, inner),
         )
         if weights.expert_shard.size > 1:
-            spec = spec.placed(weights.expert_shard)
+            spec = spec.placed(weights.expert_shard, weights.spare_experts)
             weights.at(names.experts).skip_experts(spec)
         up, down = spec.gate_up, spec.down
         latent, shared = None, None
@@ -78,7 +79,8 @@ class PlainSparseMLP:
                 product(down_spec(hidden, config.shared_size), names.shared),
             )
         router = LinearSpec(names=(names.router,), in_features=hidden, rows=(config.num_experts,))
-        numbers, stacked, place = spec.numbers, None, weights.placement(spec)
+        numbers: Sequence[int] = spec.numbers
+        stacked, place = None, weights.placement(spec)
         if are_stacked(weights.device):
             each = (weights.at(names.experts).at(number) for number in numbers)
             both = ((expert.matrix(up), expert.matrix(down)) for expert in each)
@@ -106,6 +108,7 @@ class PlainSparseMLP:
             form=self.form,
             placement=self.experts.placement,
             record=step.record_of(self.layer),
+            chosen=step.chosen_of(self.layer),
         )
         rows = x.value if self.latent is None else x.linear(self.latent[0], None)
         made = plain_experts(rows, routing, self.experts)

@@ -139,6 +139,23 @@ def floats_of(root: object, besides: Sequence[object] = ()) -> Iterator[tuple[st
         left += [(f"{path}.{name}", parts[name]) for name in reversed(parts)]
 
 
+def parts_of_kind(root: object, kinds: tuple[type, ...]) -> list[Any]:
+    """The objects of some types that an object holds, each once. Functions hold nothing."""
+    seen, found = set[int](), list[Any]()
+    leaves = (torch.Tensor, FunctionType, MethodType, *_LEAVES)
+    left: list[object] = [root]
+    while left:
+        value = left.pop()
+        if value is None or id(value) in seen or isinstance(value, leaves):
+            continue
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            found.append(value)
+        else:
+            left += _parts_of(value).values()
+    return found
+
+
 def pairs_of(
     old: object, new: object, besides: Sequence[object] = (), *, is_whole: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.kernels.ops.activation.spec import SILU, Gating
+from weft.kernels.ops.moe.spec import CYCLES
 from weft.kernels.ops.peers.spec import Peers
 
 
@@ -208,28 +209,29 @@ class ExpertSpec:
     """The share of the experts that is read. Of each expert a rank reads the share that its
     products say.
     """
+    spares: int = 0
+    """Slots after those of the share. They are filled with the experts that follow it."""
 
     @property
-    def numbers(self) -> range:
+    def numbers(self) -> Sequence[int]:
         own = self.shard.of(self.num_experts, 1, may_repeat=False)
-        return range(own.start, own.stop)
+        spares = range(own.stop, own.stop + self.spares)
+        return [*range(own.start, own.stop), *(n % self.num_experts for n in spares)]
 
     @property
     def count(self) -> int:
         return len(self.numbers)
 
-    def placed(self, shard: Shard) -> ExpertSpec:
+    def placed(self, shard: Shard, spares: int = 0) -> ExpertSpec:
         """The experts of one rank, where each rank has some whole experts (expert parallelism)."""
         gate_up, down = (replace(part, split="none") for part in (self.gate_up, self.down))
-        return replace(self, gate_up=gate_up, down=down, shard=shard)
+        return replace(self, gate_up=gate_up, down=down, shard=shard, spares=spares)
 
-
-def placement_of(count: int, numbers: range) -> torch.Tensor | None:
-    """`ExpertWeights.placement` of `count` experts for a rank that has those of `numbers`; None: it
-    has all.
-    """
-    if len(numbers) == count:
-        return None
-    placement = torch.full((count,), len(numbers), dtype=torch.int32)
-    placement[numbers.start : numbers.stop] = torch.arange(len(numbers), dtype=torch.int32)
-    return placement
+    def placement(self) -> torch.Tensor | None:
+        """`ExpertWeights.placement` with which a rank begins, whose spare slots nobody uses."""
+        if self.shard.size == 1:
+            return None
+        own = self.shard.of(self.num_experts, 1, may_repeat=False)
+        placement = torch.full((self.num_experts,), self.count, dtype=torch.int32)
+        placement[own] = torch.arange(own.stop - own.start, dtype=torch.int32)
+        return placement.repeat(CYCLES, 1) if self.spares else placement

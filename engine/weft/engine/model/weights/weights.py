@@ -12,7 +12,7 @@ from weft.engine.model.stage import Stage
 from weft.engine.model.weights.computed_format import ComputedFormat
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.refill import Constant, Parameters
-from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
 from weft.kernels.ops.linear.pack import packing_copies, weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.moe.spec import ExpertExchange, ExpertWeights
@@ -72,6 +72,7 @@ class Weights:
         *,
         shard: Shard = Shard(),  # noqa: B008 - frozen
         expert_shard: Shard = Shard(),  # noqa: B008 - frozen
+        spare_experts: int = 0,
         arena: WeightArena | None = None,
         peers: Peers | None = None,
         computed: ComputedFormat | None = None,
@@ -85,6 +86,7 @@ class Weights:
             shard: Share of each divided product to read.
             expert_shard: Share of the experts to read, where ranks have whole experts; by default
                 each expert is divided as `shard` says.
+            spare_experts: Slots of a rank beyond its share of each layer's experts.
             arena: Memory for packed weights; None: a new arena.
             peers: Ranks that have all other shares; None: there are none.
             computed: Counts the number formats of packed products; None: a new count.
@@ -96,7 +98,7 @@ class Weights:
         self.dtype = dtype
         self.device = device
         self.shard = shard
-        self.expert_shard = expert_shard
+        self.expert_shard, self.spare_experts = expert_shard, spare_experts
         self.peers = peers
         """Ranks that have all other shares; None: there are none."""
         self.stage = stage
@@ -185,7 +187,7 @@ class Weights:
 
     def experts(self, spec: ExpertSpec) -> ExpertWeights:
         if self.expert_shard.size > 1:
-            spec = spec.placed(self.expert_shard)
+            spec = spec.placed(self.expert_shard, self.spare_experts)
             self.skip_experts(spec)
         packed = self._parameters.keep(self._scheme.experts(spec, self))
         self._computed.add_experts(packed)
@@ -193,7 +195,7 @@ class Weights:
 
     def placement(self, spec: ExpertSpec) -> torch.Tensor | None:
         """`ExpertWeights.placement` on the model's device; None: this rank has all experts."""
-        found = placement_of(spec.num_experts, spec.numbers)
+        found = spec.placement()
         return None if found is None else found.to(self.device)
 
     def skip_experts(self, spec: ExpertSpec) -> None:

@@ -8,7 +8,7 @@ import torch
 from weft.kernels.ops.lora.checks import check_parts
 from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.moe.cpu import native_moe
-from weft.kernels.ops.moe.reference import moe_reference, route_reference
+from weft.kernels.ops.moe.reference import moe_reference, placed, route_reference
 from weft.kernels.ops.moe.spec import SOFTMAX, ExpertParts, ExpertWeights, RouterForm, Routing
 from weft.kernels.ops.routes import RouteRecord, record_routes
 from weft.kernels.shared.deferred import deferred
@@ -27,6 +27,7 @@ def route(
     form: RouterForm = SOFTMAX,
     placement: torch.Tensor | None = None,
     record: RouteRecord | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> Routing:
     """Scores all experts and keeps the `top_k` best of each row.
 
@@ -34,15 +35,19 @@ def route(
         logits: [T, E] float32.
         top_k: 1 to the number of experts in the groups that a row may choose from.
         renormalise: Whether shares add up to 1, apart from the form's scale.
-        placement: [experts of all ranks] int32: each expert's place on this rank; None: it has all.
+        placement: As `ExpertWeights.placement`.
         record: Where the experts, by their numbers among all ranks, are written too.
+        chosen: [at least T, top_k] int32: its first T rows get these numbers; or None.
     """
     if logits.is_cuda:
-        return Routing(*_gpu.recorded_route(logits, top_k, renormalise, form, placement, record))
+        outputs = placement, record, chosen
+        return Routing(*_gpu.recorded_route(logits, top_k, renormalise, form, *outputs))
     ids, shares = route_reference(logits, top_k, renormalise=renormalise, form=form)
     if record is not None:
         record_routes(record, ids)
-    return Routing(ids if placement is None else placement[ids], shares)
+    if chosen is not None:
+        chosen[: len(ids)] = ids
+    return Routing(placed(ids, placement), shares)
 
 
 def by_pair(x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:

@@ -14,6 +14,7 @@ import torch
 from weft.kernels.ops.activation.spec import SILU
 from weft.kernels.ops.linear.triton_groups_few_rows import PairExperts, is_in_fours, multiply_few
 from weft.kernels.ops.lora.spec import ExpertAddition
+from weft.kernels.ops.moe.reference import placed
 from weft.kernels.ops.moe.spec import (
     PLAIN_EXPERTS,
     SOFTMAX,
@@ -80,13 +81,14 @@ def recorded_route(
     form: RouterForm,
     placement: torch.Tensor | None,
     record: RouteRecord | None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.ops.moe.route` for CUDA tensors: ids [T, k] int32 and shares [T, k] float32."""
     if record is None:
-        return route(logits, top_k, renormalise, form, placement)
-    ids, shares = route(logits, top_k, renormalise, form)
+        return route(logits, top_k, renormalise, form, placement, chosen)
+    ids, shares = route(logits, top_k, renormalise, form, chosen=chosen)
     record_routes(record, ids)
-    return (ids if placement is None else placement[ids]), shares
+    return placed(ids, placement), shares
 
 
 def begin_ranks(
@@ -133,6 +135,7 @@ def routed_moe(
     shared: SharedExpert | None = None,
     is_fixed: bool = False,
     record: RouteRecord | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Routing and `moe` of a layer, with the norm that follows it, in as few launches as possible.
 
@@ -144,14 +147,16 @@ def routed_moe(
         shared: Shared expert that is added too, where `moe_direct.joins_shared` holds, with the
             requirements of `direct_moe`.
         record: Where the rows' experts are written too.
+        chosen: As in `weft.kernels.ops.moe.route`.
 
     Returns:
         [T, H]: the sum of each row's experts, or with `after` the norm's result.
     """
     rows, experts = x.shape[0], w2.shape[0]
+    routes = renormalise, form, more.placement, record, chosen
     if _is_direct(rows, w13) or is_fixed:
         # Squares are added in one order only if one kernel computes all norms.
-        routed = recorded_route(logits, top_k, renormalise, form, more.placement, record)
+        routed = recorded_route(logits, top_k, *routes)
         if shared is None:
             out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
         else:
@@ -160,17 +165,17 @@ def routed_moe(
             out = direct_moe(x, *routed, w13, w2, None, None, more, shared)
         return out if after is None else add_rms_norm(out, *after)[0]
     if lora is None and _is_few_packed(x, w13, w2):
-        routed = recorded_route(logits, top_k, renormalise, form, more.placement, record)
+        routed = recorded_route(logits, top_k, *routes)
         return _few_packed(x, *routed, w13, w2, None, after, more)
     tiles, blocks = _tiles(x, top_k, w2, lora, more), None
     is_alone = form.jitter is None and record is None
     if is_alone and is_sorted_at_once(rows, logits.shape[1]):
         ids, shares, blocks = route_and_sort(
             logits, top_k, tiles.rows, renormalise=renormalise, form=form,
-            placement=more.placement, own=experts,
+            placement=more.placement, own=experts, chosen=chosen,
         )  # fmt: skip
     else:
-        ids, shares = recorded_route(logits, top_k, renormalise, form, more.placement, record)
+        ids, shares = recorded_route(logits, top_k, *routes)
     return sorted_moe(
         x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after, more=more
     )

@@ -33,6 +33,16 @@ def route_reference(
     return Routing(ids.to(torch.int32), shares.to(torch.float32))
 
 
+def placed(ids: torch.Tensor, placement: torch.Tensor | None) -> torch.Tensor:
+    """The places of experts, [T, k] int32 of the first T rows of a step, on this rank."""
+    if placement is None:
+        return ids
+    if placement.dim() == 1:
+        return placement[ids]
+    cycle = torch.arange(ids.shape[0], device=ids.device).remainder_(placement.shape[0])
+    return placement[cycle.unsqueeze(1), ids]
+
+
 def _mixed_route(logits: torch.Tensor, top_k: int, jitter: float) -> Routing:
     left, chosen, shares = logits, list[torch.Tensor](), list[torch.Tensor]()
     for _ in range(top_k):

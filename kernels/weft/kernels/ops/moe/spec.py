@@ -12,6 +12,9 @@ from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.shared.formats.packed_groups import PackedExperts
 from weft.kernels.shared.formats.quantised import Fp8Experts
 
+CYCLES = 16
+"""Rows after which the copies of an expert on several ranks take rows again in the same order."""
+
 
 class Routing(NamedTuple):
     """The experts of each row, in ascending order, and their weights."""
@@ -103,7 +106,8 @@ class ExpertWeights:
     """
     placement: torch.Tensor | None = None
     """[experts of all ranks] int32: each expert's place on this rank, or E if another rank has it.
-    None: this rank has all experts, in their order.
+    If several ranks may have the same expert [CYCLES, experts of all ranks]: that of rows with each
+    number modulo CYCLES. None: this rank has all experts, in their order.
     """
 
     @property
@@ -157,9 +161,7 @@ class ExpertParts(NamedTuple):
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
     """[E, 2 * I], gate first, and [E, H]; None: there are none."""
     placement: torch.Tensor | None = None
-    """[experts of all ranks] int32, if this rank has a share: each expert's place here, or E; None:
-    this rank has all experts.
-    """
+    """As `ExpertWeights.placement`."""
 
     @property
     def gate_up_bias(self) -> torch.Tensor | None:
@@ -178,7 +180,7 @@ class ExpertParts(NamedTuple):
 
     def num_routed(self, experts: int) -> int:
         """Number of experts on all ranks, of which `experts` are here."""
-        return experts if self.placement is None else self.placement.numel()
+        return experts if self.placement is None else self.placement.shape[-1]
 
     def gating_arguments(self) -> dict[str, Any]:
         """Arguments of a kernel that calls `gated`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.moe.reference import route_reference
+from weft.kernels.ops.moe.reference import placed, route_reference
 from weft.kernels.ops.moe.spec import SOFTMAX, RouterForm
 from weft.kernels.ops.moe.triton_sort import Blocks, num_blocks
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
@@ -25,6 +25,7 @@ def route(
     renormalise: bool,
     form: RouterForm = SOFTMAX,
     placement: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.ops.moe.route` for CUDA tensors: ids [T, k] int32 and shares [T, k] float32."""
     rows, experts = logits.shape
@@ -32,7 +33,9 @@ def route(
         raise ValueError(f"{top_k} of logits {tuple(logits.shape)} {logits.dtype}, or strided")
     if form.jitter is not None:
         found = route_reference(logits, top_k, renormalise=renormalise, form=form)
-        return (found.ids if placement is None else placement[found.ids]), found.weights
+        if chosen is not None:
+            chosen[:rows] = found.ids
+        return placed(found.ids, placement), found.weights
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
     shares = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
     if rows:
@@ -43,15 +46,21 @@ def route(
             form.correction,
             form.factors,
             placement,
+            chosen,
             experts,
             TOP_K=top_k,
             RENORMALISE=renormalise,
             **_described(form, experts),
+            CYCLES=_cycles(placement),
             BLOCK=next_power_of_2(experts),
             num_warps=1 if experts <= 256 else 4,
             **launch_options(logits.device),
         )
     return ids, shares
+
+
+def _cycles(placement: torch.Tensor | None) -> int:
+    return 1 if placement is None or placement.dim() == 1 else placement.shape[0]
 
 
 def _described(form: RouterForm, experts: int) -> dict[str, Any]:
@@ -75,6 +84,7 @@ def _route_kernel(
     correction: tl.tensor,
     factors: tl.tensor,
     placement: tl.tensor,
+    chosen: tl.tensor,
     experts: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -87,6 +97,7 @@ def _route_kernel(
     SUMMED: tl.constexpr,
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
+    CYCLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
@@ -104,10 +115,15 @@ def _route_kernel(
         )  # fmt: skip
     at_place = ids + row * TOP_K + place
     if placement is not None:
-        tl.store(at_place, tl.load(placement + expert, mask=exists, other=0), mask=place >= 0)
+        of_row = placement
+        if CYCLES > 1:
+            of_row += row % CYCLES * experts
+        tl.store(at_place, tl.load(of_row + expert, mask=exists, other=0), mask=place >= 0)
     else:
         tl.store(at_place, expert, mask=place >= 0)
     tl.store(shares + row * TOP_K + place, share, mask=place >= 0)
+    if chosen is not None:
+        tl.store(chosen + row * TOP_K + place, expert, mask=place >= 0)
 
 
 @triton.jit
@@ -220,15 +236,16 @@ def route_and_sort(
     form: RouterForm = SOFTMAX,
     placement: torch.Tensor | None = None,
     own: int | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
     """`route` and `weft.kernels.ops.moe.triton_sort.sort_pairs` in one launch.
 
     Args:
         logits: [T, E] float32, contiguous, where `is_sorted_at_once` holds.
         top_k: 1 to E.
-        placement: [experts of all ranks] int32: each expert's place on this rank; pairs of other
-            ranks' experts are in no block. None: this rank has all.
+        placement: As `ExpertWeights.placement`; pairs of other ranks' experts are in no block.
         own: Number of experts on this rank; None: all.
+        chosen: As in `weft.kernels.ops.moe.route`.
     """
     rows, experts = logits.shape
     own = experts if own is None else own
@@ -247,6 +264,7 @@ def route_and_sort(
         form.correction,
         form.factors,
         placement,
+        chosen,
         rows,
         experts,
         own,
@@ -254,6 +272,7 @@ def route_and_sort(
         TOP_K=top_k,
         RENORMALISE=renormalise,
         **_described(form, experts),
+        CYCLES=_cycles(placement),
         ROWS=padded,
         BINS=next_power_of_2(experts),
         BLOCK=block,
@@ -274,6 +293,7 @@ def _route_and_sort_kernel(
     correction: tl.tensor,
     factors: tl.tensor,
     placement: tl.tensor,
+    chosen: tl.tensor,
     rows: int,
     experts: int,
     own: int,
@@ -289,6 +309,7 @@ def _route_and_sort_kernel(
     SUMMED: tl.constexpr,
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
+    CYCLES: tl.constexpr,
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -313,18 +334,28 @@ def _route_and_sort_kernel(
         )  # fmt: skip
     is_chosen = is_row & (place_of >= 0)
     pair = row[:, None] * TOP_K + place_of
+    of_pair = tl.broadcast_to(expert[None, :], [ROWS, BINS])
+    if chosen is not None:
+        tl.store(chosen + pair, of_pair, mask=is_chosen)
     its_place = expert
     if placement is not None:
-        its_place = tl.load(placement + expert, mask=expert < experts, other=0)
-    tl.store(ids + pair, tl.broadcast_to(its_place[None, :], [ROWS, BINS]), mask=is_chosen)
+        if CYCLES > 1:
+            # A place of each pair; all pairs of an expert that stay here have the same.
+            in_cycle = placement + (row % CYCLES * experts)[:, None] + expert[None, :]
+            of_pair = tl.load(in_cycle, mask=exists & is_row, other=0)
+            its_place = tl.max(tl.where(is_chosen & (of_pair < own), of_pair, 0), axis=0)
+        else:
+            its_place = tl.load(placement + expert, mask=expert < experts, other=0)
+            of_pair = tl.broadcast_to(its_place[None, :], [ROWS, BINS])
+    tl.store(ids + pair, of_pair, mask=is_chosen)
     tl.store(shares + pair, share, mask=is_chosen)
     if placement is not None:
-        is_chosen = is_chosen & (its_place < own)[None, :]
+        is_chosen = is_chosen & (of_pair < own)
 
-    chosen = is_chosen.to(tl.int32)
-    total = tl.sum(chosen, axis=0)
+    counted = is_chosen.to(tl.int32)
+    total = tl.sum(counted, axis=0)
     begin = tl.cumsum(total, axis=0) - total
-    place = begin[None, :] + tl.cumsum(chosen, axis=0) - chosen
+    place = begin[None, :] + tl.cumsum(counted, axis=0) - counted
     tl.store(order + place, pair, mask=is_chosen)
     # A row has an expert only once, so that an expert has at most ROWS pairs.
     blocks = (total + (BLOCK - 1)) // BLOCK

@@ -88,6 +88,8 @@ class Combine(NamedTuple):
     """Input of the router; None: `x`."""
     record: RouteRecord | None = None
     """Where the rows' experts are written too; None: nowhere."""
+    chosen: torch.Tensor | None = None
+    """As in `weft.kernels.ops.moe.route`."""
 
     def router_logits(self) -> torch.Tensor:
         """[T, E] float32."""
@@ -112,6 +114,7 @@ class Combine(NamedTuple):
             form=w.form,
             placement=w.experts.placement if w.exchange is None else None,
             record=self.record,
+            chosen=self.chosen,
         )
         to_experts = experts_addition(self.lora, self.layer)
         if w.exchange is not None:

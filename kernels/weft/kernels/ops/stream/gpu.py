@@ -349,4 +349,5 @@ def _combine(pending: Combine | SharedCombine, after: NormAfter | None) -> torch
         shared=joined,
         is_fixed=is_fixed,
         record=pending.record,
+        chosen=pending.chosen,
     )

@@ -117,8 +117,11 @@ def _read_biases(spec: ExpertSpec, weights: Weights) -> tuple[torch.Tensor, torc
     found = []
     for name, product in zip(spec.stacked, (spec.gate_up, spec.down), strict=True):
         shape = (spec.num_experts, sum(product.rows))
-        some = (slice(numbers.start, numbers.stop),)
-        whole = weights.tensor(TensorSlice(f"{name}_bias", shape, some), weights.dtype)
+        part = TensorSlice(f"{name}_bias", shape)
+        if not spec.spares:
+            part = part._replace(slices=(slice(numbers[0], numbers[-1] + 1),))
+        whole = weights.tensor(part, weights.dtype)
+        whole = whole[list(numbers)] if spec.spares else whole
         ordered = apart(whole.t(), spec, product)
         own = product.rows_of(ordered, weights.shard).t().contiguous()
         if product.split == "in" and weights.shard.rank > 0:
