@@ -18,6 +18,8 @@ from weft.cli.hosts import RankStatus, ranks_of, show_hosts
 from weft.cli.tables import full_width, print_table
 from weft.cli.top.view import describe_plan
 from weft.common.rpc.tls import Identity
+from weft.contract.codec.pairs import EXPERT_BALANCE
+from weft.contract.experts import ExpertBalance, describe_experts
 from weft.contract.reports import describe_bubbles
 from weft.v1 import (
     common_pb2,
@@ -155,6 +157,8 @@ class WorkerStatus:
     transport_detail: str = ""
     notices: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    experts: ExpertBalance | None = None
+    """None: they stay where they are."""
     counters: dict[str, int] = field(default_factory=dict)
     kvstores: list[str] = field(default_factory=list)
     """host:port of the KV stores that it uses."""
@@ -350,6 +354,8 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
         status.prefill_tokens_per_second = load.recent_prefill_tokens_per_second
     status.decode_tokens_per_second = load.decode_tokens_per_second
     status.counters = dict(load.counters)
+    if load.HasField("experts"):
+        status.experts = EXPERT_BALANCE.decode(load.experts)
     if load.weights.updates:
         status.weight_version = load.weights.version
     is_ready = load.weights.state == "ready"
@@ -441,6 +447,7 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
         details.append(pinned if worker.sessions else "")
         details.append(describe_weights(worker))
         details.append(describe_bubbles(worker.counters))
+        details.append(describe_experts(worker.experts) if worker.experts is not None else "")
         details.append(f"task {worker.task}" if worker.task not in ("", "generate") else "")
         for text in dict.fromkeys(detail for detail in details if detail):
             line = f"{worker.worker_id}: {text}"

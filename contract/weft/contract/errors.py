@@ -190,6 +190,14 @@ class RefitRunning(WeftError):
     http_status = 409
 
 
+class ExpertsFixed(WeftError):
+    """The worker does not count its experts, or does not move them."""
+
+    reason = "EXPERTS_FIXED"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
 class GroupFailed(WeftError):
     """A trainer's process group did not form, or a broadcast in it did not end: the trainer is gone
     or late, or sends something else than it said.

@@ -26,8 +26,8 @@ class LayerExperts:
     """Rows that chose each expert."""
     steps: list[int]
     """Steps in which some row did."""
-    slots: list[int] = field(default_factory=list)
-    """The expert in each slot, rank after rank, -1: an unused slot; empty: they are not moved."""
+    places: list[int] = field(default_factory=list)
+    """The expert in each place, rank after rank, -1: an unused place; empty: they are not moved."""
     imbalance: float = 1.0
     """Work of the most loaded rank over the mean of all."""
 
@@ -69,3 +69,13 @@ class ExpertReply:
     state: ExpertState | None
     """None: the command failed."""
     failure: Failure | None = None
+
+
+def describe_experts(balance: ExpertBalance) -> str:
+    """How the experts of a worker's model are divided among its ranks, in words."""
+    found = f"experts: {balance.num_placements:,} placements, {balance.num_moved:,} copies"
+    if balance.imbalance:
+        found += f", last work of the most loaded rank {balance.imbalance:.2f} x the mean"
+    if balance.num_failed:
+        found += f"; {balance.num_failed:,} layers kept theirs: {balance.problem}"
+    return found

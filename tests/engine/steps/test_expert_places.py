@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.contract.errors import ConfigError
+from weft.contract.errors import ConfigError, ExpertsFixed
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.expert_moves import ExpertMoves
@@ -63,8 +63,8 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def random_placement(old: Placement) -> Placement:
-    """Any experts anywhere, in any slots, with as many copies as there happen to be."""
-    ranks, size = len(old.slots), len(old.slots[0])
+    """Any experts anywhere, in any places, with as many copies as there happen to be."""
+    ranks, size = len(old.places), len(old.places[0])
     order = random.sample(range(old.num_experts), old.num_experts)
     packs: list[list[int]] = [[] for _ in range(ranks)]
     for expert in order:
@@ -226,7 +226,7 @@ def test_counts_are_those_of_the_tokens_routes(model: Path) -> None:
 def test_a_placement_by_counts_is_put_in_place(model: Path) -> None:
     prompts = random_prompts()
     with make_llm(model, **BALANCED | {"redundant_experts": 2}) as llm:
-        with pytest.raises(ConfigError, match="start counting"):
+        with pytest.raises(ExpertsFixed, match="start counting"):
             llm.command_experts("balance")
         llm.command_experts("start")
         before = tokens_of(llm, prompts)
@@ -237,10 +237,12 @@ def test_a_placement_by_counts_is_put_in_place(model: Path) -> None:
         for old, new in zip(counted.layers, after.layers, strict=True):
             assert old.rows == new.rows
             assert new.imbalance <= old.imbalance
-        changed = sum(a.slots != b.slots for a, b in zip(counted.layers, after.layers, strict=True))
+        changed = sum(
+            a.places != b.places for a, b in zip(counted.layers, after.layers, strict=True)
+        )
         assert balance.num_placements == changed
         assert (balance.num_failed, balance.problem) == (0, "")
-        assert sorted(set(after.layers[0].slots) - {UNUSED}) == list(range(8))
+        assert sorted(set(after.layers[0].places) - {UNUSED}) == list(range(8))
         load = partial(load_reference, model)
         for prompt, found, right in zip(prompts, tokens_of(llm, prompts), before, strict=True):
             check_same(load, prompt, found, right)
@@ -335,5 +337,5 @@ def test_what_does_not_go_together_is_refused(model: Path) -> None:
             make_llm(model, **settings)
     with make_llm(model) as llm:
         llm.command_experts("start")
-        with pytest.raises(ConfigError, match="balance_experts"):
+        with pytest.raises(ExpertsFixed, match="balance_experts"):
             llm.command_experts("balance")

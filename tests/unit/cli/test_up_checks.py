@@ -230,6 +230,7 @@ LATE = {
     "executor/device.py": "GPUs and native operations of this machine",
     "executor/device_arena.py": "memory of GPUs",
     "executor/device_pool.py": "memory of GPUs",
+    "executor/expert_moves.py": "how weights are packed",
     "executor/graphs.py": "memory of GPUs",
     "executor/kv_format.py": "compute capability",
     "executor/local.py": "memory",

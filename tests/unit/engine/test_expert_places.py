@@ -26,17 +26,17 @@ def random_load(experts: int, steps: int = 200) -> ExpertLoad:
     return ExpertLoad(rows.sum(axis=0), (rows > 0).sum(axis=0))
 
 
-def check_whole(placement: Placement, ranks: int, slots: int) -> None:
-    """Each row of each expert is computed on exactly one rank, by a slot that has the expert."""
-    assert [len(own) for own in placement.slots] == [slots] * ranks
-    for own in placement.slots:
+def check_whole(placement: Placement, ranks: int, places: int) -> None:
+    """Each row of each expert is computed on exactly one rank, by a place that has the expert."""
+    assert [len(own) for own in placement.places] == [places] * ranks
+    for own in placement.places:
         used = [expert for expert in own if expert != UNUSED]
         assert len(used) == len(set(used))
     tables = np.stack([placement.table(rank) for rank in range(ranks)])
     assert tables.shape == (ranks, CYCLES, placement.num_experts)
-    assert ((tables < slots).sum(axis=0) == 1).all()
-    for rank, cycle, expert in np.argwhere(tables < slots).tolist():
-        assert placement.slots[rank][tables[rank, cycle, expert]] == expert
+    assert ((tables < places).sum(axis=0) == 1).all()
+    for rank, cycle, expert in np.argwhere(tables < places).tolist():
+        assert placement.places[rank][tables[rank, cycle, expert]] == expert
 
 
 @pytest.mark.parametrize(("experts", "ranks", "spares"), [(8, 2, 0), (12, 4, 2), (64, 2, 3)])
@@ -53,7 +53,7 @@ def test_work_is_counted_as_the_tables_divide_it(experts: int, ranks: int, spare
         # Many rows, of which each expert gets those that were counted.
         rows = np.zeros(ranks)
         for rank in range(ranks):
-            mine = new.table(rank) < len(new.slots[rank])
+            mine = new.table(rank) < len(new.places[rank])
             rows[rank] = (mine.mean(axis=0) * load.rows).sum()
         # Copies whose number does not divide a cycle have unequal shares.
         assert new.loads(load, 0.0) == pytest.approx(rows, rel=0.2)
@@ -86,5 +86,5 @@ def test_what_stays_on_a_rank_keeps_its_slot() -> None:
     old = Placement(((3, 0, UNUSED), (1, 2, UNUSED)), 4)
     new = settled([[1, 2, 0], [0, 3]], old)
     assert new == Placement(((3, 0, UNUSED), (1, 2, 0)), 4)
-    assert [(m.expert, m.rank, m.slot) for m in new.moves_from(old)] == [(0, 1, 2)]
+    assert [(m.expert, m.rank, m.place) for m in new.moves_from(old)] == [(0, 1, 2)]
     assert Placement.of_numbers(new.numbers, 4, 2) == new

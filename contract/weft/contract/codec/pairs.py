@@ -8,6 +8,7 @@ from typing import Any
 from weft.contract.adapters import AdapterState
 from weft.contract.codec.walk import Codec, enum_names
 from weft.contract.errors import InvalidRequest
+from weft.contract.experts import ExpertBalance, ExpertState
 from weft.contract.faults import FaultSpec
 from weft.contract.fills import FillStart
 from weft.contract.handle import EventKind, FillEvent, FillTimings, KvHandle, NixlTargetInfo
@@ -33,6 +34,7 @@ from weft.v1 import (
     admin_pb2,
     common_pb2,
     decode_pb2,
+    experts_pb2,
     kv_pb2,
     kvstore_pb2,
     mesh_pb2,
@@ -262,6 +264,8 @@ WEIGHT_STATUS = Codec(WeightStatus, weights_pb2.WeightStatus)
 WEIGHT_GROUP = Codec(WeightGroup, weights_pb2.WeightGroup)
 WEIGHT_OFFER = Codec(WeightOffer, weights_pb2.OfferWeightsResponse)
 SENT_TENSOR = Codec(SentTensor, weights_pb2.SentTensor)
+EXPERT_BALANCE = Codec(ExpertBalance, experts_pb2.ExpertBalance)
+EXPERT_STATE = Codec(ExpertState, experts_pb2.ExpertState)
 PROFILE_OPTIONS = Codec(ProfileOptions, profile_pb2.ProfileOptions)
 PROFILED_ENGINE = Codec(
     ProfileEnd,

@@ -26,7 +26,7 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.weights.refill import parts_of_kind
 from weft.engine.parallel.expert_places import Move, Placement
-from weft.kernels.ops.moe.slots import can_move, slot_form, slot_tensors
+from weft.kernels.ops.moe.places import can_move, form_at, tensors_at
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.ops.plain_experts.spec import PlainExperts
 
@@ -40,15 +40,15 @@ class _Layer(NamedTuple):
     weights: ExpertWeights | PlainExperts
     table: torch.Tensor
     """The layer's `ExpertWeights.placement`."""
-    num_slots: int
+    num_places: int
     num_bytes: int
     """Of an expert in the memory of all ranks."""
 
 
 class _Taken(NamedTuple):
     layer: int
-    slots: Sequence[tuple[int, list[torch.Tensor]]]
-    """Slots of this rank, and the tensors that they get."""
+    places: Sequence[tuple[int, list[torch.Tensor]]]
+    """Places of this rank, and the tensors that they get."""
 
 
 class ExpertMoves:
@@ -56,7 +56,8 @@ class ExpertMoves:
 
     Args:
         model: Of a process that has a share of each layer's experts.
-        num_layers: Layers of the model without draft heads, whose experts stay where they are.
+        num_layers: Layers whose experts may move; those of a head that predicts further tokens
+            stay.
         num_ranks: Ranks among which the experts are divided.
     """
 
@@ -85,19 +86,19 @@ class ExpertMoves:
         return sorted(self._layers)
 
     @property
-    def num_slots(self) -> int:
-        """Slots of this rank in each layer."""
-        return next(iter(self._layers.values())).num_slots
+    def num_places(self) -> int:
+        """Places of this rank in each layer."""
+        return next(iter(self._layers.values())).num_places
 
     @property
     def memory_bytes(self) -> int:
         """Memory that all ranks need together, for the moves of one layer."""
-        most = max((one.num_bytes * one.num_slots for one in self._layers.values()), default=0)
+        most = max((one.num_bytes * one.num_places for one in self._layers.values()), default=0)
         return most * self._num_ranks
 
     def form(self) -> str:
         """What all ranks must have in common, in words."""
-        forms = (slot_form(one.weights, 0) for one in self._layers.values())
+        forms = (form_at(one.weights, 0) for one in self._layers.values())
         digest = hashlib.blake2b("\n".join(forms).encode(), digest_size=_DIGEST_BYTES)
         return digest.hexdigest()
 
@@ -137,9 +138,12 @@ class ExpertMoves:
         self._taken = None
         table = torch.from_numpy(self._placement(layer, new).table(self._rank))
         with torch.inference_mode():
-            for slot, tensors in taken.slots:
-                for to, tensor in zip(slot_tensors(own.weights, slot), tensors, strict=True):
+            for place, tensors in taken.places:
+                for to, tensor in zip(tensors_at(own.weights, place), tensors, strict=True):
                     to.copy_(tensor)
+                    if self._stream is not None:
+                        # Else the jobs' stream could reuse its memory before it is copied.
+                        tensor.record_stream(torch.cuda.current_stream(self._device))
             own.table.copy_(table if own.table.dim() == 2 else table[0])
 
     # -- jobs, each in a thread of its own ---------------------------------------------------------
@@ -172,33 +176,33 @@ class ExpertMoves:
     def _moves(
         self, layer: int, old: Sequence[int], new: Sequence[int]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, Move]]]:
-        """Pairs of a place in the memory and the slot that this rank sends to it, and pairs of a
-        place and a move to this rank.
+        """Pairs of a room's number in the memory and the place whose expert this rank sends there,
+        and pairs of a room's number and a move to this rank.
         """
         before = self._placement(layer, old)
         moves = self._placement(layer, new).moves_from(before)
-        place_of = {expert: at for at, expert in enumerate(sorted({m.expert for m in moves}))}
+        number_of = {expert: at for at, expert in enumerate(sorted({m.expert for m in moves}))}
         holders = before.holders()
         sends = [
-            (at, before.slots[self._rank].index(expert))
-            for expert, at in place_of.items()
+            (at, before.places[self._rank].index(expert))
+            for expert, at in number_of.items()
             if holders[expert][0] == self._rank
         ]
-        return sends, [(place_of[move.expert], move) for move in moves if move.rank == self._rank]
+        return sends, [(number_of[move.expert], move) for move in moves if move.rank == self._rank]
 
-    def _room(self, layer: int, place: int) -> torch.Tensor:
+    def _room(self, layer: int, number: int) -> torch.Tensor:
         assert self._memory is not None, "all ranks share memory"
         size = self._layers[layer].num_bytes
-        return self._memory[place * size : (place + 1) * size]
+        return self._memory[number * size : (number + 1) * size]
 
     def _send(self, layer: int, sends: Sequence[tuple[int, int]], _: object = None) -> RefitResult:
         digests = list[tuple[int, str]]()
         with torch.inference_mode():
-            for place, slot in sends:
-                tensors = slot_tensors(self._layers[layer].weights, slot)
-                for room, tensor in _parts(self._room(layer, place), tensors):
+            for number, place in sends:
+                tensors = tensors_at(self._layers[layer].weights, place)
+                for room, tensor in _parts(self._room(layer, number), tensors):
                     room.copy_(_bytes(tensor))
-                digests.append((place, _digest(tensors)))
+                digests.append((number, _digest(tensors)))
         return RefitResult(offer=json.dumps(digests))
 
     def _take(
@@ -206,16 +210,16 @@ class ExpertMoves:
     ) -> RefitResult:
         taken = list[tuple[int, list[torch.Tensor]]]()
         with torch.inference_mode():
-            for place, move in takes:
-                like = slot_tensors(self._layers[layer].weights, move.slot)
+            for number, move in takes:
+                like = tensors_at(self._layers[layer].weights, move.place)
                 tensors = [torch.empty_like(tensor) for tensor in like]
-                for room, tensor in _parts(self._room(layer, place), tensors):
+                for room, tensor in _parts(self._room(layer, number), tensors):
                     _bytes(tensor).copy_(room)
-                if _digest(tensors) != digests[place]:
+                if _digest(tensors) != digests[number]:
                     raise ModelError(
                         f"layer {layer}: expert {move.expert} came damaged to rank {self._rank}"
                     )
-                taken.append((move.slot, tensors))
+                taken.append((move.place, tensors))
         self._taken = _Taken(layer, taken)
         return RefitResult()
 
@@ -232,19 +236,19 @@ def _layer_of(part: SparseMLP | PlainSparseMLP) -> _Layer:
             "float32, a host with a C compiler, or no balance_experts",
             param="balance_experts",
         )
-    num_slots = _num_slots(weights)
-    forms = {slot_form(weights, slot) for slot in range(num_slots)}
+    num_places = _num_places(weights)
+    forms = {form_at(weights, place) for place in range(num_places)}
     if len(forms) > 1:
         raise ConfigError(
             f"layer {part.layer}: its experts are of several forms ({'; '.join(sorted(forms))}) "
             "and cannot take each other's place; leave balance_experts off",
             param="balance_experts",
         )
-    sizes = (-(-_size(tensor) // _ALIGNED) * _ALIGNED for tensor in slot_tensors(weights, 0))
-    return _Layer(weights, weights.placement, num_slots, sum(sizes))
+    sizes = (-(-_size(tensor) // _ALIGNED) * _ALIGNED for tensor in tensors_at(weights, 0))
+    return _Layer(weights, weights.placement, num_places, sum(sizes))
 
 
-def _num_slots(weights: ExpertWeights | PlainExperts) -> int:
+def _num_places(weights: ExpertWeights | PlainExperts) -> int:
     if isinstance(weights, ExpertWeights):
         return weights.num_experts
     return len(weights.up) if weights.stacked is None else weights.stacked[0].shape[0]

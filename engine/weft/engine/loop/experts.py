@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from weft.contract.clock import Clock
-from weft.contract.errors import ConfigError, WeftError
+from weft.contract.errors import ExpertsFixed, WeftError
 from weft.contract.experts import (
     ExpertBalance,
     ExpertCommand,
@@ -116,7 +116,7 @@ class ExpertControl:
         try:
             counts = self._counts
             if counts is None:
-                raise ConfigError(self._why_uncounted, stage="experts")
+                raise ExpertsFixed(self._why_uncounted, stage="experts")
             match command.action:
                 case "start":
                     self._is_recording = True
@@ -151,7 +151,7 @@ class ExpertControl:
     def begin(self, wanted: Mapping[int, Placement], query: int | None = None) -> None:
         """Puts layers into these placements, one after another."""
         if self._moves is None:
-            raise ConfigError(
+            raise ExpertsFixed(
                 "this worker's experts stay where they are: start it with ep > 1 and "
                 "balance_experts = order or auto",
                 stage="experts",
@@ -216,7 +216,7 @@ class ExpertControl:
         if self._counts is not None and self._counts.every:
             loads = self._loads()
         if not _are_enough(loads):
-            raise ConfigError(
+            raise ExpertsFixed(
                 f"fewer than {_MIN_ROWS} rows for each expert have been counted: start counting, "
                 "and send requests, first",
                 stage="experts",
@@ -314,7 +314,7 @@ class ExpertControl:
     def _layer(self, layer: int, load: ExpertLoad) -> LayerExperts:
         found = LayerExperts(layer=layer, rows=load.rows.tolist(), steps=load.steps.tolist())
         if (placement := self.placements.get(layer)) is not None:
-            found.slots = placement.numbers
+            found.places = placement.numbers
             found.imbalance = placement.imbalance(load, self._read_rows)
         return found
 

@@ -146,7 +146,7 @@ def load_model(
         peers: Ranks among which the products are divided; None: this process has the whole model.
         ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
             products.
-        spare_experts: Slots of each rank beyond its share of whole experts.
+        spare_experts: Places of each rank beyond its share of whole experts.
         stage: Layers that this process reads and runs; None: all.
         exchange: Processes with other requests among which whole experts are divided; None: this
             one's `peers` are the only ones.

@@ -12,7 +12,7 @@ from weft.contract.arrays import Int64Array
 from weft.kernels.ops.moe.spec import CYCLES
 
 UNUSED = -1
-"""The expert of a slot whose weights no row takes."""
+"""The expert of a place whose weights no row takes."""
 READ_ROWS = {"cpu": 4.0, "cuda": 128.0}
 """Rows whose products take as long as reading an expert's weights, by kind of device."""
 _LEAST_GAIN = 0.02
@@ -33,20 +33,20 @@ class ExpertLoad(NamedTuple):
 class Move(NamedTuple):
     expert: int
     rank: int
-    slot: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The experts of all ranks in one layer. An expert has at most one slot on a rank."""
+    """The experts of all ranks in one layer. An expert has at most one place on a rank."""
 
-    slots: tuple[tuple[int, ...], ...]
-    """[ranks][slots of a rank]: the expert in each slot, or `UNUSED`."""
+    places: tuple[tuple[int, ...], ...]
+    """[ranks][places of a rank]: the expert in each place, or `UNUSED`."""
     num_experts: int
 
     @classmethod
     def first(cls, num_experts: int, ranks: int, spares: int) -> Placement:
-        """Equal shares in order, as a model is loaded. Nobody uses the spare slots."""
+        """Equal shares in order, as a model is loaded. Nobody uses the spare places."""
         share = num_experts // ranks
         own = (range(rank * share, (rank + 1) * share) for rank in range(ranks))
         return cls(tuple((*each, *[UNUSED] * spares) for each in own), num_experts)
@@ -60,33 +60,33 @@ class Placement:
 
     @property
     def numbers(self) -> list[int]:
-        return [expert for own in self.slots for expert in own]
+        return [expert for own in self.places for expert in own]
 
     def holders(self) -> list[list[int]]:
         """The ranks that have each expert, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
-        for rank, own in enumerate(self.slots):
+        for rank, own in enumerate(self.places):
             for expert in own:
                 if expert != UNUSED:
                     found[expert].append(rank)
         return found
 
     def table(self, rank: int) -> NDArray[np.int32]:
-        """[`CYCLES`, E]: each expert's slot on this rank for rows of each number modulo `CYCLES`,
-        or the number of slots where another rank takes it. The copies of an expert take turns.
+        """[`CYCLES`, E]: each expert's place on this rank for rows of each number modulo `CYCLES`,
+        or the number of places where another rank takes it. The copies of an expert take turns.
         """
-        own = self.slots[rank]
+        own = self.places[rank]
         found = np.full((CYCLES, self.num_experts), len(own), np.int32)
         holders, cycle = self.holders(), np.arange(CYCLES)
-        for slot, expert in enumerate(own):
+        for place, expert in enumerate(own):
             if expert != UNUSED:
                 ranks = np.array(holders[expert])
-                found[ranks[(cycle + expert) % len(ranks)] == rank, expert] = slot
+                found[ranks[(cycle + expert) % len(ranks)] == rank, expert] = place
         return found
 
     def loads(self, load: ExpertLoad, read_rows: float) -> Floats:
         """[ranks]: the work of each rank, in rows."""
-        found, holders = np.zeros(len(self.slots)), self.holders()
+        found, holders = np.zeros(len(self.places)), self.holders()
         for expert, ranks in enumerate(holders):
             found[ranks] += _work(load, expert, len(ranks), read_rows)
         return found
@@ -97,12 +97,12 @@ class Placement:
         return float(found.max() / found.mean()) if found.any() else 1.0
 
     def moves_from(self, old: Placement) -> list[Move]:
-        """The slots that get another expert's weights."""
+        """The places that get another expert's weights."""
         return [
-            Move(expert, rank, slot)
-            for rank, own in enumerate(self.slots)
-            for slot, expert in enumerate(own)
-            if expert not in (UNUSED, old.slots[rank][slot])
+            Move(expert, rank, place)
+            for rank, own in enumerate(self.places)
+            for place, expert in enumerate(own)
+            if expert not in (UNUSED, old.places[rank][place])
         ]
 
 
@@ -119,7 +119,7 @@ def balanced(old: Placement, load: ExpertLoad, read_rows: float) -> Placement:
     heaviest first, go to the rank with the least work that has room. Different numbers of copies
     are tried, since each copy reads its weights.
     """
-    ranks, size = len(old.slots), len(old.slots[0])
+    ranks, size = len(old.places), len(old.places[0])
     free = ranks * size - old.num_experts
     before = best = float(old.loads(load, read_rows).max())
     chosen: list[list[int]] | None = None
@@ -128,8 +128,8 @@ def balanced(old: Placement, load: ExpertLoad, read_rows: float) -> Placement:
         packs = _packed(load, copies, ranks, size, read_rows)
         if packs is None:
             continue
-        slots = tuple(tuple(own) for own in packs)
-        most = float(Placement(slots, old.num_experts).loads(load, read_rows).max())
+        places = tuple(tuple(own) for own in packs)
+        most = float(Placement(places, old.num_experts).loads(load, read_rows).max())
         if most < best:
             best, chosen = most, packs
     if chosen is None or best > before * (1 - _LEAST_GAIN):
@@ -169,27 +169,27 @@ def _packed(
 
 def settled(packs: Sequence[Sequence[int]], old: Placement) -> Placement:
     """Gives each set of experts the rank that has most of them, and each expert that stays its
-    slot.
+    place.
     """
-    ranks, size = len(old.slots), len(old.slots[0])
-    kept = [[len(set(pack) & set(own)) for pack in packs] for own in old.slots]
+    ranks, size = len(old.places), len(old.places[0])
+    kept = [[len(set(pack) & set(own)) for pack in packs] for own in old.places]
     pairs = sorted((-kept[r][p], r, p) for r in range(ranks) for p in range(ranks))
     pack_of, taken = dict[int, int](), set[int]()
     for _, rank, pack in pairs:
         if rank not in pack_of and pack not in taken:
             pack_of[rank] = pack
             taken.add(pack)
-    slots = []
-    for rank, before in enumerate(old.slots):
+    places = []
+    for rank, before in enumerate(old.places):
         wanted = set(packs[pack_of[rank]])
         own = [expert if expert in wanted else UNUSED for expert in before]
         coming = sorted(wanted - set(own))
-        # Slots that nobody uses come first: what they have may still be read.
+        # Places that nobody uses come first: what they have may still be read.
         free = sorted(
-            (slot for slot in range(size) if own[slot] == UNUSED),
-            key=lambda slot: before[slot] != UNUSED,
+            (place for place in range(size) if own[place] == UNUSED),
+            key=lambda place: before[place] != UNUSED,
         )
-        for slot, expert in zip(free, coming, strict=False):
-            own[slot] = expert
-        slots.append(tuple(own))
-    return Placement(tuple(slots), old.num_experts)
+        for place, expert in zip(free, coming, strict=False):
+            own[place] = expert
+        places.append(tuple(own))
+    return Placement(tuple(places), old.num_experts)

@@ -23,12 +23,13 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from weft.v1 import experts_pb2 as weft_dot_v1_dot_experts__pb2
 from weft.v1 import profile_pb2 as weft_dot_v1_dot_profile__pb2
 from weft.v1 import weights_pb2 as weft_dot_v1_dot_weights__pb2
 from weft.v1 import worker_pb2 as weft_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/admin.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/profile.proto\x1a\x15weft/v1/weights.proto\x1a\x14weft/v1/worker.proto\"\x13\n\x11\x46lushCacheRequest\"+\n\x12\x46lushCacheResponse\x12\x15\n\rflushed_pages\x18\x01 \x01(\r\"<\n\x10\x44umpStateRequest\x12\x18\n\x0bmax_entries\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_max_entries\"\"\n\x11\x44umpStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\"6\n\x12SetLogLevelRequest\x12 \n\x05level\x18\x01 \x01(\x0e\x32\x11.weft.v1.LogLevel\"@\n\x13SetLogLevelResponse\x12)\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x11.weft.v1.LogLevel\"S\n\x13StartProfileRequest\x12\x12\n\nprofile_id\x18\x01 \x01(\t\x12(\n\x07options\x18\x02 \x01(\x0b\x32\x17.weft.v1.ProfileOptions\"\x16\n\x14StartProfileResponse\"(\n\x12StopProfileRequest\x12\x12\n\nprofile_id\x18\x01 \x01(\t\"\x15\n\x13StopProfileResponse\"(\n\x12ReadProfileRequest\x12\x12\n\nprofile_id\x18\x01 \x01(\t\"M\n\x13ReadProfileResponse\x12(\n\x07summary\x18\x01 \x01(\x0b\x32\x17.weft.v1.ProfileSummary\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"]\n\x0eSetRoleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.weft.v1.WorkerRole\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"`\n\x0fSetRoleResponse\x12*\n\rprevious_role\x18\x01 \x01(\x0e\x32\x13.weft.v1.WorkerRole\x12!\n\x05state\x18\x02 \x01(\x0b\x32\x12.weft.v1.RoleState\"\xc6\x01\n\x05\x46\x61ult\x12\r\n\x05point\x18\x01 \x01(\t\x12 \n\x04kind\x18\x02 \x01(\x0e\x32\x12.weft.v1.FaultKind\x12\x18\n\x0bprobability\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x63ount\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04skip\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12(\n\x05\x64\x65lay\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\n\x0c_probabilityB\x08\n\x06_count\"K\n\nFaultState\x12\x1d\n\x05\x66\x61ult\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Fault\x12\x0f\n\x07reached\x18\x02 \x01(\x04\x12\r\n\x05\x66ired\x18\x03 \x01(\x04\"R\n\nFaultPoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12!\n\x05kinds\x18\x03 \x03(\x0e\x32\x12.weft.v1.FaultKind\"3\n\x12InjectFaultRequest\x12\x1d\n\x05\x66\x61ult\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Fault\"\x15\n\x13InjectFaultResponse\"\x13\n\x11ListFaultsRequest\"^\n\x12ListFaultsResponse\x12#\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x13.weft.v1.FaultState\x12#\n\x06points\x18\x02 \x03(\x0b\x32\x13.weft.v1.FaultPoint\"#\n\x12\x43learFaultsRequest\x12\r\n\x05point\x18\x01 \x01(\t\"-\n\x13\x43learFaultsResponse\x12\x16\n\x0e\x63leared_faults\x18\x01 \x01(\r*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04*\xde\x01\n\tFaultKind\x12\x1a\n\x16\x46\x41ULT_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x46\x41ULT_KIND_DROP\x10\x01\x12\x14\n\x10\x46\x41ULT_KIND_DELAY\x10\x02\x12\x18\n\x14\x46\x41ULT_KIND_DUPLICATE\x10\x03\x12\x16\n\x12\x46\x41ULT_KIND_CORRUPT\x10\x04\x12\x14\n\x10\x46\x41ULT_KIND_STALL\x10\x05\x12\x13\n\x0f\x46\x41ULT_KIND_KILL\x10\x06\x12\x14\n\x10\x46\x41ULT_KIND_ERROR\x10\x07\x12\x17\n\x13\x46\x41ULT_KIND_SABOTAGE\x10\x08\x32\xcb\x0b\n\x0c\x41\x64minService\x12\x45\n\nFlushCache\x12\x1a.weft.v1.FlushCacheRequest\x1a\x1b.weft.v1.FlushCacheResponse\x12\x42\n\tDumpState\x12\x19.weft.v1.DumpStateRequest\x1a\x1a.weft.v1.DumpStateResponse\x12H\n\x0bSetLogLevel\x12\x1b.weft.v1.SetLogLevelRequest\x1a\x1c.weft.v1.SetLogLevelResponse\x12K\n\x0cStartProfile\x12\x1c.weft.v1.StartProfileRequest\x1a\x1d.weft.v1.StartProfileResponse\x12H\n\x0bStopProfile\x12\x1b.weft.v1.StopProfileRequest\x1a\x1c.weft.v1.StopProfileResponse\x12J\n\x0bReadProfile\x12\x1b.weft.v1.ReadProfileRequest\x1a\x1c.weft.v1.ReadProfileResponse0\x01\x12\x36\n\x05Pause\x12\x15.weft.v1.PauseRequest\x1a\x16.weft.v1.PauseResponse\x12\x39\n\x06Resume\x12\x16.weft.v1.ResumeRequest\x1a\x17.weft.v1.ResumeResponse\x12\x36\n\x05Refit\x12\x15.weft.v1.RefitRequest\x1a\x16.weft.v1.RefitResponse\x12T\n\x0fJoinWeightGroup\x12\x1f.weft.v1.JoinWeightGroupRequest\x1a .weft.v1.JoinWeightGroupResponse\x12W\n\x10LeaveWeightGroup\x12 .weft.v1.LeaveWeightGroupRequest\x1a!.weft.v1.LeaveWeightGroupResponse\x12\x45\n\nBeginRefit\x12\x1a.weft.v1.BeginRefitRequest\x1a\x1b.weft.v1.BeginRefitResponse\x12Q\n\x0eReceiveWeights\x12\x1e.weft.v1.ReceiveWeightsRequest\x1a\x1f.weft.v1.ReceiveWeightsResponse\x12?\n\x08\x45ndRefit\x12\x18.weft.v1.EndRefitRequest\x1a\x19.weft.v1.EndRefitResponse\x12\x36\n\x05Sleep\x12\x15.weft.v1.SleepRequest\x1a\x16.weft.v1.SleepResponse\x12\x33\n\x04Wake\x12\x14.weft.v1.WakeRequest\x1a\x15.weft.v1.WakeResponse\x12H\n\x0bShowWeights\x12\x1b.weft.v1.ShowWeightsRequest\x1a\x1c.weft.v1.ShowWeightsResponse\x12<\n\x07SetRole\x12\x17.weft.v1.SetRoleRequest\x1a\x18.weft.v1.SetRoleResponse\x12H\n\x0bInjectFault\x12\x1b.weft.v1.InjectFaultRequest\x1a\x1c.weft.v1.InjectFaultResponse\x12\x45\n\nListFaults\x12\x1a.weft.v1.ListFaultsRequest\x1a\x1b.weft.v1.ListFaultsResponse\x12H\n\x0b\x43learFaults\x12\x1b.weft.v1.ClearFaultsRequest\x1a\x1c.weft.v1.ClearFaultsResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13weft/v1/admin.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15weft/v1/experts.proto\x1a\x15weft/v1/profile.proto\x1a\x15weft/v1/weights.proto\x1a\x14weft/v1/worker.proto\"\x13\n\x11\x46lushCacheRequest\"+\n\x12\x46lushCacheResponse\x12\x15\n\rflushed_pages\x18\x01 \x01(\r\"<\n\x10\x44umpStateRequest\x12\x18\n\x0bmax_entries\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_max_entries\"\"\n\x11\x44umpStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\"6\n\x12SetLogLevelRequest\x12 \n\x05level\x18\x01 \x01(\x0e\x32\x11.weft.v1.LogLevel\"@\n\x13SetLogLevelResponse\x12)\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x11.weft.v1.LogLevel\"S\n\x13StartProfileRequest\x12\x12\n\nprofile_id\x18\x01 \x01(\t\x12(\n\x07options\x18\x02 \x01(\x0b\x32\x17.weft.v1.ProfileOptions\"\x16\n\x14StartProfileResponse\"(\n\x12StopProfileRequest\x12\x12\n\nprofile_id\x18\x01 \x01(\t\"\x15\n\x13StopProfileResponse\"(\n\x12ReadProfileRequest\x12\x12\n\nprofile_id\x18\x01 \x01(\t\"M\n\x13ReadProfileResponse\x12(\n\x07summary\x18\x01 \x01(\x0b\x32\x17.weft.v1.ProfileSummary\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"]\n\x0eSetRoleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.weft.v1.WorkerRole\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"`\n\x0fSetRoleResponse\x12*\n\rprevious_role\x18\x01 \x01(\x0e\x32\x13.weft.v1.WorkerRole\x12!\n\x05state\x18\x02 \x01(\x0b\x32\x12.weft.v1.RoleState\"\xc6\x01\n\x05\x46\x61ult\x12\r\n\x05point\x18\x01 \x01(\t\x12 \n\x04kind\x18\x02 \x01(\x0e\x32\x12.weft.v1.FaultKind\x12\x18\n\x0bprobability\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05\x63ount\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04skip\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12(\n\x05\x64\x65lay\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\n\x0c_probabilityB\x08\n\x06_count\"K\n\nFaultState\x12\x1d\n\x05\x66\x61ult\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Fault\x12\x0f\n\x07reached\x18\x02 \x01(\x04\x12\r\n\x05\x66ired\x18\x03 \x01(\x04\"R\n\nFaultPoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12!\n\x05kinds\x18\x03 \x03(\x0e\x32\x12.weft.v1.FaultKind\"3\n\x12InjectFaultRequest\x12\x1d\n\x05\x66\x61ult\x18\x01 \x01(\x0b\x32\x0e.weft.v1.Fault\"\x15\n\x13InjectFaultResponse\"\x13\n\x11ListFaultsRequest\"^\n\x12ListFaultsResponse\x12#\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x13.weft.v1.FaultState\x12#\n\x06points\x18\x02 \x03(\x0b\x32\x13.weft.v1.FaultPoint\"#\n\x12\x43learFaultsRequest\x12\r\n\x05point\x18\x01 \x01(\t\"-\n\x13\x43learFaultsResponse\x12\x16\n\x0e\x63leared_faults\x18\x01 \x01(\r*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04*\xde\x01\n\tFaultKind\x12\x1a\n\x16\x46\x41ULT_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x46\x41ULT_KIND_DROP\x10\x01\x12\x14\n\x10\x46\x41ULT_KIND_DELAY\x10\x02\x12\x18\n\x14\x46\x41ULT_KIND_DUPLICATE\x10\x03\x12\x16\n\x12\x46\x41ULT_KIND_CORRUPT\x10\x04\x12\x14\n\x10\x46\x41ULT_KIND_STALL\x10\x05\x12\x13\n\x0f\x46\x41ULT_KIND_KILL\x10\x06\x12\x14\n\x10\x46\x41ULT_KIND_ERROR\x10\x07\x12\x17\n\x13\x46\x41ULT_KIND_SABOTAGE\x10\x08\x32\xac\x0e\n\x0c\x41\x64minService\x12\x45\n\nFlushCache\x12\x1a.weft.v1.FlushCacheRequest\x1a\x1b.weft.v1.FlushCacheResponse\x12\x42\n\tDumpState\x12\x19.weft.v1.DumpStateRequest\x1a\x1a.weft.v1.DumpStateResponse\x12H\n\x0bSetLogLevel\x12\x1b.weft.v1.SetLogLevelRequest\x1a\x1c.weft.v1.SetLogLevelResponse\x12K\n\x0cStartProfile\x12\x1c.weft.v1.StartProfileRequest\x1a\x1d.weft.v1.StartProfileResponse\x12H\n\x0bStopProfile\x12\x1b.weft.v1.StopProfileRequest\x1a\x1c.weft.v1.StopProfileResponse\x12J\n\x0bReadProfile\x12\x1b.weft.v1.ReadProfileRequest\x1a\x1c.weft.v1.ReadProfileResponse0\x01\x12\x36\n\x05Pause\x12\x15.weft.v1.PauseRequest\x1a\x16.weft.v1.PauseResponse\x12\x39\n\x06Resume\x12\x16.weft.v1.ResumeRequest\x1a\x17.weft.v1.ResumeResponse\x12\x36\n\x05Refit\x12\x15.weft.v1.RefitRequest\x1a\x16.weft.v1.RefitResponse\x12T\n\x0fJoinWeightGroup\x12\x1f.weft.v1.JoinWeightGroupRequest\x1a .weft.v1.JoinWeightGroupResponse\x12W\n\x10LeaveWeightGroup\x12 .weft.v1.LeaveWeightGroupRequest\x1a!.weft.v1.LeaveWeightGroupResponse\x12\x45\n\nBeginRefit\x12\x1a.weft.v1.BeginRefitRequest\x1a\x1b.weft.v1.BeginRefitResponse\x12Q\n\x0eReceiveWeights\x12\x1e.weft.v1.ReceiveWeightsRequest\x1a\x1f.weft.v1.ReceiveWeightsResponse\x12?\n\x08\x45ndRefit\x12\x18.weft.v1.EndRefitRequest\x1a\x19.weft.v1.EndRefitResponse\x12\x36\n\x05Sleep\x12\x15.weft.v1.SleepRequest\x1a\x16.weft.v1.SleepResponse\x12\x33\n\x04Wake\x12\x14.weft.v1.WakeRequest\x1a\x15.weft.v1.WakeResponse\x12H\n\x0bShowWeights\x12\x1b.weft.v1.ShowWeightsRequest\x1a\x1c.weft.v1.ShowWeightsResponse\x12Z\n\x11StartExpertCounts\x12!.weft.v1.StartExpertCountsRequest\x1a\".weft.v1.StartExpertCountsResponse\x12W\n\x10StopExpertCounts\x12 .weft.v1.StopExpertCountsRequest\x1a!.weft.v1.StopExpertCountsResponse\x12W\n\x10ReadExpertCounts\x12 .weft.v1.ReadExpertCountsRequest\x1a!.weft.v1.ReadExpertCountsResponse\x12Q\n\x0e\x42\x61lanceExperts\x12\x1e.weft.v1.BalanceExpertsRequest\x1a\x1f.weft.v1.BalanceExpertsResponse\x12<\n\x07SetRole\x12\x17.weft.v1.SetRoleRequest\x1a\x18.weft.v1.SetRoleResponse\x12H\n\x0bInjectFault\x12\x1b.weft.v1.InjectFaultRequest\x1a\x1c.weft.v1.InjectFaultResponse\x12\x45\n\nListFaults\x12\x1a.weft.v1.ListFaultsRequest\x1a\x1b.weft.v1.ListFaultsResponse\x12H\n\x0b\x43learFaults\x12\x1b.weft.v1.ClearFaultsRequest\x1a\x1c.weft.v1.ClearFaultsResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,56 +37,56 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.admin_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1'
-  _globals['_LOGLEVEL']._serialized_start=1545
-  _globals['_LOGLEVEL']._serialized_end=1667
-  _globals['_FAULTKIND']._serialized_start=1670
-  _globals['_FAULTKIND']._serialized_end=1892
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=132
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=151
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=153
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=196
-  _globals['_DUMPSTATEREQUEST']._serialized_start=198
-  _globals['_DUMPSTATEREQUEST']._serialized_end=258
-  _globals['_DUMPSTATERESPONSE']._serialized_start=260
-  _globals['_DUMPSTATERESPONSE']._serialized_end=294
-  _globals['_SETLOGLEVELREQUEST']._serialized_start=296
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=350
-  _globals['_SETLOGLEVELRESPONSE']._serialized_start=352
-  _globals['_SETLOGLEVELRESPONSE']._serialized_end=416
-  _globals['_STARTPROFILEREQUEST']._serialized_start=418
-  _globals['_STARTPROFILEREQUEST']._serialized_end=501
-  _globals['_STARTPROFILERESPONSE']._serialized_start=503
-  _globals['_STARTPROFILERESPONSE']._serialized_end=525
-  _globals['_STOPPROFILEREQUEST']._serialized_start=527
-  _globals['_STOPPROFILEREQUEST']._serialized_end=567
-  _globals['_STOPPROFILERESPONSE']._serialized_start=569
-  _globals['_STOPPROFILERESPONSE']._serialized_end=590
-  _globals['_READPROFILEREQUEST']._serialized_start=592
-  _globals['_READPROFILEREQUEST']._serialized_end=632
-  _globals['_READPROFILERESPONSE']._serialized_start=634
-  _globals['_READPROFILERESPONSE']._serialized_end=711
-  _globals['_SETROLEREQUEST']._serialized_start=713
-  _globals['_SETROLEREQUEST']._serialized_end=806
-  _globals['_SETROLERESPONSE']._serialized_start=808
-  _globals['_SETROLERESPONSE']._serialized_end=904
-  _globals['_FAULT']._serialized_start=907
-  _globals['_FAULT']._serialized_end=1105
-  _globals['_FAULTSTATE']._serialized_start=1107
-  _globals['_FAULTSTATE']._serialized_end=1182
-  _globals['_FAULTPOINT']._serialized_start=1184
-  _globals['_FAULTPOINT']._serialized_end=1266
-  _globals['_INJECTFAULTREQUEST']._serialized_start=1268
-  _globals['_INJECTFAULTREQUEST']._serialized_end=1319
-  _globals['_INJECTFAULTRESPONSE']._serialized_start=1321
-  _globals['_INJECTFAULTRESPONSE']._serialized_end=1342
-  _globals['_LISTFAULTSREQUEST']._serialized_start=1344
-  _globals['_LISTFAULTSREQUEST']._serialized_end=1363
-  _globals['_LISTFAULTSRESPONSE']._serialized_start=1365
-  _globals['_LISTFAULTSRESPONSE']._serialized_end=1459
-  _globals['_CLEARFAULTSREQUEST']._serialized_start=1461
-  _globals['_CLEARFAULTSREQUEST']._serialized_end=1496
-  _globals['_CLEARFAULTSRESPONSE']._serialized_start=1498
-  _globals['_CLEARFAULTSRESPONSE']._serialized_end=1543
-  _globals['_ADMINSERVICE']._serialized_start=1895
-  _globals['_ADMINSERVICE']._serialized_end=3378
+  _globals['_LOGLEVEL']._serialized_start=1568
+  _globals['_LOGLEVEL']._serialized_end=1690
+  _globals['_FAULTKIND']._serialized_start=1693
+  _globals['_FAULTKIND']._serialized_end=1915
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=155
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=174
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=176
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=219
+  _globals['_DUMPSTATEREQUEST']._serialized_start=221
+  _globals['_DUMPSTATEREQUEST']._serialized_end=281
+  _globals['_DUMPSTATERESPONSE']._serialized_start=283
+  _globals['_DUMPSTATERESPONSE']._serialized_end=317
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=319
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=373
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=375
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=439
+  _globals['_STARTPROFILEREQUEST']._serialized_start=441
+  _globals['_STARTPROFILEREQUEST']._serialized_end=524
+  _globals['_STARTPROFILERESPONSE']._serialized_start=526
+  _globals['_STARTPROFILERESPONSE']._serialized_end=548
+  _globals['_STOPPROFILEREQUEST']._serialized_start=550
+  _globals['_STOPPROFILEREQUEST']._serialized_end=590
+  _globals['_STOPPROFILERESPONSE']._serialized_start=592
+  _globals['_STOPPROFILERESPONSE']._serialized_end=613
+  _globals['_READPROFILEREQUEST']._serialized_start=615
+  _globals['_READPROFILEREQUEST']._serialized_end=655
+  _globals['_READPROFILERESPONSE']._serialized_start=657
+  _globals['_READPROFILERESPONSE']._serialized_end=734
+  _globals['_SETROLEREQUEST']._serialized_start=736
+  _globals['_SETROLEREQUEST']._serialized_end=829
+  _globals['_SETROLERESPONSE']._serialized_start=831
+  _globals['_SETROLERESPONSE']._serialized_end=927
+  _globals['_FAULT']._serialized_start=930
+  _globals['_FAULT']._serialized_end=1128
+  _globals['_FAULTSTATE']._serialized_start=1130
+  _globals['_FAULTSTATE']._serialized_end=1205
+  _globals['_FAULTPOINT']._serialized_start=1207
+  _globals['_FAULTPOINT']._serialized_end=1289
+  _globals['_INJECTFAULTREQUEST']._serialized_start=1291
+  _globals['_INJECTFAULTREQUEST']._serialized_end=1342
+  _globals['_INJECTFAULTRESPONSE']._serialized_start=1344
+  _globals['_INJECTFAULTRESPONSE']._serialized_end=1365
+  _globals['_LISTFAULTSREQUEST']._serialized_start=1367
+  _globals['_LISTFAULTSREQUEST']._serialized_end=1386
+  _globals['_LISTFAULTSRESPONSE']._serialized_start=1388
+  _globals['_LISTFAULTSRESPONSE']._serialized_end=1482
+  _globals['_CLEARFAULTSREQUEST']._serialized_start=1484
+  _globals['_CLEARFAULTSREQUEST']._serialized_end=1519
+  _globals['_CLEARFAULTSRESPONSE']._serialized_start=1521
+  _globals['_CLEARFAULTSRESPONSE']._serialized_end=1566
+  _globals['_ADMINSERVICE']._serialized_start=1918
+  _globals['_ADMINSERVICE']._serialized_end=3754
 # @@protoc_insertion_point(module_scope)

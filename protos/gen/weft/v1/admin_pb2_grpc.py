@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from weft.v1 import admin_pb2 as weft_dot_v1_dot_admin__pb2
+from weft.v1 import experts_pb2 as weft_dot_v1_dot_experts__pb2
 from weft.v1 import weights_pb2 as weft_dot_v1_dot_weights__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -122,6 +123,26 @@ class AdminServiceStub:
                 '/weft.v1.AdminService/ShowWeights',
                 request_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.FromString,
+                _registered_method=True)
+        self.StartExpertCounts = channel.unary_unary(
+                '/weft.v1.AdminService/StartExpertCounts',
+                request_serializer=weft_dot_v1_dot_experts__pb2.StartExpertCountsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_experts__pb2.StartExpertCountsResponse.FromString,
+                _registered_method=True)
+        self.StopExpertCounts = channel.unary_unary(
+                '/weft.v1.AdminService/StopExpertCounts',
+                request_serializer=weft_dot_v1_dot_experts__pb2.StopExpertCountsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_experts__pb2.StopExpertCountsResponse.FromString,
+                _registered_method=True)
+        self.ReadExpertCounts = channel.unary_unary(
+                '/weft.v1.AdminService/ReadExpertCounts',
+                request_serializer=weft_dot_v1_dot_experts__pb2.ReadExpertCountsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_experts__pb2.ReadExpertCountsResponse.FromString,
+                _registered_method=True)
+        self.BalanceExperts = channel.unary_unary(
+                '/weft.v1.AdminService/BalanceExperts',
+                request_serializer=weft_dot_v1_dot_experts__pb2.BalanceExpertsRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_experts__pb2.BalanceExpertsResponse.FromString,
                 _registered_method=True)
         self.SetRole = channel.unary_unary(
                 '/weft.v1.AdminService/SetRole',
@@ -278,6 +299,36 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartExpertCounts(self, request, context):
+        """Counts anew the rows that choose each expert of the model. FAILED_PRECONDITION if the worker
+        counts none; so do the next three.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopExpertCounts(self, request, context):
+        """Counts no longer; what was counted can still be read. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadExpertCounts(self, request, context):
+        """Tells what was counted, and where experts are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BalanceExperts(self, request, context):
+        """Divides the experts among the worker's ranks anew by what was counted, while it serves; answers
+        once all layers have their new placement. FAILED_PRECONDITION also if its experts are not moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetRole(self, request, context):
         """Sets what gateways use a worker for; what runs there goes on. FAILED_PRECONDITION unless the
         worker was started with both roles.
@@ -395,6 +446,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ShowWeights,
                     request_deserializer=weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.FromString,
                     response_serializer=weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.SerializeToString,
+            ),
+            'StartExpertCounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartExpertCounts,
+                    request_deserializer=weft_dot_v1_dot_experts__pb2.StartExpertCountsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_experts__pb2.StartExpertCountsResponse.SerializeToString,
+            ),
+            'StopExpertCounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopExpertCounts,
+                    request_deserializer=weft_dot_v1_dot_experts__pb2.StopExpertCountsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_experts__pb2.StopExpertCountsResponse.SerializeToString,
+            ),
+            'ReadExpertCounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadExpertCounts,
+                    request_deserializer=weft_dot_v1_dot_experts__pb2.ReadExpertCountsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_experts__pb2.ReadExpertCountsResponse.SerializeToString,
+            ),
+            'BalanceExperts': grpc.unary_unary_rpc_method_handler(
+                    servicer.BalanceExperts,
+                    request_deserializer=weft_dot_v1_dot_experts__pb2.BalanceExpertsRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_experts__pb2.BalanceExpertsResponse.SerializeToString,
             ),
             'SetRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRole,
@@ -879,6 +950,114 @@ class AdminService:
             '/weft.v1.AdminService/ShowWeights',
             weft_dot_v1_dot_weights__pb2.ShowWeightsRequest.SerializeToString,
             weft_dot_v1_dot_weights__pb2.ShowWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartExpertCounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/StartExpertCounts',
+            weft_dot_v1_dot_experts__pb2.StartExpertCountsRequest.SerializeToString,
+            weft_dot_v1_dot_experts__pb2.StartExpertCountsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopExpertCounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/StopExpertCounts',
+            weft_dot_v1_dot_experts__pb2.StopExpertCountsRequest.SerializeToString,
+            weft_dot_v1_dot_experts__pb2.StopExpertCountsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadExpertCounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/ReadExpertCounts',
+            weft_dot_v1_dot_experts__pb2.ReadExpertCountsRequest.SerializeToString,
+            weft_dot_v1_dot_experts__pb2.ReadExpertCountsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BalanceExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/BalanceExperts',
+            weft_dot_v1_dot_experts__pb2.BalanceExpertsRequest.SerializeToString,
+            weft_dot_v1_dot_experts__pb2.BalanceExpertsResponse.FromString,
             options,
             channel_credentials,
             insecure,

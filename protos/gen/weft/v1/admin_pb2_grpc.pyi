@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from weft.v1 import admin_pb2 as _admin_pb2
+from weft.v1 import experts_pb2 as _experts_pb2
 from weft.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -85,6 +86,18 @@ class AdminServiceStub:
     """Takes that memory again. Once all is awake, a pause that Sleep began is over. Idempotent."""
     ShowWeights: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]
     """Tells which weights are served."""
+    StartExpertCounts: _grpc.UnaryUnaryMultiCallable[_experts_pb2.StartExpertCountsRequest, _experts_pb2.StartExpertCountsResponse]
+    """Counts anew the rows that choose each expert of the model. FAILED_PRECONDITION if the worker
+    counts none; so do the next three.
+    """
+    StopExpertCounts: _grpc.UnaryUnaryMultiCallable[_experts_pb2.StopExpertCountsRequest, _experts_pb2.StopExpertCountsResponse]
+    """Counts no longer; what was counted can still be read. Idempotent."""
+    ReadExpertCounts: _grpc.UnaryUnaryMultiCallable[_experts_pb2.ReadExpertCountsRequest, _experts_pb2.ReadExpertCountsResponse]
+    """Tells what was counted, and where experts are."""
+    BalanceExperts: _grpc.UnaryUnaryMultiCallable[_experts_pb2.BalanceExpertsRequest, _experts_pb2.BalanceExpertsResponse]
+    """Divides the experts among the worker's ranks anew by what was counted, while it serves; answers
+    once all layers have their new placement. FAILED_PRECONDITION also if its experts are not moved.
+    """
     SetRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]
     """Sets what gateways use a worker for; what runs there goes on. FAILED_PRECONDITION unless the
     worker was started with both roles.
@@ -154,6 +167,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Takes that memory again. Once all is awake, a pause that Sleep began is over. Idempotent."""
     ShowWeights: _aio.UnaryUnaryMultiCallable[_weights_pb2.ShowWeightsRequest, _weights_pb2.ShowWeightsResponse]  # type: ignore[assignment]
     """Tells which weights are served."""
+    StartExpertCounts: _aio.UnaryUnaryMultiCallable[_experts_pb2.StartExpertCountsRequest, _experts_pb2.StartExpertCountsResponse]  # type: ignore[assignment]
+    """Counts anew the rows that choose each expert of the model. FAILED_PRECONDITION if the worker
+    counts none; so do the next three.
+    """
+    StopExpertCounts: _aio.UnaryUnaryMultiCallable[_experts_pb2.StopExpertCountsRequest, _experts_pb2.StopExpertCountsResponse]  # type: ignore[assignment]
+    """Counts no longer; what was counted can still be read. Idempotent."""
+    ReadExpertCounts: _aio.UnaryUnaryMultiCallable[_experts_pb2.ReadExpertCountsRequest, _experts_pb2.ReadExpertCountsResponse]  # type: ignore[assignment]
+    """Tells what was counted, and where experts are."""
+    BalanceExperts: _aio.UnaryUnaryMultiCallable[_experts_pb2.BalanceExpertsRequest, _experts_pb2.BalanceExpertsResponse]  # type: ignore[assignment]
+    """Divides the experts among the worker's ranks anew by what was counted, while it serves; answers
+    once all layers have their new placement. FAILED_PRECONDITION also if its experts are not moved.
+    """
     SetRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Sets what gateways use a worker for; what runs there goes on. FAILED_PRECONDITION unless the
     worker was started with both roles.
@@ -322,6 +347,42 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.ShowWeightsResponse, _abc.Awaitable[_weights_pb2.ShowWeightsResponse]]:
         """Tells which weights are served."""
+
+    @_abc_1.abstractmethod
+    def StartExpertCounts(
+        self,
+        request: _experts_pb2.StartExpertCountsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experts_pb2.StartExpertCountsResponse, _abc.Awaitable[_experts_pb2.StartExpertCountsResponse]]:
+        """Counts anew the rows that choose each expert of the model. FAILED_PRECONDITION if the worker
+        counts none; so do the next three.
+        """
+
+    @_abc_1.abstractmethod
+    def StopExpertCounts(
+        self,
+        request: _experts_pb2.StopExpertCountsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experts_pb2.StopExpertCountsResponse, _abc.Awaitable[_experts_pb2.StopExpertCountsResponse]]:
+        """Counts no longer; what was counted can still be read. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ReadExpertCounts(
+        self,
+        request: _experts_pb2.ReadExpertCountsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experts_pb2.ReadExpertCountsResponse, _abc.Awaitable[_experts_pb2.ReadExpertCountsResponse]]:
+        """Tells what was counted, and where experts are."""
+
+    @_abc_1.abstractmethod
+    def BalanceExperts(
+        self,
+        request: _experts_pb2.BalanceExpertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experts_pb2.BalanceExpertsResponse, _abc.Awaitable[_experts_pb2.BalanceExpertsResponse]]:
+        """Divides the experts among the worker's ranks anew by what was counted, while it serves; answers
+        once all layers have their new placement. FAILED_PRECONDITION also if its experts are not moved.
+        """
 
     @_abc_1.abstractmethod
     def SetRole(

@@ -305,6 +305,16 @@ class ServerServiceStub:
     """
     StopProfile: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Ends that profile; answers before its trace is written."""
+    StartExpertRecord: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Counts anew, on all workers, the rows that choose each expert. This call and the next three need
+    the operators' token and the gateway's setting `console = operate`; the first three are SGLang's.
+    """
+    StopExpertRecord: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Counts no longer."""
+    DumpExpertRecord: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Tells what was counted, and where experts are."""
+    BalanceExperts: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """Divides the experts of each worker among its ranks anew by that; answers once it is done."""
     Metrics: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
     gateway's settings allow it.
@@ -330,6 +340,16 @@ class ServerServiceAsyncStub(ServerServiceStub):
     """
     StopProfile: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Ends that profile; answers before its trace is written."""
+    StartExpertRecord: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Counts anew, on all workers, the rows that choose each expert. This call and the next three need
+    the operators' token and the gateway's setting `console = operate`; the first three are SGLang's.
+    """
+    StopExpertRecord: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Counts no longer."""
+    DumpExpertRecord: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Tells what was counted, and where experts are."""
+    BalanceExperts: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Divides the experts of each worker among its ranks anew by that; answers once it is done."""
     Metrics: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
     gateway's settings allow it.
@@ -388,6 +408,40 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Ends that profile; answers before its trace is written."""
+
+    @_abc_1.abstractmethod
+    def StartExpertRecord(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Counts anew, on all workers, the rows that choose each expert. This call and the next three need
+        the operators' token and the gateway's setting `console = operate`; the first three are SGLang's.
+        """
+
+    @_abc_1.abstractmethod
+    def StopExpertRecord(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Counts no longer."""
+
+    @_abc_1.abstractmethod
+    def DumpExpertRecord(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Tells what was counted, and where experts are."""
+
+    @_abc_1.abstractmethod
+    def BalanceExperts(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Divides the experts of each worker among its ranks anew by that; answers once it is done."""
 
     @_abc_1.abstractmethod
     def Metrics(

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weft.v1 import common_pb2 as _common_pb2
+from weft.v1 import experts_pb2 as _experts_pb2
 from weft.v1 import kv_pb2 as _kv_pb2
 import builtins as _builtins
 import sys
@@ -587,6 +588,7 @@ class WatchLoadResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     ASLEEP_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     draining: _builtins.bool
@@ -678,6 +680,10 @@ class WatchLoadResponse(_message.Message):
     def role(self) -> Global___RoleState:
         """What gateways are to use the worker for now; set by those of WORKER_ROLE_BOTH alone."""
 
+    @_builtins.property
+    def experts(self) -> _experts_pb2.ExpertBalance:
+        """Absent: the experts of its model stay where they are."""
+
     def __init__(
         self,
         *,
@@ -714,10 +720,11 @@ class WatchLoadResponse(_message.Message):
         weights: Global___WeightsInUse | None = ...,
         asleep: _abc.Iterable[_builtins.str] | None = ...,
         role: Global___RoleState | None = ...,
+        experts: _experts_pb2.ExpertBalance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "decode_step", b"decode_step", "loop_age", b"loop_age", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "role", b"role", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "decode_step", b"decode_step", "experts", b"experts", "loop_age", b"loop_age", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "role", b"role", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "asleep", b"asleep", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "model_digest", b"model_digest", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "request_tokens", b"request_tokens", "role", b"role", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second", "adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "asleep", b"asleep", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "experts", b"experts", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "model_digest", b"model_digest", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "recent_prefill_tokens_per_second", b"recent_prefill_tokens_per_second", "request_tokens", b"request_tokens", "role", b"role", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recent_prefill_tokens_per_second: _TypeAlias = _typing.Literal["recent_prefill_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__recent_prefill_tokens_per_second: _TypeAlias = _typing.Literal["_recent_prefill_tokens_per_second", b"_recent_prefill_tokens_per_second"]  # noqa: Y015

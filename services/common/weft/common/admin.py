@@ -22,6 +22,7 @@ from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.common.settings import LogLevel, ServiceSettings
 from weft.contract.codec.pairs import (
+    EXPERT_STATE,
     FAULT,
     PAUSE_MODES,
     PROFILE_OPTIONS,
@@ -38,11 +39,12 @@ from weft.contract.errors import (
     RoleFixed,
     Unauthenticated,
 )
+from weft.contract.experts import ExpertAction, ExpertState
 from weft.contract.faults import BOARD, FaultSpec, FaultState
 from weft.contract.profiles import ProfileOptions, check_id
 from weft.contract.settings import RoleName
 from weft.contract.weights import SLEEP_TAGS, WeightAction, WeightStatus
-from weft.v1 import admin_pb2, admin_pb2_grpc, profile_pb2, weights_pb2, worker_pb2
+from weft.v1 import admin_pb2, admin_pb2_grpc, experts_pb2, profile_pb2, weights_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +104,10 @@ class AdminBackend(Protocol):
         state afterwards.
         """
         raise ConfigError("this service has no model; only workers have", stage="weights")
+
+    async def command_experts(self, action: ExpertAction) -> ExpertState:
+        """Orders what concerns the experts of the model; returns the state afterwards."""
+        raise ConfigError("this service has no model; only workers have", stage="experts")
 
     async def copy_weights(self, address: str, version: str) -> WeightStatus:
         """Changes the weights to those of the worker at host:port; returns the state afterwards.
@@ -227,6 +233,39 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         yield admin_pb2.ReadProfileResponse(summary=summary)
         async for chunk in chunks:
             yield admin_pb2.ReadProfileResponse(data=chunk)
+
+    async def StartExpertCounts(
+        self,
+        request: experts_pb2.StartExpertCountsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> experts_pb2.StartExpertCountsResponse:
+        state = await self._backend.command_experts("start")
+        return experts_pb2.StartExpertCountsResponse(state=EXPERT_STATE.encode(state))
+
+    async def StopExpertCounts(
+        self,
+        request: experts_pb2.StopExpertCountsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> experts_pb2.StopExpertCountsResponse:
+        state = await self._backend.command_experts("stop")
+        return experts_pb2.StopExpertCountsResponse(state=EXPERT_STATE.encode(state))
+
+    async def ReadExpertCounts(
+        self,
+        request: experts_pb2.ReadExpertCountsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> experts_pb2.ReadExpertCountsResponse:
+        state = await self._backend.command_experts("dump")
+        return experts_pb2.ReadExpertCountsResponse(state=EXPERT_STATE.encode(state))
+
+    async def BalanceExperts(
+        self,
+        request: experts_pb2.BalanceExpertsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> experts_pb2.BalanceExpertsResponse:
+        state = await self._backend.command_experts("balance")
+        _log.info("experts balanced")
+        return experts_pb2.BalanceExpertsResponse(state=EXPERT_STATE.encode(state))
 
     async def Pause(
         self,

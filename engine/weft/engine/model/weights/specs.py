@@ -210,7 +210,7 @@ class ExpertSpec:
     products say.
     """
     spares: int = 0
-    """Slots after those of the share. They are filled with the experts that follow it."""
+    """Places after those of the share. They are filled with the experts that follow it."""
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -228,7 +228,7 @@ class ExpertSpec:
         return replace(self, gate_up=gate_up, down=down, shard=shard, spares=spares)
 
     def placement(self) -> torch.Tensor | None:
-        """`ExpertWeights.placement` with which a rank begins, whose spare slots nobody uses."""
+        """`ExpertWeights.placement` with which a rank begins, whose spare places nobody uses."""
         if self.shard.size == 1:
             return None
         own = self.shard.of(self.num_experts, 1, may_repeat=False)

@@ -86,7 +86,7 @@ class Weights:
             shard: Share of each divided product to read.
             expert_shard: Share of the experts to read, where ranks have whole experts; by default
                 each expert is divided as `shard` says.
-            spare_experts: Slots of a rank beyond its share of each layer's experts.
+            spare_experts: Places of a rank beyond its share of each layer's experts.
             arena: Memory for packed weights; None: a new arena.
             peers: Ranks that have all other shares; None: there are none.
             computed: Counts the number formats of packed products; None: a new count.

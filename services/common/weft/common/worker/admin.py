@@ -16,6 +16,7 @@ from weft.common.worker.role import WorkerRoleState
 from weft.common.worker.service import Queries
 from weft.common.worker.weight_peers import ask_for_weights
 from weft.contract.errors import PeerUnavailable
+from weft.contract.experts import ExpertAction, ExpertState
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.messages import Inbox
 from weft.contract.profiles import ProfileOptions
@@ -77,6 +78,9 @@ class WorkerAdmin:
         status = await self._queries.command_weights(action, **options)
         self._on_weights(status)
         return status
+
+    async def command_experts(self, action: ExpertAction) -> ExpertState:
+        return await self._queries.command_experts(action)
 
     async def copy_weights(self, address: str, version: str) -> WeightStatus:
         offer = await ask_for_weights(address, self._identity)

@@ -269,6 +269,18 @@ def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
         ),
     ):
         yield GaugeMetricFamily(name, text, value)
+    if (experts := load.experts) is not None:
+        yield GaugeMetricFamily(
+            "weft_expert_imbalance",
+            "Work of the rank with most work for experts over the mean of all; 0: not known",
+            experts.imbalance,
+        )
+        for name, text, number in (
+            ("placements", "Layers whose experts got other ranks", experts.num_placements),
+            ("moves", "Experts that were copied to another rank", experts.num_moved),
+            ("failures", "Layers that kept them, since a copy failed", experts.num_failed),
+        ):
+            yield CounterMetricFamily(f"weft_expert_{name}", text, number)
     if (weights := load.weights) is not None:
         yield CounterMetricFamily(
             "weft_weight_updates", "Updates of the weights that ended well", weights.num_updates

@@ -30,6 +30,7 @@ from weft.common.worker.role import WorkerRoleState
 from weft.contract.codec.pairs import INFO, LOAD, WEIGHT_OFFER, WORKER_ROLES
 from weft.contract.codec.walk import duration
 from weft.contract.errors import ConfigError, Draining, PeerUnavailable, error_class
+from weft.contract.experts import ExpertAction, ExpertCommand, ExpertReply, ExpertState
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.fills import LeaseQuery, ProcessExited
 from weft.contract.layout import StatePlane
@@ -79,6 +80,8 @@ class Queries:
             self._resolve(query, failure)
         for reply in outbox.weight_replies:
             self._resolve(reply.query, reply)
+        for about_experts in outbox.expert_replies:
+            self._resolve(about_experts.query, about_experts)
 
     async def lease_state(self, lease_id: bytes) -> str:
         """State of a lease, which this stops."""
@@ -142,6 +145,18 @@ class Queries:
         offer = (await self._reply_of("offer")).offer
         assert offer is not None
         return offer
+
+    async def command_experts(self, action: ExpertAction) -> ExpertState:
+        """Orders what concerns the experts of the model. Raises what the engine has against it."""
+        query = next(self._ids)
+        inbox = Inbox(expert_commands=[ExpertCommand(query=query, action=action)])
+        reply: ExpertReply = await self._ask(query, inbox, timeout_s=MAX_LIMIT_S)
+        if (failure := reply.failure) is not None:
+            raise error_class(failure.reason)(
+                failure.message, stage=failure.stage, param=failure.param
+            )
+        assert reply.state is not None
+        return reply.state
 
     async def _reply_of(self, action: WeightAction, **options: Any) -> WeightReply:
         query = next(self._ids)

@@ -38,6 +38,10 @@ KEYLESS = frozenset(
         # These need the operators' token.
         "/weft.v1.ServerService/StartProfile",
         "/weft.v1.ServerService/StopProfile",
+        "/weft.v1.ServerService/StartExpertRecord",
+        "/weft.v1.ServerService/StopExpertRecord",
+        "/weft.v1.ServerService/DumpExpertRecord",
+        "/weft.v1.ServerService/BalanceExperts",
         "/weft.v1.TrainerService/PauseWorkers",
         "/weft.v1.TrainerService/ResumeWorkers",
         "/weft.v1.TrainerService/IsPaused",

@@ -80,6 +80,7 @@ def add_dialects(
         openai.check_ready,
         bodies,
         profiles,
+        weights,
         serves_metrics=settings.rest_metrics,
         asks_for_keys=settings.has_api_keys,
     )

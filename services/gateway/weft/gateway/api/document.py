@@ -287,6 +287,21 @@ _DIALECTS = (
                 server.ProfileAnswer,
                 StopProfileBody,
             ),
+            *(
+                Route(method, f"/{action}_expert_distribution_record", text, server.ExpertsAnswer)
+                for action, text in (
+                    ("start", "Counts anew what experts tokens choose, for operators."),
+                    ("stop", "Counts experts no longer, for operators."),
+                    ("dump", "Tells what was counted of experts, for operators."),
+                )
+                for method in ("get", "post")
+            ),
+            Route(
+                "post",
+                "/balance_experts",
+                "Divides experts among ranks by what was counted, for operators.",
+                server.ExpertsAnswer,
+            ),
             Route(
                 "get",
                 "/metrics",

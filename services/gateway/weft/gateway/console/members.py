@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.contract.codec.pairs import MEMBER_ROLES
+from weft.contract.codec.pairs import EXPERT_BALANCE, MEMBER_ROLES
+from weft.contract.experts import describe_experts
 from weft.contract.reports import describe_bubbles
 from weft.gateway.console.stores import StoreState
 from weft.gateway.fleet.worker import FleetWorker
@@ -73,6 +74,8 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
         member.hit_rate = report.counters.get("prefix_hit_tokens", 0) / asked
     if bubbles := describe_bubbles(report.counters):
         member.notices.append(bubbles)
+    if report.HasField("experts"):
+        member.notices.append(describe_experts(EXPERT_BALANCE.decode(report.experts)))
     member.tiers.extend(_tier(tier) for tier in report.tiers)
     return member
 

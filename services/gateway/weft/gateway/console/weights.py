@@ -8,16 +8,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.contract.codec.pairs import PAUSE_MODES, SENT_TENSOR, WEIGHT_GROUP, WEIGHT_STATUS
+from weft.contract.codec.pairs import (
+    EXPERT_STATE,
+    PAUSE_MODES,
+    SENT_TENSOR,
+    WEIGHT_GROUP,
+    WEIGHT_STATUS,
+)
 from weft.contract.errors import InvalidRequest, PeerUnavailable, WeftError, error_class
+from weft.contract.experts import ExpertAction, ExpertState
 from weft.contract.weights import MAX_LIMIT_S, PauseMode, SentTensor, WeightGroup, WeightStatus
 from weft.gateway.console.relay import OperatorsRelay
 from weft.gateway.fleet.fleet import Fleet
-from weft.v1 import admin_pb2, weights_pb2
+from weft.v1 import admin_pb2, experts_pb2, weights_pb2
 
 _log = logging.getLogger(__name__)
 
 _UPDATES = ("Refit", "ReceiveWeights", "EndRefit")
+_ABOUT_EXPERTS: Mapping[ExpertAction, tuple[str, Callable[[], Any]]] = {
+    "start": ("StartExpertCounts", experts_pb2.StartExpertCountsRequest),
+    "stop": ("StopExpertCounts", experts_pb2.StopExpertCountsRequest),
+    "dump": ("ReadExpertCounts", experts_pb2.ReadExpertCountsRequest),
+    "balance": ("BalanceExperts", experts_pb2.BalanceExpertsRequest),
+}
 _FLUSH_TIMEOUT_S = 10.0
 _SHOW_TIMEOUT_S = 60.0
 
@@ -66,6 +79,14 @@ class MeshWeights:
         request = weights_pb2.RefitRequest(peer=source.endpoint.address, version=version)
         orders = dict.fromkeys(others, request)
         return _statuses(await self._call_each("Refit", orders, token, MAX_LIMIT_S))
+
+    async def experts(self, action: ExpertAction, token: str) -> Mapping[str, ExpertState]:
+        """Counts experts, tells what was counted, or balances them by that."""
+        method, request = _ABOUT_EXPERTS[action]
+        limit_s = MAX_LIMIT_S if action == "balance" else _SHOW_TIMEOUT_S
+        found = await self._call_all(method, request(), token, limit_s)
+        decode: Callable[[Any], ExpertState] = EXPERT_STATE.decode
+        return {worker: decode(answer.state) for worker, answer in found.items()}
 
     async def join(self, group: WeightGroup, token: str) -> Mapping[str, WeightStatus]:
         """Joins a trainer's group with all ranks of all workers, the first as `group.rank`. Raises

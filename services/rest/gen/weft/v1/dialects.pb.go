@@ -769,7 +769,7 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\n" +
 	"GetVersion\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\x12\f/api/version\x1a/\xaa\xd4\x18+\n" +
 	"\x13{\"error\":{message}}\x12\x14{\"error\":{message}}\n" +
-	"2\xdc\x04\n" +
+	"2\xec\b\n" +
 	"\rServerService\x12M\n" +
 	"\vShowVersion\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
 	"\x12\b/version\x12L\n" +
@@ -777,7 +777,11 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\x0eHealthGenerate\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/health_generate\x12]\n" +
 	"\rTokenizerInfo\x12\x1d.weft.v1.TokenizerInfoRequest\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/tokenizer_info\x12U\n" +
 	"\fStartProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/start_profile\x12S\n" +
-	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12I\n" +
+	"\vStopProfile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/stop_profile\x12\x91\x01\n" +
+	"\x11StartExpertRecord\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"N\x82\xd3\xe4\x93\x02HZ#\x12!/start_expert_distribution_record\"!/start_expert_distribution_record\x12\x8e\x01\n" +
+	"\x10StopExpertRecord\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"L\x82\xd3\xe4\x93\x02FZ\"\x12 /stop_expert_distribution_record\" /stop_expert_distribution_record\x12\x8e\x01\n" +
+	"\x10DumpExpertRecord\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"L\x82\xd3\xe4\x93\x02FZ\"\x12 /dump_expert_distribution_record\" /dump_expert_distribution_record\x12X\n" +
+	"\x0eBalanceExperts\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\"\x10/balance_experts\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
 	"\x12\b/metrics2\xef\x17\n" +
 	"\x0eTrainerService\x12R\n" +
@@ -887,106 +891,114 @@ var file_weft_v1_dialects_proto_depIdxs = []int32{
 	11, // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
 	13, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
 	13, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
-	14, // 25: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
-	6,  // 26: weft.v1.TrainerService.PauseWorkers:input_type -> weft.v1.PauseWorkersRequest
-	14, // 27: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
-	14, // 28: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
-	13, // 29: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
-	13, // 30: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
-	13, // 31: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
-	13, // 32: weft.v1.TrainerService.InitWeightsUpdateGroup:input_type -> google.api.HttpBody
-	13, // 33: weft.v1.TrainerService.DestroyWeightsUpdateGroup:input_type -> google.api.HttpBody
-	13, // 34: weft.v1.TrainerService.BeginWeightUpdate:input_type -> google.api.HttpBody
-	13, // 35: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
-	13, // 36: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
-	13, // 37: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
-	13, // 38: weft.v1.TrainerService.UpdateWeightsFromPeer:input_type -> google.api.HttpBody
-	13, // 39: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
-	13, // 40: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
-	13, // 41: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
-	13, // 42: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
-	13, // 43: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
-	13, // 44: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
-	7,  // 45: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
-	14, // 46: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
-	14, // 47: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
-	8,  // 48: weft.v1.TrainerService.SleepWorkers:input_type -> weft.v1.SleepWorkersRequest
-	9,  // 49: weft.v1.TrainerService.WakeWorkers:input_type -> weft.v1.WakeWorkersRequest
-	14, // 50: weft.v1.TrainerService.IsSleeping:input_type -> google.protobuf.Empty
-	13, // 51: weft.v1.TrainerService.ReleaseMemory:input_type -> google.api.HttpBody
-	13, // 52: weft.v1.TrainerService.ResumeMemory:input_type -> google.api.HttpBody
-	13, // 53: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
-	13, // 54: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
-	13, // 55: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
-	10, // 56: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
-	13, // 57: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	13, // 58: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	13, // 59: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	13, // 60: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	13, // 61: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	13, // 62: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	13, // 63: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	13, // 64: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	13, // 65: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	13, // 66: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	13, // 67: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	13, // 68: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	13, // 69: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	13, // 70: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	13, // 71: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	13, // 72: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	13, // 73: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	13, // 74: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	13, // 75: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	13, // 76: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	13, // 77: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	13, // 78: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	13, // 79: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	13, // 80: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	13, // 81: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	13, // 82: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	13, // 83: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
-	13, // 84: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
-	13, // 85: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	13, // 86: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
-	13, // 87: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
-	13, // 88: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
-	13, // 89: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
-	13, // 90: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
-	13, // 91: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
-	13, // 92: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
-	13, // 93: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
-	13, // 94: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
-	13, // 95: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
-	13, // 96: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
-	13, // 97: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
-	13, // 98: weft.v1.TrainerService.UpdateWeightsFromPeer:output_type -> google.api.HttpBody
-	13, // 99: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
-	13, // 100: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
-	13, // 101: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
-	13, // 102: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
-	13, // 103: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
-	13, // 104: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
-	13, // 105: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
-	13, // 106: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
-	13, // 107: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
-	13, // 108: weft.v1.TrainerService.SleepWorkers:output_type -> google.api.HttpBody
-	13, // 109: weft.v1.TrainerService.WakeWorkers:output_type -> google.api.HttpBody
-	13, // 110: weft.v1.TrainerService.IsSleeping:output_type -> google.api.HttpBody
-	13, // 111: weft.v1.TrainerService.ReleaseMemory:output_type -> google.api.HttpBody
-	13, // 112: weft.v1.TrainerService.ResumeMemory:output_type -> google.api.HttpBody
-	13, // 113: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
-	13, // 114: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
-	13, // 115: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
-	13, // 116: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
-	13, // 117: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	13, // 118: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	13, // 119: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	13, // 120: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	13, // 121: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	13, // 122: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	63, // [63:123] is the sub-list for method output_type
-	3,  // [3:63] is the sub-list for method input_type
+	14, // 25: weft.v1.ServerService.StartExpertRecord:input_type -> google.protobuf.Empty
+	14, // 26: weft.v1.ServerService.StopExpertRecord:input_type -> google.protobuf.Empty
+	14, // 27: weft.v1.ServerService.DumpExpertRecord:input_type -> google.protobuf.Empty
+	14, // 28: weft.v1.ServerService.BalanceExperts:input_type -> google.protobuf.Empty
+	14, // 29: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	6,  // 30: weft.v1.TrainerService.PauseWorkers:input_type -> weft.v1.PauseWorkersRequest
+	14, // 31: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
+	14, // 32: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
+	13, // 33: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
+	13, // 34: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
+	13, // 35: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
+	13, // 36: weft.v1.TrainerService.InitWeightsUpdateGroup:input_type -> google.api.HttpBody
+	13, // 37: weft.v1.TrainerService.DestroyWeightsUpdateGroup:input_type -> google.api.HttpBody
+	13, // 38: weft.v1.TrainerService.BeginWeightUpdate:input_type -> google.api.HttpBody
+	13, // 39: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
+	13, // 40: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
+	13, // 41: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
+	13, // 42: weft.v1.TrainerService.UpdateWeightsFromPeer:input_type -> google.api.HttpBody
+	13, // 43: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
+	13, // 44: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
+	13, // 45: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
+	13, // 46: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
+	13, // 47: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
+	13, // 48: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
+	7,  // 49: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
+	14, // 50: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
+	14, // 51: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
+	8,  // 52: weft.v1.TrainerService.SleepWorkers:input_type -> weft.v1.SleepWorkersRequest
+	9,  // 53: weft.v1.TrainerService.WakeWorkers:input_type -> weft.v1.WakeWorkersRequest
+	14, // 54: weft.v1.TrainerService.IsSleeping:input_type -> google.protobuf.Empty
+	13, // 55: weft.v1.TrainerService.ReleaseMemory:input_type -> google.api.HttpBody
+	13, // 56: weft.v1.TrainerService.ResumeMemory:input_type -> google.api.HttpBody
+	13, // 57: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
+	13, // 58: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
+	13, // 59: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
+	10, // 60: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
+	13, // 61: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	13, // 62: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	13, // 63: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	13, // 64: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	13, // 65: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	13, // 66: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	13, // 67: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	13, // 68: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	13, // 69: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	13, // 70: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	13, // 71: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	13, // 72: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	13, // 73: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	13, // 74: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	13, // 75: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	13, // 76: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	13, // 77: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	13, // 78: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	13, // 79: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	13, // 80: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	13, // 81: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	13, // 82: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	13, // 83: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	13, // 84: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	13, // 85: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	13, // 86: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	13, // 87: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	13, // 88: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	13, // 89: weft.v1.ServerService.StartExpertRecord:output_type -> google.api.HttpBody
+	13, // 90: weft.v1.ServerService.StopExpertRecord:output_type -> google.api.HttpBody
+	13, // 91: weft.v1.ServerService.DumpExpertRecord:output_type -> google.api.HttpBody
+	13, // 92: weft.v1.ServerService.BalanceExperts:output_type -> google.api.HttpBody
+	13, // 93: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	13, // 94: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
+	13, // 95: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
+	13, // 96: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
+	13, // 97: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
+	13, // 98: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
+	13, // 99: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
+	13, // 100: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
+	13, // 101: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
+	13, // 102: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
+	13, // 103: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
+	13, // 104: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
+	13, // 105: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
+	13, // 106: weft.v1.TrainerService.UpdateWeightsFromPeer:output_type -> google.api.HttpBody
+	13, // 107: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
+	13, // 108: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
+	13, // 109: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
+	13, // 110: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
+	13, // 111: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
+	13, // 112: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
+	13, // 113: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
+	13, // 114: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
+	13, // 115: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
+	13, // 116: weft.v1.TrainerService.SleepWorkers:output_type -> google.api.HttpBody
+	13, // 117: weft.v1.TrainerService.WakeWorkers:output_type -> google.api.HttpBody
+	13, // 118: weft.v1.TrainerService.IsSleeping:output_type -> google.api.HttpBody
+	13, // 119: weft.v1.TrainerService.ReleaseMemory:output_type -> google.api.HttpBody
+	13, // 120: weft.v1.TrainerService.ResumeMemory:output_type -> google.api.HttpBody
+	13, // 121: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
+	13, // 122: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
+	13, // 123: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
+	13, // 124: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
+	13, // 125: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	13, // 126: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	13, // 127: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	13, // 128: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	13, // 129: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	13, // 130: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	67, // [67:131] is the sub-list for method output_type
+	3,  // [3:67] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name

@@ -888,13 +888,17 @@ var OllamaService_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	ServerService_ShowVersion_FullMethodName    = "/weft.v1.ServerService/ShowVersion"
-	ServerService_Ping_FullMethodName           = "/weft.v1.ServerService/Ping"
-	ServerService_HealthGenerate_FullMethodName = "/weft.v1.ServerService/HealthGenerate"
-	ServerService_TokenizerInfo_FullMethodName  = "/weft.v1.ServerService/TokenizerInfo"
-	ServerService_StartProfile_FullMethodName   = "/weft.v1.ServerService/StartProfile"
-	ServerService_StopProfile_FullMethodName    = "/weft.v1.ServerService/StopProfile"
-	ServerService_Metrics_FullMethodName        = "/weft.v1.ServerService/Metrics"
+	ServerService_ShowVersion_FullMethodName       = "/weft.v1.ServerService/ShowVersion"
+	ServerService_Ping_FullMethodName              = "/weft.v1.ServerService/Ping"
+	ServerService_HealthGenerate_FullMethodName    = "/weft.v1.ServerService/HealthGenerate"
+	ServerService_TokenizerInfo_FullMethodName     = "/weft.v1.ServerService/TokenizerInfo"
+	ServerService_StartProfile_FullMethodName      = "/weft.v1.ServerService/StartProfile"
+	ServerService_StopProfile_FullMethodName       = "/weft.v1.ServerService/StopProfile"
+	ServerService_StartExpertRecord_FullMethodName = "/weft.v1.ServerService/StartExpertRecord"
+	ServerService_StopExpertRecord_FullMethodName  = "/weft.v1.ServerService/StopExpertRecord"
+	ServerService_DumpExpertRecord_FullMethodName  = "/weft.v1.ServerService/DumpExpertRecord"
+	ServerService_BalanceExperts_FullMethodName    = "/weft.v1.ServerService/BalanceExperts"
+	ServerService_Metrics_FullMethodName           = "/weft.v1.ServerService/Metrics"
 )
 
 // ServerServiceClient is the client API for ServerService service.
@@ -917,6 +921,15 @@ type ServerServiceClient interface {
 	StartProfile(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Ends that profile; answers before its trace is written.
 	StopProfile(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Counts anew, on all workers, the rows that choose each expert. This call and the next three need
+	// the operators' token and the gateway's setting `console = operate`; the first three are SGLang's.
+	StartExpertRecord(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Counts no longer.
+	StopExpertRecord(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Tells what was counted, and where experts are.
+	DumpExpertRecord(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Divides the experts of each worker among its ranks anew by that; answers once it is done.
+	BalanceExperts(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
 	// gateway's settings allow it.
 	Metrics(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
@@ -990,6 +1003,46 @@ func (c *serverServiceClient) StopProfile(ctx context.Context, in *httpbody.Http
 	return out, nil
 }
 
+func (c *serverServiceClient) StartExpertRecord(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ServerService_StartExpertRecord_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *serverServiceClient) StopExpertRecord(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ServerService_StopExpertRecord_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *serverServiceClient) DumpExpertRecord(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ServerService_DumpExpertRecord_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *serverServiceClient) BalanceExperts(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, ServerService_BalanceExperts_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *serverServiceClient) Metrics(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -1020,6 +1073,15 @@ type ServerServiceServer interface {
 	StartProfile(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Ends that profile; answers before its trace is written.
 	StopProfile(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Counts anew, on all workers, the rows that choose each expert. This call and the next three need
+	// the operators' token and the gateway's setting `console = operate`; the first three are SGLang's.
+	StartExpertRecord(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// Counts no longer.
+	StopExpertRecord(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// Tells what was counted, and where experts are.
+	DumpExpertRecord(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
+	// Divides the experts of each worker among its ranks anew by that; answers once it is done.
+	BalanceExperts(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
 	// gateway's settings allow it.
 	Metrics(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
@@ -1050,6 +1112,18 @@ func (UnimplementedServerServiceServer) StartProfile(context.Context, *httpbody.
 }
 func (UnimplementedServerServiceServer) StopProfile(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method StopProfile not implemented")
+}
+func (UnimplementedServerServiceServer) StartExpertRecord(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method StartExpertRecord not implemented")
+}
+func (UnimplementedServerServiceServer) StopExpertRecord(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method StopExpertRecord not implemented")
+}
+func (UnimplementedServerServiceServer) DumpExpertRecord(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method DumpExpertRecord not implemented")
+}
+func (UnimplementedServerServiceServer) BalanceExperts(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method BalanceExperts not implemented")
 }
 func (UnimplementedServerServiceServer) Metrics(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method Metrics not implemented")
@@ -1183,6 +1257,78 @@ func _ServerService_StopProfile_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ServerService_StartExpertRecord_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).StartExpertRecord(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_StartExpertRecord_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).StartExpertRecord(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ServerService_StopExpertRecord_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).StopExpertRecord(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_StopExpertRecord_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).StopExpertRecord(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ServerService_DumpExpertRecord_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).DumpExpertRecord(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_DumpExpertRecord_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).DumpExpertRecord(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ServerService_BalanceExperts_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(emptypb.Empty)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).BalanceExperts(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ServerService_BalanceExperts_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).BalanceExperts(ctx, req.(*emptypb.Empty))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ServerService_Metrics_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
 	if err := dec(in); err != nil {
@@ -1231,6 +1377,22 @@ var ServerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "StopProfile",
 			Handler:    _ServerService_StopProfile_Handler,
+		},
+		{
+			MethodName: "StartExpertRecord",
+			Handler:    _ServerService_StartExpertRecord_Handler,
+		},
+		{
+			MethodName: "StopExpertRecord",
+			Handler:    _ServerService_StopExpertRecord_Handler,
+		},
+		{
+			MethodName: "DumpExpertRecord",
+			Handler:    _ServerService_DumpExpertRecord_Handler,
+		},
+		{
+			MethodName: "BalanceExperts",
+			Handler:    _ServerService_BalanceExperts_Handler,
 		},
 		{
 			MethodName: "Metrics",

@@ -39,6 +39,38 @@ class MetricsAnswer(RootModel[str]):
     """Answer to GET /metrics: Prometheus' text format."""
 
 
+class LayerExpertsAnswer(BaseModel):
+    layer: int
+    rows: list[int] = Field(description="rows that chose each expert")
+    steps: list[int] = Field(description="steps in which some row did")
+    places: list[int] = Field(
+        description="the expert in each place, rank after rank, -1: unused; empty: they do not move"
+    )
+    imbalance: float = Field(description="work of the most loaded rank over the mean of all")
+
+
+class ExpertBalanceAnswer(BaseModel):
+    imbalance: float
+    num_placements: int
+    num_moved: int
+    num_failed: int
+    problem: str
+
+
+class WorkerExpertsAnswer(BaseModel):
+    is_counting: bool
+    num_steps: int
+    num_ranks: int
+    balance: ExpertBalanceAnswer | None = Field(None, description="null: experts do not move")
+    layers: list[LayerExpertsAnswer] = Field(description="of a dump alone")
+
+
+class ExpertsAnswer(BaseModel):
+    """Answer about the experts of all workers, by their ids."""
+
+    workers: dict[str, WorkerExpertsAnswer]
+
+
 class ProfileAnswer(BaseModel):
     """Answer to POST /start_profile and /stop_profile."""
 

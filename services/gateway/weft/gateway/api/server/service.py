@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
@@ -12,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from weft.common.version import version
 from weft.contract.errors import PermissionDenied, WeftError
+from weft.contract.experts import ExpertAction
 from weft.contract.tasks import Task
-from weft.gateway.admission.authenticate import current_tenant
+from weft.gateway.admission.authenticate import bearer, current_tenant
 from weft.gateway.api.answer import JSON, json_body
 from weft.gateway.api.call import Context, begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
@@ -24,6 +26,7 @@ from weft.gateway.api.server.profiles import (
     profile_order,
 )
 from weft.gateway.catalogue import Catalogue
+from weft.gateway.console.weights import MeshWeights
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.request import CallFacts, PoolingOptions, RawRequest, TokenPrompt
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
@@ -97,6 +100,7 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         ready: Callable[[], Awaitable[object]],
         bodies: BodyParser,
         profiles: ProfileCalls,
+        weights: MeshWeights,
         *,
         serves_metrics: bool,
         asks_for_keys: bool,
@@ -110,6 +114,7 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         self._ready = ready
         self._bodies = bodies
         self._profiles = profiles
+        self._weights = weights
         self._serves_metrics = serves_metrics
         self._asks_for_keys = asks_for_keys
         self._probe = GenerationProbe(pipeline, models)
@@ -178,6 +183,23 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
         answer = await self._profiles.stop()
         await begin_answer(context, facts.request_id)
         return json_body(answer)
+
+    async def StartExpertRecord(self, request: Empty, context: Context) -> HttpBody:
+        return await self._experts("start", context)
+
+    async def StopExpertRecord(self, request: Empty, context: Context) -> HttpBody:
+        return await self._experts("stop", context)
+
+    async def DumpExpertRecord(self, request: Empty, context: Context) -> HttpBody:
+        return await self._experts("dump", context)
+
+    async def BalanceExperts(self, request: Empty, context: Context) -> HttpBody:
+        return await self._experts("balance", context)
+
+    async def _experts(self, action: ExpertAction, context: Context) -> HttpBody:
+        self._profiles.check_caller(context)
+        found = await self._weights.experts(action, bearer(context.invocation_metadata()))
+        return json_body({"workers": {name: asdict(state) for name, state in found.items()}})
 
 
 def _or_empty(request: HttpBody) -> HttpBody:

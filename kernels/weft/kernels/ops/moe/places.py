@@ -13,37 +13,37 @@ from weft.kernels.ops.plain_experts.spec import PlainExperts
 from weft.kernels.shared.cpu import WeightStruct
 
 
-def slot_tensors(w: ExpertWeights | PlainExperts, slot: int) -> list[torch.Tensor]:
+def tensors_at(w: ExpertWeights | PlainExperts, place: int) -> list[torch.Tensor]:
     """All tensors of one expert; writing them changes the layer's weights."""
     if w.stacked is not None:
         biases = w.biases if isinstance(w, ExpertWeights) else None
         whole = [tensor for part in w.stacked for _, tensor in _tensors_of(part)]
-        return [tensor[slot] for tensor in (*whole, *(biases or ()))]
+        return [tensor[place] for tensor in (*whole, *(biases or ()))]
     found = list[torch.Tensor]()
-    for weight in _products(w, slot):
+    for weight in _products(w, place):
         found += [tensor for _, tensor in _tensors_of(weight.form)]
         found += [] if weight.bias is None else [weight.bias]
     return found
 
 
-def slot_form(w: ExpertWeights | PlainExperts, slot: int) -> str:
+def form_at(w: ExpertWeights | PlainExperts, place: int) -> str:
     """What two experts must have in common for one to take the other's place, in words."""
-    tensors = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in slot_tensors(w, slot))
+    tensors = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors_at(w, place))
     if w.stacked is not None:
         return tensors
-    structs = (w.form.struct for w in _products(w, slot) if isinstance(w.form, NativeForm))
+    structs = (w.form.struct for w in _products(w, place) if isinstance(w.form, NativeForm))
     return f"{tensors}; {[_numbers_of(struct) for struct in structs]}"
 
 
 def can_move(w: ExpertWeights | PlainExperts) -> bool:
     """Whether the bytes of a layer's experts are known to PyTorch."""
-    return not any(tensor.is_mkldnn for tensor in slot_tensors(w, 0))
+    return not any(tensor.is_mkldnn for tensor in tensors_at(w, 0))
 
 
-def _products(w: ExpertWeights | PlainExperts, slot: int) -> Sequence[LinearWeight]:
+def _products(w: ExpertWeights | PlainExperts, place: int) -> Sequence[LinearWeight]:
     if isinstance(w, ExpertWeights):
-        return w.w13[slot], w.w2[slot]
-    return w.up[slot], w.down[slot]
+        return w.w13[place], w.w2[place]
+    return w.up[place], w.down[place]
 
 
 def _tensors_of(part: object) -> Iterator[tuple[str, torch.Tensor]]:
