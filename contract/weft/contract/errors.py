@@ -342,6 +342,7 @@ _BY_REASON: dict[str, type[WeftError]] = {
         Asleep,
         WeightsIncomplete,
         RefitRunning,
+        ExpertsFixed,
         GroupFailed,
         AdapterNotFound,
         AdapterError,

@@ -87,7 +87,7 @@ class Shuffler:
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         experts = self._engine.experts
-        if not experts.has_job:
+        if experts.job is None:
             assert self.wanted == {} or experts.placements == self.wanted
             self.wanted = {n: random_placement(old) for n, old in experts.placements.items()}
             experts.begin(self.wanted)
@@ -276,7 +276,7 @@ def test_a_copy_that_comes_damaged_leaves_the_old_placement(
         wanted = {first: swapped} | {n: random_placement(old[n]) for n in others}
         experts.begin(wanted)
         load = partial(load_reference, model)
-        while experts.has_job:
+        while experts.job is not None:
             for prompt, found, its in zip(prompts, tokens_of(llm, prompts), right, strict=True):
                 check_same(load, prompt, found, its)
         balance = experts.balance
@@ -313,7 +313,7 @@ def test_other_weights_come_to_where_experts_were_at_the_start(
         while shuffler.num_changes < 6:
             tokens_of(llm, prompts)
         llm.engine.turn = shuffler._turn  # type: ignore[method-assign]
-        while llm.engine.experts.has_job:
+        while llm.engine.experts.job is not None:
             tokens_of(llm, prompts)
         with pytest.raises(ConfigError, match="other places"):
             llm.offer_weights()

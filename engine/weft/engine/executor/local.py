@@ -363,18 +363,17 @@ class LocalExecutor:
         """Does nothing: there is no other process to end."""
 
     def launch(self, step: StepInput) -> Launched:
-        if self.counts is None or not self.counts.every:
-            return self._recorded_launch(step)
-        self.counts.begin(step.num_rows)
-        launched = self._recorded_launch(step)
-        self.counts.end(step.num_rows)
+        counts = self.counts
+        if counts is not None and counts.every:
+            counts.begin(step.num_rows)
+        if self.profiler.is_recording:
+            with self.profiler.step(step):
+                launched = self._launch(step)
+        else:
+            launched = self._launch(step)
+        if counts is not None and counts.every:
+            counts.end(step.num_rows)
         return launched
-
-    def _recorded_launch(self, step: StepInput) -> Launched:
-        if not self.profiler.is_recording:
-            return self._launch(step)
-        with self.profiler.step(step):
-            return self._launch(step)
 
     def _launch(self, step: StepInput) -> Launched:
         if self.graphs is not None:

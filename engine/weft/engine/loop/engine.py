@@ -161,7 +161,7 @@ class Engine:
             return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
             return STANDSTILL_S
-        if self.fills.num_open or self.weights.is_busy or self.experts.has_job:
+        if self.fills.num_open or self.weights.is_busy or self.experts.job is not None:
             return EXPIRY_INTERVAL_S
         return QUIET_REPORT_S if self._is_reported and self.is_idle else IDLE_S
 
@@ -199,7 +199,11 @@ class Engine:
             if self.sessions is not None:
                 self.sessions.tick()
             self.filler.tick()
-        self._turn_weights()
+        experts = self.experts
+        if self._weight_commands or experts.job is not None or now >= experts.due_at:
+            self._turn_experts()
+        elif self.weights.turn(self.pipeline.num_steps):
+            experts.reset()
         if self.weights.stops_steps:
             plan = Plan()
         elif self.pipeline.may_begin():
@@ -239,7 +243,8 @@ class Engine:
         self.pipeline.host_rests()
         return self._out.take(with_batches=goes)
 
-    def _turn_weights(self) -> None:
+    def _turn_experts(self) -> None:
+        """The turn of weights and experts, of which one at a time gives ranks work on weights."""
         if not self.experts.is_busy:
             for command in self._weight_commands:
                 self.weights.obey(command, has_moved_experts=self.experts.has_moved)

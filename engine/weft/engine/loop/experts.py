@@ -11,6 +11,7 @@ since ranks get the order between steps.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -41,13 +42,15 @@ _MIN_ROWS = 4
 
 
 @dataclass(slots=True)
-class _Job:
+class ExpertJob:
     """Placements that are put in place, layer by layer."""
 
     wanted: dict[int, Placement]
     queries: list[int] = field(default_factory=list)
     layer: int | None = None
     """The layer that is under way."""
+    new: Placement | None = None
+    """Its placement to be."""
     is_taking: bool = False
 
 
@@ -80,8 +83,10 @@ class ExpertControl:
         self._is_recording = False
         self._recorded: tuple[Mapping[int, ExpertLoad], int] = {}, 0
         """What was counted when a recording ended, and in how many steps."""
-        self._job: _Job | None = None
-        self._due_at = clock() + config.balance_interval_s
+        self.job: ExpertJob | None = None
+        """None: no layer is to get another placement."""
+        self.due_at = clock() + config.balance_interval_s if self._is_automatic else math.inf
+        """When counts are looked at next."""
         self._balance: ExpertBalance | None = None
         if moves is not None:
             none = ExpertBalance(imbalance=0.0, num_placements=0, num_moved=0, num_failed=0)
@@ -92,12 +97,7 @@ class ExpertControl:
     @property
     def is_busy(self) -> bool:
         """Whether a layer is under way, so that ranks must not get other work on weights."""
-        return self._job is not None and self._job.layer is not None
-
-    @property
-    def has_job(self) -> bool:
-        """Whether turns must come soon."""
-        return self._job is not None
+        return self.job is not None and self.job.layer is not None
 
     @property
     def balance(self) -> ExpertBalance | None:
@@ -142,10 +142,10 @@ class ExpertControl:
         """Called in every turn, between two steps. `may_begin` says whether ranks may get work on
         weights.
         """
-        if self._job is not None:
-            self._advance(self._job, may_begin)
-        elif self._is_automatic and self._clock() >= self._due_at:
-            self._due_at = self._clock() + self._config.balance_interval_s
+        if self.job is not None:
+            self._advance(self.job, may_begin)
+        elif self._clock() >= self.due_at:
+            self.due_at = self._clock() + self._config.balance_interval_s
             self._look()
 
     def begin(self, wanted: Mapping[int, Placement], query: int | None = None) -> None:
@@ -156,11 +156,11 @@ class ExpertControl:
                 "balance_experts = order or auto",
                 stage="experts",
             )
-        if self._job is None:
-            self._job = _Job({})
-        self._job.wanted |= wanted
+        if self.job is None:
+            self.job = ExpertJob({})
+        self.job.wanted |= wanted
         if query is not None:
-            self._job.queries.append(query)
+            self.job.queries.append(query)
 
     # -- counts ----------------------------------------------------------------------------------
 
@@ -234,17 +234,18 @@ class ExpertControl:
 
     # -- moves -----------------------------------------------------------------------------------
 
-    def _advance(self, job: _Job, may_begin: bool) -> None:
+    def _advance(self, job: ExpertJob, may_begin: bool) -> None:
         assert self._moves is not None
         if job.layer is None:
             if job.wanted and not may_begin:
                 return
             if not job.wanted:
-                self._job = None
+                self.job = None
                 for query in job.queries:
                     self._reply(query)
                 return
             job.layer, job.is_taking = min(job.wanted), False
+            job.new = job.wanted.pop(job.layer)
             self._executor.order(SendExperts(job.layer, *self._numbers(job)))
             return
         if (result := self._moves.take_result()) is None:
@@ -258,13 +259,14 @@ class ExpertControl:
             self._executor.order(TakeExperts(job.layer, *self._numbers(job), result.offer))
             return
         else:
-            self._place(job.layer, job.wanted[job.layer])
-        del job.wanted[job.layer]
-        job.layer = None
+            assert job.new is not None
+            self._place(job.layer, job.new)
+        job.layer = job.new = None
 
-    def _numbers(self, job: _Job) -> tuple[list[int], list[int]]:
+    def _numbers(self, job: ExpertJob) -> tuple[list[int], list[int]]:
         assert job.layer is not None
-        return self.placements[job.layer].numbers, job.wanted[job.layer].numbers
+        assert job.new is not None
+        return self.placements[job.layer].numbers, job.new.numbers
 
     def _place(self, layer: int, new: Placement) -> None:
         self._executor.order(PlaceExperts(layer, new.numbers))
