@@ -56,7 +56,7 @@ from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
     context_peers_of,
-    experts_of,
+    expert_moves_of,
     gather_of,
     has_companions,
     link_stages,
@@ -517,7 +517,7 @@ def _make_executor(
         counts=_counts_of(config, models, device),
         experts=None
         if shared is None
-        else experts_of(config, models.loaded, shared.others, device),
+        else expert_moves_of(config, models.loaded, shared.others, device),
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)

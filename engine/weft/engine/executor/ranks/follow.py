@@ -55,7 +55,7 @@ from weft.engine.executor.ranks.share import (
     SharedMemory,
     blocks_of,
     context_peers_of,
-    experts_of,
+    expert_moves_of,
     gather_of,
     link_stages,
     load_share,
@@ -221,7 +221,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         refit=loaded.refit,
         packed=loaded.packed,
         sleep=sleep,
-        experts=experts_of(config, loaded, others, device),
+        experts=expert_moves_of(config, loaded, others, device),
     )
     executor.gather = gather_of(config, others, context, pool)
     executor.refits.tell = executor.sleeper.tell = others.tell

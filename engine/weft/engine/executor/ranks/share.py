@@ -133,7 +133,7 @@ def load_share(
     return (loaded if drafted is None else replace(loaded, model=drafted)), drafted
 
 
-def experts_of(
+def expert_moves_of(
     config: EngineConfig, loaded: LoadedModel, others: RankGroup, device: torch.device
 ) -> ExpertMoves | None:
     """What puts experts on other ranks; None: they stay. Raises ConfigError if they cannot be
