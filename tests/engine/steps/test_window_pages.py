@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ VOCAB = 517
 WINDOW = 21
 NUM_NEW = 30
 ALONE = {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
+RANKS = {"tp": 2, "check_ranks": True, "rank_timeout_s": 60.0}
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"layer_types": LAYERS, "use_sliding_window": True},
@@ -86,8 +88,14 @@ def check(engine: Engine) -> None:
             window._index.check_integrity()
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefill_chunk_tokens": 2 * PAGE, "overlap": "on"}])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "prefix_cache"),
+    [
+        *product([{}, {"prefill_chunk_tokens": 2 * PAGE, "overlap": "on"}], [True, False]),
+        (RANKS, True),
+        pytest.param(RANKS | {"overlap": "on"}, False, marks=pytest.mark.full),
+    ],
+)
 def test_texts_far_beyond_the_window(
     model_dir: Path, model: torch.nn.Module, settings: dict[str, Any], prefix_cache: bool
 ) -> None:
@@ -101,13 +109,14 @@ def test_texts_far_beyond_the_window(
         check(llm.engine)
 
 
+@pytest.mark.parametrize("ranks", [{}, pytest.param(RANKS, marks=pytest.mark.full)])
 def test_prompts_that_part_from_a_cached_one_anywhere(
-    model_dir: Path, model: torch.nn.Module
+    model_dir: Path, model: torch.nn.Module, ranks: dict[str, Any]
 ) -> None:
     """Whatever pages of the window the cache has given up by then."""
     base = random_prompt(150)
     values = {"page_size": PAGE, "num_pages": 64, "max_running_requests": 2}
-    values |= {"max_step_tokens": 4 * PAGE, "prefill_chunk_tokens": 4 * PAGE}
+    values |= {"max_step_tokens": 4 * PAGE, "prefill_chunk_tokens": 4 * PAGE} | ranks
     hits = set()
     with LLM(model_dir, dtype="float32", poison_free_pages=True, **values) as llm:
         (window,) = llm.engine.parts.companions
@@ -157,6 +166,24 @@ def test_a_request_has_no_more_pages_than_its_window_needs(model_dir: Path) -> N
         assert most[1] <= -(-WINDOW // PAGE) + 2 + 4
         total, used = engine.memories[1].counts().total, most[1]
         assert used <= total < 75, (used, total)
+
+
+@pytest.mark.full
+def test_ranks_under_load_lose_no_page(model_dir: Path, model: torch.nn.Module) -> None:
+    """Random ends, cancels and pre-emptions; pages are NaN from the moment they are free."""
+    rng, clock = random.Random(random.randrange(2**32)), ManualClock()
+    samplings = [SamplingParams(temperature=float(i % 2 == 0), seed=i, n=4) for i in range(12)]
+    sizes = {"max_running_requests": 3, "max_step_tokens": 32, "prefill_chunk_tokens": 16}
+    engine = make_engine(model_dir, "decode", clock, **ALONE, num_pages=36, **sizes, **RANKS)
+    assert len(engine.memories) == 2
+    alone = make_engine(model_dir, "decode", clock, **ALONE, window_pages="keep")
+    texts = make_texts(alone, clock, samplings, NUM_NEW)
+    storm = Storm(engine, [], clock, texts, rng)
+    try:
+        ride_out(storm, 200, 24, lambda: bool(storm.num_preempted))
+        check(engine)
+    finally:
+        storm.close()
 
 
 @pytest.mark.parametrize(
@@ -272,6 +299,7 @@ def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path)
         engine.close()
     for settings, why in (
         ({"drafter": "eagle3", "draft_dir": model_dir, "draft_width": 4}, "drafts form trees"),
+        ({"pp": 2}, "only tp's on CPUs free them"),
     ):
         with pytest.raises(ConfigError, match=f"window_pages = free: must be .*{why}"):
             make_engine(model_dir, "decode", ManualClock(), window_pages="free", **settings)

@@ -100,6 +100,28 @@ def check(pair: EnginePair) -> None:
                 window._index.check_integrity()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("of_owner", [True, False])
+def test_windows_go_between_ranks_and_one_process(
+    model_dir: Path, model: torch.nn.Module, of_owner: bool
+) -> None:
+    clock, ranks = ManualClock(), {"tp": 2, "rank_timeout_s": 60.0}
+    owner, filler = (
+        make_engine(model_dir, role, clock, window_pages="free", **(ranks if has_ranks else {}))
+        for role, has_ranks in (("decode", of_owner), ("prefill", not of_owner))
+    )
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        for length in (WINDOW, WINDOW + PAGE, *random.sample(range(60, 160), 3)):
+            prompt = random_prompt(length)
+            assert pair.finish(pair.submit(prompt, 6)) == [Greedy(model, prompt, 6)]
+        counters = pair.owner.counters()
+        assert (counters["fills_done"], counters["fills_failed"]) == (5, 0)
+        check(pair)
+    finally:
+        pair.close()
+
+
 @pytest.mark.parametrize("way", [WAYS[1], *OTHERS])
 def test_filled_prompts_of_every_length_around_borders(
     model_dir: Path, model: torch.nn.Module, way: dict[str, Any]

@@ -102,14 +102,15 @@ def play(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "pool"),
+    ("threshold", "pool", "ranks"),
     [
-        (0, "host"),
+        (0, "host", 1),
         *(
-            pytest.param(threshold, pool, marks=FULL)
+            pytest.param(threshold, pool, 1, marks=FULL)
             for threshold, pool in ((0, "device"), (0, "device and pinned"), (1, "host"))
         ),
-        pytest.param(1000, "host", marks=FULL),
+        pytest.param(1000, "host", 1, marks=FULL),
+        pytest.param(0, "host", 2, marks=FULL),
     ],
 )
 def test_prompts_go_on_wherever_the_last_window_comes_back(
@@ -117,12 +118,14 @@ def test_prompts_go_on_wherever_the_last_window_comes_back(
     model: torch.nn.Module,
     threshold: int,
     pool: str,
+    ranks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     play(monkeypatch, pool)
-    overlap = random.choice(["off", "on"])
-    print(f"overlap {overlap}")
-    with bench_of(model_dir, write_through_threshold=threshold, overlap=overlap) as bench:
+    settings = {"write_through_threshold": threshold, "tp": ranks}
+    settings |= {"overlap": random.choice(["off", "on"])}
+    print(settings)
+    with bench_of(model_dir, **settings) as bench:
         (window,) = bench.engine.parts.companions
         assert window.memory.num_usable_pages < 30
         prompt = prompt_of(LENGTH)

@@ -990,7 +990,10 @@ class EngineConfig(PageConfig):
         """Why the engine keeps pages that sliding windows have passed; empty: it frees them."""
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
-            (self.num_ranks > 1, "ranks divide one page group"),
+            (
+                self.num_ranks > 1 and (self.is_on_gpu or self.num_ranks > self.tp or self.dcp > 1),
+                "of several processes only tp's on CPUs free them",
+            ),
             (
                 self.window_pages == "auto"
                 and (self.fills_others or self.has_store or not self.never_fills),

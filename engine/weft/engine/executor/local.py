@@ -129,6 +129,7 @@ class LocalExecutor:
     Args:
         num_pages: Pages of the first page group, the null page included.
         window_pages: Pages of each further page group, the null page included.
+        window_pools: Their pools, if ranks share them.
         num_blocks: Blocks of recurrent layers, the null block included; unused without such layers.
         max_requests: Rows of the page table.
         cuda_graphs: Whether to capture steps; only a CUDA device does.
@@ -171,6 +172,7 @@ class LocalExecutor:
         max_drafts: int = 0,
         tree_rows: Sequence[int] = (),
         window_pages: Sequence[int] = (),
+        window_pools: Sequence[RankPool] = (),
         num_blocks: int = 0,
         heads: PooledHeads | None = None,
         is_fixed: bool = False,
@@ -221,16 +223,19 @@ class LocalExecutor:
         with nullcontext() if sleep.pools is None else sleep.pools.taking():
             if pool is None:
                 pool = _new_pool(layout, 0, num_pages, device)
-            further = [
-                _new_pool(layout, group, count, device).whole
+            further = window_pools or [
+                _new_pool(layout, group, count, device)
                 for group, count in enumerate(window_pages, 1)
             ]
+        of_windows = [one.whole for one in further]
+        if window_pools:
+            shared = (*shared, *(() if rank else of_windows))
         self.pool, self._own_pool, pages, memory, _ = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
         self._page_rows = _rows(self.pool) if memory is None else memory
         self.device_pages = pages or DevicePages.of(self._page_rows)
         """Whole pages, with the heads of all ranks."""
-        self._pools = (self.pool, *further)
+        self._pools = (self.pool, *of_windows)
         self.routes: PageRoutes | None = None
         """None: pages have no routes of experts."""
         if layout.routes is not None:
@@ -238,7 +243,7 @@ class LocalExecutor:
             routes = layout.routes, self._page_rows, begin, layout.page_size
             self.routes = PageRoutes(*routes)
         recorded = None if self.routes is None else self.routes.memory
-        own = (self._page_rows, *further) if is_own else further
+        own = (*([self._page_rows] if is_own else []), *([] if window_pools else of_windows))
         self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device, beside)
         self.states: StateMemory | None = None
         """None: the model has no recurrent layers."""
@@ -259,11 +264,15 @@ class LocalExecutor:
         """Lengths and last tokens of the slots as the device knows them, ahead of the host."""
         self._keeper = DraftKeeper(self.known, self._own_pool, drafted)
         self._draws: DrawGraphs | None = None
-        self.page_table, *self.window_tables = (
-            PageTable(max_requests, max_pages, keeps_changes=is_cuda) for _ in layout.groups
-        )
-        """The host's page table of each page group; changes reach the device with the next step."""
-        windows = list(zip(self.window_tables, self._pools[1:], strict=True))
+        self.page_table = PageTable(max_requests, max_pages, keeps_changes=is_cuda)
+        """The host's page table; changes reach the device with the next step."""
+        is_sent = is_cuda or (num_ranks > 1 and not rank)
+        self.window_tables = [
+            PageTable(max_requests, max_pages, keeps_changes=is_sent) for _ in further
+        ]
+        """As `page_table`, of each further page group."""
+        own_windows = [one.own for one in further]
+        windows = list(zip(self.window_tables, own_windows, strict=True))
         self._batches: HostInputs | DeviceInputs = HostInputs(
             self.page_table, self._page_size, self.known, lora, windows, self.states, recorded
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.expert_counts import ExpertCounts
 from weft.engine.executor.graphs import Progress
 from weft.engine.executor.kv_format import kept_layout
-from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.local import LocalExecutor, RankPool
 from weft.engine.executor.media_warm_up import warm_up_media
 from weft.engine.executor.memory_plan import (
     time_token,
@@ -66,6 +66,7 @@ from weft.engine.executor.ranks.share import (
     pool_of,
     sleep_memory,
     stage_of,
+    window_pools_of,
 )
 from weft.engine.executor.ranks.staged import StagedExecutor
 from weft.engine.executor.ranks.start import Ranks
@@ -479,8 +480,10 @@ def _make_executor(
     sleep: SleepMemory,
 ) -> LocalExecutor:
     layout, pool, blocks = models.layout, None, None
+    windows: Sequence[RankPool] = ()
     if shared is not None:
         layout, pool = pool_of(config, shared, layout, pools.num_pages, context)
+        windows = window_pools_of(shared, models.layout, pools.window_pages)
         blocks = blocks_of(config, shared, layout, pools.num_blocks)
     executor = LocalExecutor(
         models.loaded.model,
@@ -499,6 +502,7 @@ def _make_executor(
         max_drafts=config.most_drafts,
         tree_rows=tree_rows(config),
         window_pages=pools.window_pages,
+        window_pools=windows,
         num_blocks=pools.num_blocks,
         heads=models.loaded.heads,
         is_fixed=config.deterministic,

@@ -126,6 +126,7 @@ def size_pools(
         num_pages = ranks.agree("pages", num_pages)
         if layout.states is not None:
             num_blocks = ranks.agree("blocks", num_blocks)
+        of_windows = [ranks.agree("windows", count) for count in of_windows]
     plan += describe_windows(layout, (num_pages, *of_windows))
     model = loaded.config
     if len(layout.groups) == 1 and model.has_windows:

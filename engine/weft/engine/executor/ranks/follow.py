@@ -63,6 +63,7 @@ from weft.engine.executor.ranks.share import (
     peers_of,
     pool_of,
     sleep_memory,
+    window_pools_of,
     with_media_rows,
 )
 from weft.engine.executor.ranks.start import START_LIMIT_S
@@ -194,6 +195,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
+    of_windows = [others.agree("windows", UNBOUNDED) for _ in layout.groups[1:]]
     own, pool = pool_of(config, shared, layout, num_pages, context)
     media = media_of(config, loaded, layout, device, peers)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
@@ -211,6 +213,8 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         max_drafts=config.most_drafts,
         num_blocks=num_blocks,
         pool=pool,
+        window_pages=of_windows,
+        window_pools=window_pools_of(shared, layout, of_windows),
         blocks=blocks_of(config, shared, own, num_blocks),
         num_ranks=config.tp,
         rank=others.rank,
@@ -255,8 +259,9 @@ def follow(
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.
         frame = decode(group.take(spins=executor.facts.is_asynchronous))
         match frame:
-            case Step(step, pages, draft_limits):
+            case Step(step, pages, draft_limits, windows):
                 pages.enter(executor.page_table)
+                windows.enter(executor.window_tables)
                 if draft_limits is not None:
                     assert drafting is not None
                     step.drafts = drafting.later(step, draft_limits)

@@ -56,6 +56,26 @@ class NewPages(NamedTuple):
 NO_PAGES = NewPages(*[NO_NUMBERS] * 4)
 
 
+class NewWindows(NamedTuple):
+    """Entries of the page tables of window groups that the other ranks lack."""
+
+    entries: Int64Array
+    """[K]: indices into the tables, flattened and one after another."""
+    pages: Int64Array
+    """[K]."""
+
+    def enter(self, tables: Sequence[PageTable]) -> None:
+        left = self.entries
+        for table in tables:
+            size = table.pages.size
+            is_here = (left >= 0) & (left < size)
+            table.pages.reshape(-1)[left[is_here]] = self.pages[is_here]
+            left = left - size
+
+
+NO_WINDOWS = NewWindows(NO_NUMBERS, NO_NUMBERS)
+
+
 class Step(NamedTuple):
     step: StepInput
     pages: NewPages
@@ -63,6 +83,7 @@ class Step(NamedTuple):
     """[V]: `StepInput.draft_limits` of the verified requests, if the device makes their drafts for
     this step; else None.
     """
+    windows: NewWindows = NO_WINDOWS
 
 
 class DraftOrder(NamedTuple):
@@ -102,7 +123,7 @@ _NUM_STATES = 4
 _NOT_INSERTED = (None,) * len(InsertedRows._fields)
 
 
-def encode_step(step: StepInput, pages: NewPages) -> Frame:
+def encode_step(step: StepInput, pages: NewPages, windows: NewWindows = NO_WINDOWS) -> Frame:
     """Encodes a step. Drafts made on the device must be chains."""
     made: Int64Array | None = None
     if step.drafts is not None:
@@ -125,7 +146,7 @@ def encode_step(step: StepInput, pages: NewPages) -> Frame:
         media[-2:] = step.turned.rows, step.turned.axes.reshape(-1)
     pooled = [(one.request, one.wanted.start, one.wanted.stop) for one in step.pooled]
     made_of = np.array(pooled, np.int64).reshape(-1) if pooled else NO_NUMBERS
-    arrays = [*_arrays_of(step), scores, made_of, made, *pages, *of_states, *media]
+    arrays = [*_arrays_of(step), scores, made_of, made, *pages, *of_states, *media, *windows]
     lengths = [_NONE if array is None else len(array) for array in arrays]
     if step.starts is step.max_starts:
         lengths[_ARRAYS.index("starts")] = _SAME
@@ -188,7 +209,8 @@ def decode(
 def _step(numbers: Int64Array) -> Step:
     num_pages = len(NewPages._fields)
     num_media = len(_NOT_INSERTED) + len(TurnedRows._fields)
-    num_lengths = len(_ARRAYS) + 3 + num_pages + _NUM_STATES + num_media
+    num_windows = len(NewWindows._fields)
+    num_lengths = len(_ARRAYS) + 3 + num_pages + _NUM_STATES + num_media + num_windows
     _, num_decodes, num_verified, has_trees, num_few = numbers[:5].tolist()
     at, arrays = 5 + num_lengths, list[Int64Array | None]()
     for length in numbers[5:at].tolist():
@@ -218,6 +240,9 @@ def _step(numbers: Int64Array) -> Step:
     assert made_of is not None
     of_pages, rest = rest[:num_pages], rest[num_pages:]
     (borders, blocks, writes, table), media = rest[:_NUM_STATES], rest[_NUM_STATES:]
+    *media, entries, of_windows = media
+    assert entries is not None
+    assert of_windows is not None
     rows, sources, ends, turned_rows, axes = media
     states: StateRows | None = None
     if borders is not None:
@@ -254,7 +279,8 @@ def _step(numbers: Int64Array) -> Step:
             else TurnedRows(turned_rows, axes.reshape(len(turned_rows), -1))
         ),
     )
-    return Step(step, NewPages(*(part for part in of_pages if part is not None)), made)
+    new_pages = NewPages(*(part for part in of_pages if part is not None))
+    return Step(step, new_pages, made, NewWindows(entries, of_windows))
 
 
 def _scores(numbers: Sequence[int]) -> list[ScoredRows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,9 @@ from weft.engine.executor.orders import (
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
     NO_PAGES,
+    NO_WINDOWS,
     NewPages,
+    NewWindows,
     encode_barrier,
     encode_chains,
     encode_draw,
@@ -86,7 +89,7 @@ class RankedExecutor:
         with the step.
         """
         group = self._ranks.group
-        group.post(encode_step(step, self._sent_pages.take()))
+        group.post(encode_step(step, self._sent_pages.take(), changes_of(self.window_tables)))
         try:
             launched = self._local.launch(step)
         except Exception as error:
@@ -168,6 +171,18 @@ class RankedExecutor:
         self._ranks.close()
         if self._peers is not None:
             self._peers.close()
+
+
+def changes_of(tables: Sequence[PageTable]) -> NewWindows:
+    """The entries of these page tables that have changed since the last call."""
+    begin, entries, pages = 0, list[Int64Array](), list[Int64Array]()
+    for table in tables:
+        changes = table.take_changes()
+        if len(changes.indices):
+            entries.append(changes.indices + begin)
+            pages.append(changes.pages.astype(np.int64))
+        begin += table.pages.size
+    return NewWindows(np.concatenate(entries), np.concatenate(pages)) if entries else NO_WINDOWS
 
 
 class SentPages:

@@ -125,6 +125,7 @@ def load_share(
         mtp_head=config.reads_mtp,
         is_fixed=config.deterministic,
         max_context_tokens=config.max_context_tokens,
+        frees_windows=not config.keeps_windows,
         images=config.has_tower(model),
         peer=peer_weights(config, others.rank),
     )
@@ -355,6 +356,21 @@ def pool_of(
         return layout, RankPool(whole, whole)
     heads = kv_heads_of(layout.plane.heads, shared.rank, shared.size)
     return layout, RankPool(whole, whole[:, heads])
+
+
+def window_pools_of(
+    shared: SharedMemory, layout: CacheLayout, counts: Sequence[int]
+) -> list[RankPool]:
+    """The pools of the page groups of windows, of so many pages each, of ranks on a CPU: as with
+    `pool_of`, all share them. Raises ConfigError if the pools do not fit.
+    """
+    found = list[RankPool]()
+    for number, (group, count) in enumerate(zip(layout.groups[1:], counts, strict=True), 1):
+        segment = shared.others.share(count * group.page_bytes(layout.page_size))
+        whole = segment.tensor(layout.pool_shape(count, number), dtype_of(group.plane))
+        heads = kv_heads_of(group.plane.heads, shared.rank, shared.size)
+        found.append(RankPool(whole, whole[:, heads]))
+    return found
 
 
 def _mapped_pool(
