@@ -170,6 +170,8 @@ class WorkerStatus:
     """Name of the machine that it runs on."""
     ranks: list[RankStatus] = field(default_factory=list)
     """Where each of its ranks runs there."""
+    expert_group: str = ""
+    """The same for workers that share experts, and end together; empty: it shares none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -325,6 +327,7 @@ def _add_info(status: WorkerStatus, info: worker_pb2.GetInfoResponse) -> None:
     status.versions = dict(info.versions)
     status.kvstores = list(info.kvstores)
     status.host, status.ranks = info.host, ranks_of(info)
+    status.expert_group = info.expert_group
 
 
 def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:

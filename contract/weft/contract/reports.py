@@ -188,6 +188,10 @@ class EngineInfo:
     """Numbers of layers, heads and elements of a head in the planes after the first, by name:
     planes whose pages are freed after a window, and planes of layers with other heads.
     """
+    expert_group: str = ""
+    """Names the workers with which it shares experts, as long as these live; empty: it has all."""
+    expert_group_rank: int = 0
+    expert_group_size: int = 0
 
 
 def describe_bubbles(counters: Mapping[str, int]) -> str:

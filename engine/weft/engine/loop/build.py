@@ -372,6 +372,9 @@ def _load_parts(
         info=replace(
             describe_engine(config, loaded, layout, pools.num_pages, max_tokens, plane, notices),
             encoder_digest=encoder_digest,
+            expert_group="" if group is None else group.incarnation,
+            expert_group_rank=config.attention_dp_rank,
+            expert_group_size=0 if group is None else group.size,
         ),
         tiers=tiers,
         sampler=sampler,

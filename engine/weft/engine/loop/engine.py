@@ -22,6 +22,7 @@ from weft.contract.tasks import TOKEN_OUTPUTS
 from weft.contract.weights import WeightCommand
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.orders import PoisonPages, ZeroPages
+from weft.engine.executor.ranks.attention_dp import LockstepExecutor
 from weft.engine.loop.draws import SampledTokens
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.groups import first_to_run
@@ -186,6 +187,8 @@ class Engine:
         self._executor.check()
         if inbox is not None:
             self._take_inbox(inbox)
+        if self.parts.lockstep is not None:
+            self._follow_group(self.parts.lockstep)
         if self.tiers is not None:
             self.tiers.take()
         self._take_transfers()
@@ -270,9 +273,9 @@ class Engine:
         for order in inbox.adapter_orders:
             self.adapters.order(order)
         for drains in inbox.drains:
-            self.is_draining = self.filler.is_draining = drains
-            if drains:
-                self._groups.hand_back(is_running_too=False)
+            self._set_drain(drains)
+            if self.parts.lockstep is not None:
+                self.parts.lockstep.set_drain(drains)
         for media in inbox.media:
             if self.media is not None:
                 self.media.store.put(media)
@@ -299,9 +302,9 @@ class Engine:
             reply = LeaseReply(query=query.query, state=self.filler.on_query(query))
             self._out.outbox.lease_replies.append(reply)
         if inbox.hand_back:
-            self._groups.hand_back(is_running_too=True)
-            for lease in list(self.filler.leases):
-                self.filler.on_stop(lease.handle.lease_id)
+            self._hand_back()
+            if self.parts.lockstep is not None:
+                self.parts.lockstep.order_hand_back()
         for event in inbox.filler_events:
             self.fills.on_event(event.lease_id, event.event)
         for answer in inbox.lease_answers:
@@ -327,6 +330,23 @@ class Engine:
         self._weight_commands += inbox.weight_commands
         for about_experts in inbox.expert_commands:
             self.experts.obey(about_experts)
+
+    def _set_drain(self, drains: bool) -> None:
+        self.is_draining = self.filler.is_draining = drains
+        if drains:
+            self._groups.hand_back(is_running_too=False)
+
+    def _hand_back(self) -> None:
+        self._groups.hand_back(is_running_too=True)
+        for lease in list(self.filler.leases):
+            self.filler.on_stop(lease.handle.lease_id)
+
+    def _follow_group(self, lockstep: LockstepExecutor) -> None:
+        """Drains with the workers that share this one's experts."""
+        if lockstep.drains != self.is_draining:
+            self._set_drain(lockstep.drains)
+        if lockstep.takes_hand_back():
+            self._hand_back()
 
     def _take_transfers(self) -> None:
         transport = self.parts.transport

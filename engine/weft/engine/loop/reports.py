@@ -63,7 +63,7 @@ def load_report(engine: Engine) -> LoadReport:
         stale_after_s=stats.stale_after_s,
         is_draining=engine.is_draining,
         asleep=list(engine.weights.status.asleep),
-        is_idle=not (scheduler.num_requests or engine.filler.num_active or engine.num_copies),
+        is_idle=_is_idle(engine),
         transport_detail=engine.parts.transport.describe(),
         counters=engine.counters(),
         tiers=_tier_reports(engine.tiers, engine.store, engine.tier_policy),
@@ -83,6 +83,16 @@ def load_report(engine: Engine) -> LoadReport:
     for companion in engine.parts.companions:
         companion.report(report)
     return report
+
+
+def _is_idle(engine: Engine) -> bool:
+    scheduler, lockstep = engine.scheduler, engine.parts.lockstep
+    is_idle = not (scheduler.num_requests or engine.filler.num_active or engine.num_copies)
+    if lockstep is None:
+        return is_idle
+    # Workers that share experts leave together: one that is done waits for the others.
+    all_idle = lockstep.all_idle(is_idle)
+    return all_idle if engine.is_draining else is_idle
 
 
 def engine_counters(engine: Engine) -> dict[str, int]:

@@ -177,10 +177,15 @@ class Lockstep:
         return bool(self._words[_STOP])
 
     @property
+    def is_lost(self) -> bool:
+        """Whether a rank has ended or failed, and none has ended the group by `close`."""
+        return bool(self._words[_LOST])
+
+    @property
     def reason(self) -> str:
         """Why the group has ended."""
         if self._why or not (lost := int(self._words[_LOST])):
-            return self._why or "the group of workers with shared experts was ended"
+            return self._why or "a worker with shared experts has ended, and all end together"
         return f"worker {lost - 1} of {self.size} with shared experts has ended or failed"
 
     def check(self) -> None:
@@ -203,7 +208,10 @@ class Lockstep:
         raise RanksLost(why)
 
     def close(self) -> None:
-        self.lose("this worker ends", self.rank)
+        """Ends the group without a fault of this rank."""
+        self._native.announce(self._address(_STOP), 1)
+        with self._entered:
+            self._entered.notify()
         if self._listener.is_alive():
             self._listener.join()
 

@@ -224,6 +224,9 @@ class GetInfoResponse(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     START_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPERT_GROUP_FIELD_NUMBER: _builtins.int
+    EXPERT_GROUP_RANK_FIELD_NUMBER: _builtins.int
+    EXPERT_GROUP_SIZE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___WorkerRole.ValueType
@@ -261,6 +264,13 @@ class GetInfoResponse(_message.Message):
     """Its operators' port, on the host of its address; 0: it has none."""
     host: _builtins.str
     """Name of its host, and where each of its ranks runs there."""
+    expert_group: _builtins.str
+    """Names the workers with which it shares experts: they start, drain and end together. Empty: it
+    has all experts, or its model has none.
+    """
+    expert_group_rank: _builtins.int
+    """Its number among these, and how many they are."""
+    expert_group_size: _builtins.int
     @_builtins.property
     def planes(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Plane]: ...
     @_builtins.property
@@ -322,10 +332,13 @@ class GetInfoResponse(_message.Message):
         host: _builtins.str = ...,
         ranks: _abc.Iterable[Global___RankPlacement] | None = ...,
         start_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        expert_group: _builtins.str = ...,
+        expert_group_rank: _builtins.int = ...,
+        expert_group_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "host", b"host", "kvstores", b"kvstores", "lacks_encoder", b"lacks_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "start_seconds", b"start_seconds", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "expert_group", b"expert_group", "expert_group_rank", b"expert_group_rank", "expert_group_size", b"expert_group_size", "host", b"host", "kvstores", b"kvstores", "lacks_encoder", b"lacks_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "start_seconds", b"start_seconds", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import socket
 import struct
@@ -34,6 +35,8 @@ from weft.engine.parallel.lockstep import Lockstep
 from weft.engine.parallel.segment import Segment
 
 _RETRY_S, _HELLO_LIMIT_S = 0.1, 10.0
+_LEAVING_S = 5.0
+"""Longest time from the first worker's end to the others', of those that drain together."""
 _PEER = struct.Struct("3i")
 
 
@@ -57,7 +60,8 @@ class AttentionGroup:
         """
         assert model.moe is not None, "checked by check_combination"
         self.rank, self.size = config.attention_dp_rank, config.attention_dp
-        self._limit_s = config.rank_timeout_s
+        self.incarnation = ""
+        """Names the workers that have met, which end together; others that meet have another."""
         self._sockets: dict[int, socket.socket] = {}
         self._links: dict[int, RankLink] = {}
         sizes = model.hidden_size, model.moe.num_experts_per_tok, model.moe.num_experts
@@ -129,8 +133,10 @@ class AttentionGroup:
             while len(self._links) < self.size - 1:
                 self._wait_for_one(listener, until)
                 self._take_one(listener.accept()[0], about)
+        self.incarnation = secrets.token_hex(8)
         for rank in sorted(self._links):
-            self._tell(rank, {"size": num_bytes}, segment.number)
+            welcome = {"size": num_bytes, "incarnation": self.incarnation}
+            self._tell(rank, welcome, segment.number)
         return segment
 
     def _wait_for_one(self, listener: socket.socket, until: float) -> None:
@@ -202,6 +208,7 @@ class AttentionGroup:
         answer, memory = self._hear_with_memory(0)
         if memory is None or answer.get("size") != num_bytes:
             raise ConfigError("worker 0 has other memory for experts", param="attention_dp")
+        self.incarnation = str(answer.get("incarnation"))
         return Segment(memory, num_bytes)
 
     def _tell(self, rank: int, message: dict[str, Any], memory: int | None = None) -> None:
@@ -242,13 +249,13 @@ class AttentionGroup:
         for number in ranks:
             poll.register(number, select.POLLIN)
         first, *_ = (ranks[number] for number, _ in poll.poll())
-        if not self._is_closing:
+        if not (self._is_closing or self.lockstep.is_stopped):
             self.lockstep.lose(
                 f"worker {first} of {self.size} with shared experts has ended by step "
                 f"{self.lockstep.num_steps}",
                 first,
             )
-            self._wake()
+        self._wake()
 
     def _close_sockets(self) -> None:
         for one in self._sockets.values():
@@ -274,6 +281,8 @@ class LockstepExecutor:
         self._lockstep, self._dispatch = group.lockstep, group.dispatch
         self.page_table, self.window_tables = local.page_table, local.window_tables
         self.facts = local.facts
+        self._left_at = 0.0
+        """Monotonic time at which others were seen to have left; 0: they have not."""
 
     def launch(self, step: StepInput) -> Launched:
         """Raises RanksLost if another engine is gone, or if this one fails while others go on."""
@@ -319,7 +328,31 @@ class LockstepExecutor:
         self._local.order(order)
 
     def check(self) -> None:
-        self._lockstep.check()
+        """Others that drain with this one may leave first: this one has time to follow."""
+        lockstep = self._lockstep
+        if not lockstep.is_stopped:
+            return
+        if lockstep.drains and not lockstep.is_lost:
+            self._left_at = self._left_at or time.monotonic()
+            if time.monotonic() - self._left_at < _LEAVING_S:
+                return
+        lockstep.check()
+
+    @property
+    def drains(self) -> bool:
+        return self._lockstep.drains
+
+    def set_drain(self, drains: bool) -> None:
+        self._lockstep.set_drain(drains)
+
+    def order_hand_back(self) -> None:
+        self._lockstep.order_hand_back()
+
+    def takes_hand_back(self) -> bool:
+        return self._lockstep.takes_hand_back()
+
+    def all_idle(self, is_idle: bool) -> bool:
+        return self._lockstep.all_idle(is_idle)
 
     def close(self) -> None:
         self._group.close()

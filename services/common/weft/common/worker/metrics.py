@@ -60,6 +60,9 @@ COUNTERS = {
     "evicted_pages": "Cached pages given up for others",
     "encoded_media": "Images, or their tiles, that the image tower has encoded",
     "encoded_patches": "Their patches",
+    "empty_steps": "Steps of other workers in which this one only computed its experts",
+    "gathered_rows": "Rows of layers sent to other workers' experts, all to each of them",
+    "dispatched_rows": "Rows of layers sent to other workers' experts, each where it has some",
     "reused_media": "Times that a step took rows which an earlier step had encoded",
 }
 """Help texts of the engine's counters; counters without one are exported under their bare names."""
@@ -68,6 +71,10 @@ TIMES = {
     "stage_us": (
         "weft_engine_stage_seconds",
         "Time with steps under way in a pipeline, of all its stages together",
+    ),
+    "expert_wait_us": (
+        "weft_engine_expert_wait_seconds",
+        "Time in steps spent waiting for workers that share experts",
     ),
     "bubble_us": (
         "weft_engine_bubble_seconds",

@@ -236,6 +236,11 @@ class FleetWorker:
         """Name of the model that the worker serves; empty: unknown yet."""
         return "" if self.info is None else self.info.model
 
+    @property
+    def expert_group(self) -> str:
+        """Names the workers that end with this one; empty: none do."""
+        return "" if self.info is None else self.info.expert_group
+
     def _check(self, info: worker_pb2.GetInfoResponse) -> None:
         role = WORKER_ROLES[info.role]
         if role not in (self.endpoint.role, "both"):

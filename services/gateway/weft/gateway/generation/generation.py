@@ -558,6 +558,8 @@ class Generation:
             placement.forget(self.prompt.media)
         elif placement is not None:
             self._avoided.add(placement.incarnation)
+            if isinstance(error, PeerUnavailable):
+                self._avoided |= placement.companions
         num_tokens = sum(len(sample.ids) for sample in self.samples)
         self._losses.add(self.attempt, error.worker_id, error, num_tokens, now)
         if self._losses.is_over(error):

@@ -50,6 +50,8 @@ class Placement:
     """Number of tokens of the prompt."""
     to_compute: int
     """Tokens of the prompt that neither of the two workers holds."""
+    companions: frozenset[tuple[str, int]] = frozenset()
+    """Incarnations of decode workers that end when this one does."""
     _is_computed: bool = True
     _brought_to: FleetWorker | None = None
     """The filler that alone was brought the prompt's media."""
@@ -235,6 +237,16 @@ class Router:
             filler=fillers[0][0] if fillers else None,
             num_tokens=num_tokens,
             to_compute=num_tokens - match_tokens,
+            companions=self._companions(worker),
+        )
+
+    def _companions(self, worker: FleetWorker) -> frozenset[tuple[str, int]]:
+        if not (group := worker.expert_group):
+            return frozenset()
+        return frozenset(
+            (one.endpoint.address, one.session.worker_epoch)
+            for one in self._fleet.workers("decode")
+            if one is not worker and one.session is not None and one.expert_group == group
         )
 
     def check_owners(self, digest: bytes) -> None:
