@@ -32,3 +32,35 @@ def with_sink(
     """
     logit = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     return total + tl.exp2(tl.minimum(logit - largest * scale, 126.0))
+
+
+@triton.jit
+def weigh_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    scores: tl.tensor,
+    scale: float,
+    IS_FUSED: tl.constexpr,
+    MAY_SEE_NONE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Each row's largest score and sum of weights with one more tile, the factor on its earlier
+    sums, and the tile's weights.
+    """
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    reference = new_largest
+    if MAY_SEE_NONE:
+        # The maximum over this tile and those before it, kept finite, since infinities have no
+        # difference.
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    # Scaled after the subtraction, so that it is exactly 1 where a tile brings nothing larger, also
+    # where a row sees none of it. A difference of products would not be 1, since a fused
+    # multiply-add does not round one of them.
+    shrink = tl.exp2((largest - reference) * scale)
+    if IS_FUSED:
+        # One instruction a score; its error is far below the rounding of the weights.
+        weights = tl.exp2(tl.fma(scores, scale, -(reference * scale)[:, None]))
+    else:
+        # As above: exact for the scores that matter.
+        weights = tl.exp2((scores - reference[:, None]) * scale)
+    total = tl.fma(total, shrink, tl.sum(weights, axis=1))
+    return new_largest, total, shrink, weights

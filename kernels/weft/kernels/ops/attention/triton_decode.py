@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.attention.spec import MAX_TREE_ROWS
+from weft.kernels.ops.attention.triton_tiles import in_reach, k_of_pages
 from weft.kernels.ops.pages.scaled_kv import is_scaled
 from weft.kernels.ops.pages.triton_entries import (
     LEAST_UNIT,
@@ -31,7 +32,7 @@ from weft.kernels.shared.dependent_launch import (
 )
 from weft.kernels.shared.launch_sizes import block_dim, cdiv, next_power_of_2
 from weft.kernels.shared.multiprocessors import num_multiprocessors
-from weft.kernels.shared.softmax import capped, with_sink
+from weft.kernels.shared.softmax import capped, weigh_tile, with_sink
 
 
 class DecodeLaunchConfig(NamedTuple):
@@ -376,9 +377,11 @@ def _decode_kernel(
         # kernel ends.
         there = tl.where((q_len > block) & (q_len <= ROWS), end, begin)
         page = tl.load(table + first // PAGE_SIZE, mask=first < there, other=0)
-        is_old = _is_seen(first, there, first_seen, FIRST_POSITION, WINDOW)
+        is_old = in_reach(first, there, first_seen, FIRST_POSITION, WINDOW)
         is_old = (is_old & (first < kv_len - q_len))[:, None] & in_dim[None, :]
-        k_at = _k_at(pool, page, first, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM)
+        k_at = k_of_pages(
+            pool, page, first, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
+        )
         first_keys = tl.load(k_at, mask=is_old, other=0.0)
         first_values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_old, other=0.0)
     if IS_SETTLED:
@@ -418,11 +421,11 @@ def _decode_kernel(
     if IS_EARLY:
         # The condition always holds: with a branch the compiler needs fewer registers.
         if begin < end:
-            is_seen = _is_seen(first, end, first_seen, FIRST_POSITION, WINDOW)
+            is_seen = in_reach(first, end, first_seen, FIRST_POSITION, WINDOW)
             is_new = (is_seen & (first >= kv_len - q_len))[:, None] & in_dim[None, :]
             keys = tl.load(k_at, mask=is_new, other=first_keys)
             values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
-            largest, total, shrink, weights = _weigh_tile(
+            largest, total, shrink, weights = _weigh_keys(
                 largest, total, query, keys, None, first, is_seen, scale, begin, last_seen,
                 at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
                 WINDOW, IS_CHUNKED, SOFTCAP,
@@ -432,10 +435,10 @@ def _decode_kernel(
         begin += TILE
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
-        is_seen = _is_seen(position, end, first_seen, FIRST_POSITION, WINDOW)
+        is_seen = in_reach(position, end, first_seen, FIRST_POSITION, WINDOW)
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0)
-        k_at = _k_at(
-            pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, MORE
+        k_at = k_of_pages(
+            pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
         )
         kv_mask = is_seen[:, None] & in_dim[None, :]
         keys = tl.load(k_at, mask=kv_mask, other=0)
@@ -450,7 +453,7 @@ def _decode_kernel(
             v_scales = tl.load(scale_at + to_v, mask=is_seen, other=0.0)
             keys = widened(keys, query.dtype, IS_NATIVE)
             values = widened(values, query.dtype, IS_NATIVE, True)
-        largest, total, shrink, weights = _weigh_tile(
+        largest, total, shrink, weights = _weigh_keys(
             largest, total, query, keys, k_scales, position, is_seen, scale, start, last_seen,
             at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
             WINDOW, IS_CHUNKED, SOFTCAP,
@@ -481,45 +484,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _is_seen(
-    position: tl.tensor,
-    end: tl.tensor,
-    first_seen: tl.tensor,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
-) -> tl.tensor:
-    is_seen = position < end
-    if FIRST_POSITION > 0:
-        is_seen &= position >= FIRST_POSITION
-    if WINDOW > 0:
-        is_seen &= position >= first_seen
-    return is_seen
-
-
-@triton.jit
-def _k_at(
-    pool: tl.tensor,
-    page: tl.tensor,
-    position: tl.tensor,
-    kv_head: tl.tensor,
-    layer: int,
-    column: tl.tensor,
-    LAYERS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    MORE: tl.constexpr = 0,
-) -> tl.tensor:
-    """Address of K at the given positions; V is one page's rows further. `MORE`: elements that each
-    position has after those of all positions.
-    """
-    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
-    at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
-    return pool + at[:, None] + column[None, :]
-
-
-@triton.jit
-def _weigh_tile(
+def _weigh_keys(
     largest: tl.tensor,
     total: tl.tensor,
     query: tl.tensor,
@@ -565,12 +530,7 @@ def _weigh_tile(
             )
     else:
         scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW, IS_CHUNKED)
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    # Scaled after the subtraction, which loses nothing among the scores that matter.
-    shrink = tl.exp2((largest - new_largest) * scale)
-    weights = tl.exp2((scores - new_largest[:, None]) * scale)
-    total = total * shrink + tl.sum(weights, axis=1)
-    return new_largest, total, shrink, weights
+    return weigh_tile(largest, total, scores, scale, False, False)  # type: ignore[no-any-return]
 
 
 @triton.jit

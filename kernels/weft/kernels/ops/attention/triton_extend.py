@@ -24,15 +24,14 @@ from weft.kernels.ops.attention.triton_parts import (
     merge_parts,
     parts_of,
 )
-from weft.kernels.ops.pages.triton_entries import (
-    LEAST_UNIT,
-    SCALE_BYTES,
-    dequantised,
-    query_in_units,
-    scales_at,
-    weights_in_units,
-    widened,
+from weft.kernels.ops.attention.triton_tiles import (
+    attend_pages,
+    attend_tile,
+    mix_tile,
+    seen_behind,
+    window_of_rows,
 )
+from weft.kernels.ops.pages.triton_entries import LEAST_UNIT, query_in_units
 from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
 from weft.kernels.shared.dependent_launch import (
     is_dependent,
@@ -265,7 +264,6 @@ def _extend_kernel(
         return
 
     IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
-    OF_ROWS: tl.constexpr = PAGE_SIZE * DIM
     PART_UNIT: tl.constexpr = max(TILE, PAGE_SIZE)
     kv_head = head // GROUP
     row = begin + tl.arange(0, ROWS)
@@ -274,9 +272,9 @@ def _extend_kernel(
     q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
     q_at += column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
+    unit, unit_of_query = LEAST_UNIT, 1.0
     if IS_SCALED:
         query, unit_of_query = query_in_units(query)
-        unit = LEAST_UNIT
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -312,58 +310,26 @@ def _extend_kernel(
         first, full = window_of_rows(cached + begin, ROWS, common, 0, WINDOW, IS_CHUNKED, TILE)
         tail = tl.maximum(common, first // TILE * TILE)
         for start in range(first // TILE * TILE, full, TILE):
-            position = start + tl.arange(0, TILE)
-            k_at, scale_at = k_of_pages(
-                pool, table, position, end, kv_head, layer, column,
-                LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+            largest, total, mixed, unit = attend_pages(
+                largest, total, mixed, unit, query, unit_of_query, pool, table, start, end,
+                first, last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE,
+                DIM, BLOCK_DIM, TILE, True, True, IS_NATIVE, FIRST_POSITION, IS_FUSED, WINDOW,
+                IS_CHUNKED, SOFTCAP,
             )  # fmt: skip
-            if IS_SCALED:
-                largest, total, mixed, unit = attend_scaled_tile(
-                    largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position,
-                    end, last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, 0,
-                    IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP, own_at,
-                )  # fmt: skip
-            else:
-                largest, total, mixed = attend_tile(
-                    largest, total, mixed, query, k_at, k_at + OF_ROWS,
-                    position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED, at=own_at,
-                )  # fmt: skip
     for start in range(full, common, TILE):
-        position = start + tl.arange(0, TILE)
-        k_at, scale_at = k_of_pages(
-            pool, walked, position, end, kv_head, layer, column,
-            LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
+        largest, total, mixed, unit = attend_pages(
+            largest, total, mixed, unit, query, unit_of_query, pool, walked, start, end,
+            first, last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE,
+            DIM, BLOCK_DIM, TILE, False, True, IS_NATIVE, FIRST_POSITION, IS_FUSED, WINDOW,
+            IS_CHUNKED, SOFTCAP,
         )  # fmt: skip
-        if IS_SCALED:
-            largest, total, mixed, unit = attend_scaled_tile(
-                largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
-                last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, False, IS_NATIVE, 0,
-                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP, own_at,
-            )  # fmt: skip
-        else:
-            largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end, last_seen,
-                scale, DIM, BLOCK_DIM, False, 0, IS_FUSED, SOFTCAP=SOFTCAP,
-            )  # fmt: skip
     for start in range(tail, end, TILE):
-        position = start + tl.arange(0, TILE)
-        k_at, scale_at = k_of_pages(
-            pool, table, position, end, kv_head, layer, column,
-            LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+        largest, total, mixed, unit = attend_pages(
+            largest, total, mixed, unit, query, unit_of_query, pool, table, start, end,
+            first, last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE,
+            DIM, BLOCK_DIM, TILE, True, True, IS_NATIVE, FIRST_POSITION, IS_FUSED, WINDOW,
+            IS_CHUNKED, SOFTCAP,
         )  # fmt: skip
-        if IS_SCALED:
-            largest, total, mixed, unit = attend_scaled_tile(
-                largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
-                last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, FIRST_POSITION,
-                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP, own_at,
-            )  # fmt: skip
-        else:
-            largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + OF_ROWS,
-                position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, at=own_at,
-            )  # fmt: skip
     if IS_SCALED:
         mixed = mixed * unit
         if own_k is not None:
@@ -424,281 +390,3 @@ def _extend_kernel(
     if FIRST_POSITION > 0:
         mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
     tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def window_of_rows(
-    at: tl.tensor,
-    rows: int,
-    end: tl.tensor,
-    before: tl.tensor,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """For rows at positions from `at` on: the first position that any of them sees, and the first
-    tile boundary, before `end`, from which on all of them see everything. Positions are counted
-    from `before` on.
-    """
-    if IS_CHUNKED:
-        first = tl.maximum(first_of_chunk(at, before, WINDOW), 0)
-        all_see = tl.maximum(first_of_chunk(at + rows - 1, before, WINDOW), 0)
-    else:
-        first = tl.maximum(at + 1 - WINDOW, 0)
-        all_see = tl.maximum(at + rows - WINDOW, 0)
-    return first, tl.minimum(tl.cdiv(all_see, TILE) * TILE, end)
-
-
-@triton.jit
-def seen_behind(
-    key_ends: tl.tensor, token: tl.tensor, is_row: tl.tensor, at: tl.tensor, end: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """The last position that each row sees, and the one after all of these, which is at least
-    `end`. `token`: numbers of the rows in the step. Others than rows see up to `at`.
-    """
-    last_seen = tl.load(key_ends + token, mask=is_row, other=0) - 1
-    last_seen = tl.where(is_row, last_seen, at)
-    return last_seen, tl.maximum(end, tl.max(tl.where(is_row, last_seen + 1, 0), axis=0))
-
-
-@triton.jit
-def first_of_chunk(at: tl.tensor, before: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """First position of the chunk that holds positions `at`, all counted from `before` on."""
-    return (at + before) // WINDOW * WINDOW - before
-
-
-@triton.jit
-def k_of_pages(
-    pool: tl.tensor,
-    table: tl.tensor,
-    position: tl.tensor,
-    end: tl.tensor,
-    kv_head: tl.tensor,
-    layer: int,
-    column: tl.tensor,
-    LAYERS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Address of K at the given positions; V is one page's rows further. In 8 bits also the address
-    of the scales, which is meaningless in other formats.
-    """
-    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
-    if IS_PARTIAL:
-        page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
-    else:
-        page = tl.load(table + position // PAGE_SIZE)
-    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
-    at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
-    scale_at = page
-    if MORE > 0:
-        scale_at = scales_at(
-            pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-        )
-    return pool + at[:, None] + column[None, :], scale_at
-
-
-@triton.jit
-def attend_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    query: tl.tensor,
-    k_at: tl.tensor,
-    v_at: tl.tensor,
-    position: tl.tensor,
-    end: tl.tensor,
-    last_seen: tl.tensor,
-    scale: float,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    IS_FUSED: tl.constexpr,
-    first: int = 0,
-    WINDOW: tl.constexpr = 0,
-    SOFTCAP: tl.constexpr = 0.0,
-    before: int = 0,
-    IS_CHUNKED: tl.constexpr = False,
-    scale_at: tl.tensor = None,
-    TO_V: tl.constexpr = 0,
-    at: tl.tensor = None,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds a tile of positions to a running softmax. With IS_PARTIAL each row adds what it sees of
-    the tile.
-
-    In 8 bits `scale_at` points to the scales of K, and those of V are TO_V further. `at`: positions
-    of the rows, from which windows count, if they are not `last_seen`.
-    """
-    in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    if IS_PARTIAL:
-        is_there = position < end
-        if FIRST_POSITION > 0:
-            is_there &= position >= FIRST_POSITION
-        if WINDOW > 0:
-            is_there &= position >= first
-        keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0)
-        values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0)
-    elif DIM == BLOCK_DIM:
-        keys = tl.load(k_at)
-        values = tl.load(v_at)
-    else:
-        keys = tl.load(k_at, mask=in_dim, other=0)
-        values = tl.load(v_at, mask=in_dim, other=0)
-    if TO_V > 0:
-        exists = is_there if IS_PARTIAL else None
-        keys = dequantised(keys, scale_at, exists, query.dtype)
-        values = dequantised(values, scale_at + TO_V, exists, query.dtype)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    scores = capped(scores, SOFTCAP)
-    if IS_PARTIAL:
-        scores = seen_alone(
-            scores, position, is_there, last_seen, before, FIRST_POSITION, WINDOW, IS_CHUNKED, at
-        )
-    return mix_tile(  # type: ignore[no-any-return]
-        largest, total, mixed, scores, values, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
-    )
-
-
-@triton.jit
-def seen_alone(
-    scores: tl.tensor,
-    position: tl.tensor,
-    is_there: tl.tensor,
-    last_seen: tl.tensor,
-    before: int,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    at: tl.tensor = None,
-) -> tl.tensor:
-    """Scores of the positions of a tile that each row sees; the others are hidden."""
-    is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
-    own = last_seen if at is None else at
-    if IS_CHUNKED:
-        is_seen &= position[None, :] >= first_of_chunk(own, before, WINDOW)[:, None]
-    elif WINDOW > 0:
-        is_seen &= position[None, :] > own[:, None] - WINDOW
-    # Finite where a whole tile may be hidden: its weight vanishes next to any other tile's.
-    return tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
-
-
-@triton.jit
-def attend_scaled_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    unit: tl.tensor,
-    query: tl.tensor,
-    unit_of_query: tl.tensor,
-    k_at: tl.tensor,
-    scale_at: tl.tensor,
-    position: tl.tensor,
-    end: tl.tensor,
-    last_seen: tl.tensor,
-    scale: float,
-    first: int,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    IS_FUSED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    at: tl.tensor = None,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """`attend_tile` for pages in 8 bits, whose scales are applied to scores and weights; `unit` as
-    in `weights_in_units`.
-    """
-    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
-    is_there = position < end
-    if FIRST_POSITION > 0:
-        is_there &= position >= FIRST_POSITION
-    if WINDOW > 0:
-        is_there &= position >= first
-    mask = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    if IS_PARTIAL:
-        mask &= is_there[:, None]
-        k_scales = tl.load(scale_at, mask=is_there, other=0.0)
-        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES, mask=is_there, other=0.0)
-    else:
-        k_scales = tl.load(scale_at)
-        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES)
-    if IS_PARTIAL or DIM < BLOCK_DIM:
-        keys = tl.load(k_at, mask=mask, other=0)
-        values = tl.load(k_at + OF_ROWS, mask=mask, other=0)
-    else:
-        keys = tl.load(k_at)
-        values = tl.load(k_at + OF_ROWS)
-    keys = widened(keys, query.dtype, IS_NATIVE)
-    values = widened(values, query.dtype, IS_NATIVE, True)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    scores = capped(scores * (k_scales * unit_of_query)[None, :], SOFTCAP)
-    if IS_PARTIAL:
-        scores = seen_alone(
-            scores, position, is_there, last_seen, 0, FIRST_POSITION, WINDOW, IS_CHUNKED, at
-        )
-    largest, total, shrink, weights = weigh_tile(
-        largest, total, scores, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
-    )
-    weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
-    mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return largest, total, mixed, unit
-
-
-@triton.jit
-def mix_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    scores: tl.tensor,
-    values: tl.tensor,
-    scale: float,
-    IS_FUSED: tl.constexpr,
-    MAY_SEE_NONE: tl.constexpr = False,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds values, weighed by their scores, to a running softmax."""
-    largest, total, shrink, weights = weigh_tile(
-        largest, total, scores, scale, IS_FUSED, MAY_SEE_NONE
-    )
-    mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return largest, total, mixed
-
-
-@triton.jit
-def weigh_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    scores: tl.tensor,
-    scale: float,
-    IS_FUSED: tl.constexpr,
-    MAY_SEE_NONE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Each row's largest score and sum of weights with one more tile, the factor on its earlier
-    sums, and the tile's weights.
-    """
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    reference = new_largest
-    if MAY_SEE_NONE:
-        # The maximum over this tile and those before it, kept finite, since infinities have no
-        # difference.
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    # Scaled after the subtraction, so that it is exactly 1 where a tile brings nothing larger, also
-    # where a row sees none of it. A difference of products would not be 1, since a fused
-    # multiply-add does not round one of them.
-    shrink = tl.exp2((largest - reference) * scale)
-    if IS_FUSED:
-        # One instruction a score; its error is far below the rounding of the weights.
-        weights = tl.exp2(tl.fma(scores, scale, -(reference * scale)[:, None]))
-    else:
-        # As above: exact for the scores that matter.
-        weights = tl.exp2((scores - reference[:, None]) * scale)
-    total = tl.fma(total, shrink, tl.sum(weights, axis=1))
-    return new_largest, total, shrink, weights

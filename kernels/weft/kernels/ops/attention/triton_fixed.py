@@ -15,14 +15,8 @@ import math
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention.triton_extend import (
-    attend_tile,
-    k_of_pages,
-    launch_config,
-    seen_behind,
-    window_of_rows,
-)
-from weft.kernels.ops.pages.triton_entries import SCALE_BYTES
+from weft.kernels.ops.attention.triton_extend import launch_config
+from weft.kernels.ops.attention.triton_tiles import attend_pages, seen_behind, window_of_rows
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import block_dim, cdiv
 from weft.kernels.shared.multiprocessors import num_multiprocessors
@@ -176,9 +170,6 @@ def _fixed_kernel(
     wait_for_last(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     index = tl.program_id(1)
-    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
-    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + MORE)
-    TO_V: tl.constexpr = OF_ROWS // SCALE_BYTES if MORE > 0 else 0
     Q_ROWS: tl.constexpr = ROWS // GROUP
     request = request_of_tile(index, cu_q_lens, requests, Q_ROWS)
     first_row = tl.load(cu_q_lens + request)
@@ -229,37 +220,22 @@ def _fixed_kernel(
             start_fully = tl.maximum(full, segment * SEGMENT)
             start_partly = tl.maximum(walk, segment * SEGMENT)
             for start in range(start_partly, tl.minimum(full, segment_end), TILE):
-                position = start + tl.arange(0, TILE)
-                k_at, scale_at = k_of_pages(
-                    pool, table, position, end, kv_head, layer, column,
-                    LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
-                )  # fmt: skip
-                largest, total, mixed = attend_tile(
-                    largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end,
-                    last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V, own_at,
+                largest, total, mixed, _ = attend_pages(
+                    largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
+                    last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
+                    BLOCK_DIM, TILE, True, False, False, 0, IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
-            position = start + tl.arange(0, TILE)
-            k_at, scale_at = k_of_pages(
-                pool, table, position, end, kv_head, layer, column,
-                LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
-            )  # fmt: skip
-            largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + OF_ROWS,
-                position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
-                SOFTCAP=SOFTCAP, scale_at=scale_at, TO_V=TO_V,
+            largest, total, mixed, _ = attend_pages(
+                largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
+                last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
+                BLOCK_DIM, TILE, False, False, False, 0, IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
             )  # fmt: skip
         for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
-            position = start + tl.arange(0, TILE)
-            k_at, scale_at = k_of_pages(
-                pool, table, position, end, kv_head, layer, column,
-                LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
-            )  # fmt: skip
-            largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + OF_ROWS,
-                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V, own_at,
+            largest, total, mixed, _ = attend_pages(
+                largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
+                last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
+                BLOCK_DIM, TILE, True, False, False, 0, IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
             )  # fmt: skip
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention.triton_extend import weigh_tile
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import next_power_of_2
 from weft.kernels.shared.request_tiles import request_of_tile
+from weft.kernels.shared.softmax import weigh_tile
 
 _FEWEST_COLUMNS = 16
 

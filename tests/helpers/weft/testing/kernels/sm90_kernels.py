@@ -1,6 +1,6 @@
 """Compiles the GPU's kernels for compute capability 9.0 on a machine without a GPU.
 
-    python -m weft.testing.kernels.sm90_kernels [--all]
+    python -m weft.testing.kernels.sm90_kernels [--all] [--texts FOLDER]
 
 With --all it compiles all variants of each kernel. Without it, it compiles one variant of each: the
 one that is launched first in the run, and in groups of other formats (`FORMATS`) also the one that
@@ -8,14 +8,21 @@ is launched first in the group. It prints a line for each group of operations: i
 kernels that it launched. The operations run on CPU tensors, and each launch only compiles: results
 are not computed. Triton's interpreter, which computes them in other tests, takes much that the
 compiler does not.
+
+With --texts it writes each variant's PTX, without the lines of the source that it comes from, to a
+folder. A change of the source that leaves all files as they were changes neither bits nor times
+(`diff -r` of two folders). Each of the two runs needs a `TRITON_CACHE_DIR` of its own.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -611,9 +618,18 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
     }
 
 
-def main(is_full: bool) -> None:
+def text_of(ptx: str) -> str:
+    """PTX without comments and without what only debuggers read."""
+    code = ptx.split("\t.section\t.debug")[0]
+    of_source = re.compile(r"\s*(\.loc|\.file|//|\$L__tmp|\$L__func)|\s*$")
+    lines = (line for line in code.splitlines() if not of_source.match(line))
+    return "".join(line.split("//")[0].rstrip() + "\n" for line in lines)
+
+
+def main(is_full: bool, texts: Path | None) -> None:
     """Compiles each group, and prints the kernels of it."""
     launch = JITFunction.run
+    num_texts: Counter[str] = Counter()
     launched: set[tuple[str, str]] = set()
     """Module and name of kernels, of this group."""
     earlier: set[tuple[str, str]] = set()
@@ -626,7 +642,12 @@ def main(is_full: bool) -> None:
         is_new = name not in launched | before
         launched.add(name)
         if is_new or is_full:
-            launch(kernel, *args, grid=grid, warmup=True, **options)
+            compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+            if texts is not None:
+                stem = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+                path = texts / f"{stem}.{num_texts[stem]}.ptx"
+                path.write_text(text_of(compiled.asm["ptx"]))
+                num_texts[stem] += 1
 
     def product(
         x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None = None
@@ -652,4 +673,10 @@ def main(is_full: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--all" in sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--texts", type=Path)
+    given = parser.parse_args()
+    if given.texts is not None:
+        given.texts.mkdir(parents=True, exist_ok=True)
+    main(given.all, given.texts)
