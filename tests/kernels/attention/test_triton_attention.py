@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from weft.kernels.ops.attention import triton_tiles
 from weft.kernels.ops.attention.library_cudnn import is_dense
 from weft.testing.kernels.attention_cases import (
     LAYER,
@@ -20,7 +21,7 @@ from weft.testing.kernels.attention_cases import (
     in_parts,
     make_case,
 )
-from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.gpu_kernels import change_kernels, kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -169,27 +170,31 @@ def test_one_request_of_fewer_rows_than_there_may_be(
     ("module_name", "change"),
     [
         ("decode", ("begin + length, ", "begin + length - TILE, ")),
-        ("decode", ("total = total * shrink", "total = total")),
+        ("decode", ("tl.where(is_seen[None, :], scores, hidden)", "scores")),
         ("decode", ("used = tl.cdiv(tiles, ", "used = tiles // (")),
         ("decode", ("first >= kv_len - q_len", "first > kv_len - q_len")),
         ("decode", ("first < kv_len - q_len", "first < kv_len - q_len - 1")),
-        ("extend", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
+        ("tiles", ("position[None, :] <= last_seen", "position[None, :] < last_seen")),
         ("extend", ("range(full, common, TILE)", "range(TILE, common, TILE)")),
         ("extend", ("range(tail, end, TILE)", "range(tail, end - TILE, TILE)")),
-        ("extend", ("tokens // launch.rows + requests", "tokens // launch.rows")),
+        ("extend", ("if several else requests", "if several else 0")),
     ],
 )  # fmt: skip
 @pytest.mark.full
 def test_the_checks_see_a_mutation(
-    module_name: str, change: tuple[str, str], tmp_path: Path
+    module_name: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_decode = module_name == "decode"
+    run = decode if is_decode else extend
+    mutated: tuple[str, str] | None = change
+    if module_name == "tiles":
+        change_kernels(monkeypatch, triton_tiles, tmp_path, change)
+        module_name, mutated = "extend", None
     # Enough requests for splits of several tiles.
     lengths = [(1, 250), (1, 34), *[(1, 90)] * 5] if is_decode else [(20, 100), (2, 70)]
     case = make_case(Geometry(2, 1, 16, 16), lengths, torch.float32)
-    run = decode if is_decode else extend
     with (
-        kernel_module(f"attention.triton_{module_name}", tmp_path, change) as module,
+        kernel_module(f"attention.triton_{module_name}", tmp_path, mutated) as module,
         pytest.raises(AssertionError),
     ):
         check_rows(run(module, case), case, is_decode=is_decode)

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from weft.kernels.ops.attention import triton_tiles
 from weft.testing.kernels.attention_cases import (
     LAYER,
     Case,
@@ -19,7 +20,7 @@ from weft.testing.kernels.attention_cases import (
     hide_own_pages,
     make_case,
 )
-from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.gpu_kernels import change_kernels, kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -236,21 +237,29 @@ def test_a_first_position_beside_a_window_is_refused(name: str, tmp_path: Path) 
          False),
         ("decode", ("tl.cdiv(kv_len - walk, TILE)\n    used",
                               "tl.cdiv(kv_len - walk, 2 * TILE)\n    used"), False),
-        ("extend", ("> own[:, None] - WINDOW", ">= own[:, None] - WINDOW"),
+        ("tiles", ("> own[:, None] - WINDOW", ">= own[:, None] - WINDOW"),
          False),
-        ("extend", ("tl.maximum(at + 1 - WINDOW, 0)", "tl.maximum(at - WINDOW, 0)"),
+        ("tiles", ("tl.maximum(at + 1 - WINDOW, 0)", "tl.maximum(at - WINDOW, 0)"),
          True),
-        ("extend", ("at + rows - WINDOW", "at + 1 - WINDOW"), True),
+        ("tiles", ("at + rows - WINDOW", "at + 1 - WINDOW"), True),
     ],
 )  # fmt: skip
 @pytest.mark.full
 def test_the_checks_see_a_mutation(
-    name: str, change: tuple[str, str], has_own: bool, tmp_path: Path
+    name: str,
+    change: tuple[str, str],
+    has_own: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_decode = name == "decode"
+    mutated: tuple[str, str] | None = change
+    if name == "tiles":
+        change_kernels(monkeypatch, triton_tiles, tmp_path, change)
+        name, mutated = "extend", None
     lengths = [(2, 133), (1, 250), (1, 90)] if is_decode else [(90, 290), (20, 120)]
     case, *expected = make_hidden(Geometry(2, 1, 16, 16), lengths, torch.float32, 43)
-    with kernel_module(f"attention.triton_{name}", tmp_path, change) as module:
+    with kernel_module(f"attention.triton_{name}", tmp_path, mutated) as module:
         if is_decode:
             out = decode(module, case, 43, max_rows=2)
         else:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from weft.kernels.ops import attention, rope
 from weft.kernels.ops.attention import gpu as gpu_attention
-from weft.kernels.ops.attention import triton_decode as decode_attention
-from weft.kernels.ops.attention import triton_extend as extend_attention
+from weft.kernels.ops.attention import triton_tiles
 from weft.kernels.ops.pages.cpu import describe_pool
 from weft.kernels.ops.rope import triton_rope as gpu_rope
 from weft.kernels.shared import cpu
@@ -136,15 +134,18 @@ smaller than what one head has of a page.
 
 
 @pytest.mark.parametrize(
-    ("module", "options"),
-    [(decode_attention, {}), (extend_attention, {}), (extend_attention, {"is_fixed": True})],
+    ("lengths", "options"),
+    [([(1, 20), (1, 50)], {}), ([(40, 50)], {}), ([(1, 20), (40, 50)], {"is_fixed": True})],
 )
 @pytest.mark.full
 def test_kernels_that_take_pages_for_neighbours_are_noticed(
-    module: ModuleType, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lengths: list[tuple[int, int]],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    change_kernels(monkeypatch, module, tmp_path, _NEXT_TO_EACH_OTHER)
-    case = make_case(Geometry(6, 2, 24, 16), [(1, 20), (40, 50)], torch.float32)
+    change_kernels(monkeypatch, triton_tiles, tmp_path, _NEXT_TO_EACH_OTHER)
+    case = make_case(Geometry(6, 2, 24, 16), lengths, torch.float32)
     assert notices(lambda: alike("triton", case, **options))
 
 
