@@ -231,7 +231,7 @@ def test_shipped_pages(
 
 @FULL
 def test_pages_come_back_from_host_memory_and_disk(tmp_path: Path, seed: int) -> None:
-    folder = make_model("latents", tmp_path / "model", seed)
+    folder = make_model("qwen3", tmp_path / "model", seed, num_key_value_heads=1)
     small = {"num_pages": 40, "host_cache_bytes": 1 << 18, "load_back_threshold": 0}
     more = {"disk_cache_dir": tmp_path, "prefill_chunk_tokens": 4 * PAGE, "num_threads": 1}
     bench = TierBench(folder, 20 * PAGE, **small, **more, **DIVIDED)

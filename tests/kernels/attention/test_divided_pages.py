@@ -8,12 +8,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from weft.kernels.ops import divided_pages
-from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention import triton_decode
+from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.divided_pages import divided
 from weft.kernels.ops.divided_pages.reference import merged_reference
-from weft.kernels.ops.latent_attention import latent_attention
+from weft.kernels.ops.latent_attention import triton_latent
+from weft.kernels.ops.latent_attention.reference import latent_attention_reference
 from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import fresh_seed
 
 PAGE, LAYER, HEADS = 8, 1, 3
@@ -65,7 +68,7 @@ def pool_of(pool: torch.Tensor, rank: int, size: int, *, is_one: bool) -> torch.
     """What a rank has: its pages in a pool of its own, or in one pool nothing but its pages."""
     own = pool.clone()
     if not is_one:
-        return own[rank::size].contiguous()
+        return torch.cat((torch.full_like(own[:1], float("nan")), own[rank::size]))
     own[torch.arange(len(own)) % size != rank] = float("nan")
     return own
 
@@ -74,22 +77,42 @@ def pool_of(pool: torch.Tensor, rank: int, size: int, *, is_one: bool) -> torch.
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["heads", "sinks and a cap", "latents"])
 def test_merged_parts_are_the_attention_to_all_pages(kind: str, size: int, is_one: bool) -> None:
+    check(kind, size, torch.float64, is_one=is_one)
+
+
+@pytest.mark.full
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("kind", ["heads", "sinks and a cap", "latents"])
+def test_parts_of_the_kernels_for_a_gpu(
+    kind: str, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (triton_latent, triton_decode):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda _: 1000 if splits else 1)
+    monkeypatch.setattr(triton_latent, "_MIN_PART", 16)
+    with as_on_gpu():
+        check(kind, 2, torch.float32, is_one=False)
+
+
+def check(kind: str, size: int, dtype: torch.dtype, *, is_one: bool) -> None:
     fresh_seed()
     num_pages, is_latent = 64, kind == "latents"
     step = make_step(num_pages)
     rows, dim = len(step.places) - 3, 40
     parts, heads = (1, HEADS * size) if is_latent else (2, HEADS * size)
-    pool = torch.randn(num_pages, 1, 2, parts, PAGE, dim, dtype=torch.float64)
-    q = torch.randn(rows + 3, heads, dim, dtype=torch.float64)
+    pool = torch.randn(num_pages, 1, 2, parts, PAGE, dim, dtype=dtype)
+    q = torch.randn(rows + 3, heads, dim, dtype=dtype)
     sinks = torch.randn(heads) if kind == "sinks and a cap" else None
     softcap = None if sinks is None else 5.0
     spec = AttentionSpec(heads, 1, dim, 0.3, sinks=sinks, softcap=softcap)
     latent = LatentSpec(heads, 24, 0.3)
     exact = step._replace(places=step.places[:rows])
+    wide, wide_pool = q[:rows].double(), pool.double()
     if is_latent:
-        expected = latent_attention(q[:rows], pool, LAYER, latent, exact)
+        expected = latent_attention_reference(wide, wide_pool, LAYER, latent, exact)
     else:
-        expected = paged_attention(q[:rows], pool, LAYER, spec, exact).view(rows, heads, -1)
+        expected = paged_attention_reference(wide, wide_pool, LAYER, spec, exact)
+    expected = expected.view(rows, heads, -1)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     written = torch.zeros(num_pages * PAGE, dtype=torch.int64)
     for rank in range(size):
@@ -106,15 +129,13 @@ def test_merged_parts_are_the_attention_to_all_pages(kind: str, size: int, is_on
         pages, offsets = places // PAGE, places % PAGE
         is_written = pages > 0
         if not is_one:
-            # Page 0 of every rank but the first is page `rank` of all.
-            pages = pages * size + rank
-            is_written = step.places[:rows] // PAGE % size == rank
+            pages = (pages - 1) * size + rank
         written.index_add_(
             0, (pages * PAGE + offsets)[is_written], torch.ones_like(places)[is_written]
         )
     values, sums = (torch.stack(each) for each in zip(*found, strict=True))
     merged = merged_reference(values, sums, sinks)[:rows]
-    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged.double(), expected, rtol=1e-5, atol=1e-5)
     # Each row is written once, where all pages in one pool have it.
     assert written.nonzero()[:, 0].tolist() == step.places[:rows].sort().values.tolist()
     assert written.max() == 1

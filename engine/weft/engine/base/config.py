@@ -874,6 +874,12 @@ class EngineConfig(PageConfig):
                 not self.is_on_gpu,
                 "1 on GPUs, where no one has yet seen ranks divide pages",
             ),
+            (
+                "dcp",
+                not (self.is_on_gpu and self.moves_pages),
+                "1 on GPUs of workers whose pages leave their pool: take no tiers, no KV store, "
+                f"--transport data and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+            ),
             ("dcp", self.drafter in ("none", "ngram") and not self.has_head, "1 with draft heads"),
             (
                 "dcp",

@@ -94,6 +94,7 @@ from weft.pages.transfer.digest import digest_pages
 from weft.pages.transfer.page_pool import HostPool, PagePool
 
 if TYPE_CHECKING:
+    from weft.engine.parallel.device_page_ranks import DividedPool
     from weft.engine.parallel.device_peers import DevicePeers
 
 
@@ -121,6 +122,10 @@ class RankPool(NamedTuple):
     """[num_pages, bytes of a page] uint8, where pages have more than `whole`; None: they do not."""
     of_ranks: Sequence[torch.Tensor] = ()
     """The pools of all ranks, where each has all pages and all map them."""
+    divided: DividedPool | None = None
+    """The pools of the ranks that divide pages, where each has a pool of its own; None: this one
+    has all pages.
+    """
 
 
 class LocalExecutor:
@@ -230,7 +235,7 @@ class LocalExecutor:
         of_windows = [one.whole for one in further]
         if window_pools:
             shared = (*shared, *(() if rank else of_windows))
-        self.pool, self._own_pool, pages, memory, _ = pool
+        self.pool, self._own_pool, pages, memory, _, self._divided = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
         self._page_rows = _rows(self.pool) if memory is None else memory
         self.device_pages = pages or DevicePages.of(self._page_rows)
@@ -665,10 +670,15 @@ class LocalExecutor:
     def order(self, order: Order) -> None:
         match order:
             case CopyPages(sources, destinations):
-                copy_pages(self._page_rows, sources, destinations)
+                if self._divided is None:
+                    copy_pages(self._page_rows, sources, destinations)
+                else:
+                    self._divided.copy(sources, destinations)
             case ZeroPages(pages, group):
+                pages = pages if self._divided is None else self._divided.here(pages)
                 self._pools[group].index_fill_(0, page_index(pages, self.device), 0)
             case PoisonPages(pages, group):
+                pages = pages if self._divided is None else self._divided.here(pages)
                 pool = self._pools[group]
                 # In a pool with scales, a scale whose bits are all set is NaN.
                 nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else math.nan

@@ -215,10 +215,15 @@ def _kept(group: PageGroup) -> str:
     return f"keep the last {group.reach:,}"
 
 
-def describe_pool(needs: MemoryNeeds, num_pages: int, layout: CacheLayout) -> str:
-    """The plan in one line, for logs and status."""
+def describe_pool(
+    needs: MemoryNeeds, num_pages: int, layout: CacheLayout, num_ranks: int = 1
+) -> str:
+    """The plan in one line, for logs and status. `num_ranks`: ranks that divide the pages."""
     size, tokens = num_pages * layout.page_bytes, (num_pages - 1) * layout.page_size
-    return f"KV pool {_gib(size)}, {tokens:,} tokens in {num_pages:,} pages: {needs.describe()}"
+    among = f" on {num_ranks} GPUs" if num_ranks > 1 else ""
+    return (
+        f"KV pool {_gib(size)}{among}, {tokens:,} tokens in {num_pages:,} pages: {needs.describe()}"
+    )
 
 
 def check_pool_fits(pool_bytes: int, device: torch.device) -> None:

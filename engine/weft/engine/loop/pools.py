@@ -25,7 +25,7 @@ from weft.engine.executor.memory_plan import (
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.share import with_media_rows
 from weft.engine.model.loader import LoadedModel
-from weft.engine.parallel.shards import layout_of_rank
+from weft.engine.parallel.shards import layout_of_rank, num_pages_here, num_pages_of_all
 
 DEFAULT_KV_BYTES = 1 << 30
 """Default size of the KV pool on a CPU. With recurrent layers, their states get as much again."""
@@ -92,23 +92,27 @@ def size_pools(
         return Pools(1 + config.max_running_requests * pages, (), 0, 0, [told])
     if device.type == "cuda":
         layout = layout_of_rank(layout, config.tp)
+    dcp = config.dcp if device.type == "cuda" else 1
     page_bytes = sum(group.page_bytes(config.page_size) for group in layout.groups)
     needs, num_draft_pages = None, 0
     if device.type == "cuda" and not config.num_pages and config.kv_memory_bytes is None:
         needs, num_blocks = _measure(
             config, loaded, layout, max_context_tokens, draft, device, lora, page_bytes
         )
-        num_pages = pages_of(needs, page_bytes)
+        num_pages = num_pages_of_all(pages_of(needs, page_bytes), dcp)
         if draft is not None:
             num_draft_pages = needs.drafts // draft.layout.page_bytes
     else:
         num_pages, num_blocks = _configured(config, layout, page_bytes, device)
+        if config.num_pages is None:
+            num_pages = num_pages_of_all(num_pages, dcp)
         draft_bytes = 0
         if draft is not None:
             num_draft_pages = draft.num_pages(num_pages, max_context_tokens)
             draft_bytes = num_draft_pages * draft.layout.page_bytes
         if device.type == "cuda":
-            check_pool_fits(num_pages * page_bytes + draft_bytes, device)
+            num_here = num_pages_here(num_pages, dcp)
+            check_pool_fits(num_here * page_bytes + draft_bytes, device)
     plan: list[str] = []
     limits = (
         config.max_running_requests,
@@ -119,7 +123,7 @@ def size_pools(
     is_fixed = config.num_pages is not None
     num_pages, *of_windows = divide_pages(layout, num_pages, *limits, is_fixed=is_fixed)
     if needs is not None:
-        plan.append(describe_pool(needs, num_pages, layout))
+        plan.append(describe_pool(needs, num_pages, layout, dcp))
     if draft is not None:
         plan.append(draft.describe(num_draft_pages))
     if ranks is not None:

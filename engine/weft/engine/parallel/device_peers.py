@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 from weft.contract.errors import ConfigError
+from weft.engine.parallel.device_page_ranks import MAX_ROWS, DevicePageRanks
 from weft.engine.parallel.shared import SharedGroup
 from weft.kernels.ops.divided_pages.spec import PageRanks
 from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.peers import triton_pages
 from weft.kernels.ops.peers.triton_logits import LogitsMemory, gather_logits, memory_bytes
 from weft.kernels.ops.peers.triton_sum import (
     PeerMemory,
@@ -137,6 +139,33 @@ class DevicePeers:
         _, _, handle = self._mapped(num_bytes, self._device, self._ranks)
         sizes = range(self.size)
         return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in sizes]
+
+    def divide_pages(self, size: int, heads: int, dim: int, value_dim: int, itemsize: int) -> None:
+        """Lets each `size` consecutive ranks divide the pages of their KV heads. All ranks call it
+        together. Raises ConfigError if the memory for it does not fit.
+
+        Args:
+            heads: Query heads of each rank.
+            dim: Elements of a query.
+            value_dim: Elements of attention's result.
+            itemsize: Bytes of an element.
+        """
+        sizes = heads, dim, value_dim, itemsize, MAX_ROWS
+        num_bytes = triton_pages.layout_of(size, *sizes).end
+        try:
+            bases = self._mapped(num_bytes, self._device, self._ranks)[1]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"dcp = {size}: {num_bytes:,} bytes for queries and results: {error}", param="dcp"
+            ) from error
+        first = self.rank // size * size
+        num_programs = MAX_ROWS * triton_pages.blocks_of(heads)
+        turns = torch.zeros((2, num_programs), dtype=torch.int32, device=self._device)
+        memory = triton_pages.PagesMemory(
+            *(self.rank - first, size, *sizes),
+            *(bases[first : first + size].contiguous(), turns, self._memory.control),
+        )
+        self.pages = DevicePageRanks(memory)
 
     def close(self) -> None:
         """Unmaps the host's memory. No kernel may wait any more."""

@@ -303,6 +303,18 @@ def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
     return replace(layout, groups=tuple(map(of_rank, layout.groups)), states=states)
 
 
+def num_pages_here(num_pages: int, size: int) -> int:
+    """Pages of a GPU's pool, its null page included, if `size` ranks divide `num_pages`."""
+    return num_pages if size == 1 else 1 + -(-num_pages // size)
+
+
+def num_pages_of_all(num_pages: int, size: int) -> int:
+    """Pages that `size` ranks divide if each GPU has a pool of `num_pages`, its null page
+    included.
+    """
+    return num_pages if size == 1 else (num_pages - 1) * size
+
+
 def describe_shards(
     config: ModelConfig, pids: Sequence[int], ep: int, sums: str, dcp: int = 1
 ) -> str:

@@ -35,6 +35,16 @@ def with_sink(
 
 
 @triton.jit
+def log_of_sum(total: tl.tensor, largest: tl.tensor, scale: float) -> tl.tensor:
+    """Logarithms of softmaxes' sums; of no position a very negative number. `scale` includes
+    log2(e).
+    """
+    is_any = total > 0.0
+    found = tl.where(is_any, largest, 0.0) * scale + tl.log2(tl.where(is_any, total, 1.0))
+    return tl.where(is_any, found * 0.6931471805599453, -1e38)
+
+
+@triton.jit
 def weigh_tile(
     largest: tl.tensor,
     total: tl.tensor,

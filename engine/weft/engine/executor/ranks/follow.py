@@ -72,7 +72,7 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.segment import Segment
-from weft.engine.parallel.shards import layout_of_rank
+from weft.engine.parallel.shards import layout_of_rank, num_pages_of_all
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stage_links import SocketStages, StageEnds
 from weft.engine.parallel.stages import names_of_neighbours, stage_of_rank
@@ -192,7 +192,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             most_requests = config.max_running_requests, config.most_drafts
             num_blocks, left = divide_states(own, needs.for_pool, *most_requests, on_gpu=True)
             needs = replace(needs, states=needs.for_pool - left)
-        num_pages = pages_of(needs, own.page_bytes)
+        num_pages = num_pages_of_all(pages_of(needs, own.page_bytes), config.dcp)
     num_pages = others.agree("pages", num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
     of_windows = [others.agree("windows", UNBOUNDED) for _ in layout.groups[1:]]

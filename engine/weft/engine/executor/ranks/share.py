@@ -28,7 +28,7 @@ from weft.engine.model.stage import Neighbours, Stage
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.page_ranks import HostPageRanks, memory_bytes
 from weft.engine.parallel.segment import Segment
-from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
+from weft.engine.parallel.shards import kv_heads_of, layout_of_rank, num_pages_here
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stages import layers_of_stages, stage_of_rank
 from weft.engine.transfer.device_pages import DevicePages, PagePart
@@ -80,14 +80,14 @@ class SharedMemory:
 
     def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers | None) -> None:
         self.rank, self.size = (0, 1) if peers is None else (peers.rank, peers.size)
-        self.others, self._peers = others, peers
+        self.others, self.peers = others, peers
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
         """Raises ConfigError if the system refuses the memory, or if another rank is gone."""
-        if self._peers is None or isinstance(self._peers, SharedGroup):
+        if self.peers is None or isinstance(self.peers, SharedGroup):
             segment = self.others.share(self.size * num_bytes)
             return segment.tensor((self.size, num_bytes), torch.uint8).unbind()
-        memory = self._peers.memory(num_bytes)
+        memory = self.peers.memory(num_bytes)
         self.others.agree("memory")
         return memory
 
@@ -230,7 +230,24 @@ def peers_of(
         if config.dcp > 1:
             group.pages = _page_ranks(others, others.group, config)
         return group
-    return _device_peers(others, others.group, config, device)
+    peers = _device_peers(others, others.group, config, device)
+    if config.dcp > 1:
+        model = ModelConfig.load(config.model_dir)
+        peers.divide_pages(config.dcp, *_query_shape(config, model))
+    return peers
+
+
+def _query_shape(config: EngineConfig, model: ModelConfig) -> tuple[int, int, int, int]:
+    """Query heads of a rank, elements of a query and of a result, and bytes of an element, as ranks
+    that divide pages exchange them.
+    """
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
+    latent, heads = model.latent, model.num_heads // config.tp
+    if latent is not None:
+        return heads, latent.kv_rank + latent.rope_dim, latent.kv_rank, dtype.itemsize
+    ((_, planes),) = model.page_planes
+    ((_, dim, _),) = planes
+    return heads, dim, dim, dtype.itemsize
 
 
 def context_peers_of(
@@ -346,6 +363,8 @@ def pool_of(
         return layout, RankPool(mine, mine, of_ranks=pools)
     if config.has_pages_by_stage:
         return layout, None
+    if config.is_on_gpu and config.dcp > 1:
+        return _divided_pool(shared, layout, num_pages, config.dcp)
     if config.is_on_gpu and not config.moves_pages:
         return layout_of_rank(layout, shared.size), None
     if config.is_on_gpu:
@@ -371,6 +390,21 @@ def window_pools_of(
         heads = kv_heads_of(group.plane.heads, shared.rank, shared.size)
         found.append(RankPool(whole, whole[:, heads]))
     return found
+
+
+def _divided_pool(
+    shared: SharedMemory, layout: CacheLayout, num_pages: int, size: int
+) -> tuple[CacheLayout, RankPool]:
+    from weft.engine.parallel.device_page_ranks import DevicePageRanks, DividedPool
+
+    peers = shared.peers
+    assert peers is not None
+    assert isinstance(peers.pages, DevicePageRanks), "ranks of one host divide pages"
+    own = layout_of_rank(layout, shared.size)
+    pools = _mapped(shared.memory, own, num_pages_here(num_pages, size))
+    first = shared.rank // size * size
+    divided = DividedPool(peers.pages, pools[first : first + size], peers.meet)
+    return own, RankPool(pools[shared.rank], pools[shared.rank], divided=divided)
 
 
 def _mapped_pool(

@@ -190,7 +190,7 @@ class Attention:
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         group = step.groups[self.group]
         pool = plane_of(group, pool, self._plane)
-        if not can_settle(group, pool):
+        if group.here is not None or not can_settle(group, pool):
             return step
         spec, dtype = self.spec, self.qkv_proj.dtype
         heads = (spec.heads, spec.kv_heads)

@@ -181,8 +181,11 @@ class LatentAttention:
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         group = step.groups[self.group]
         if group.here is not None:
-            return step
-        made = self._planned(group, self.o_proj.dtype, rows, pool)
+            plane = plane_of(group, pool, self._plane)
+            here = divided_pages.planned(group.here, self.o_proj.dtype, self.spec, plane)
+            made = group if here is group.here else group._replace(here=here)
+        else:
+            made = self._planned(group, self.o_proj.dtype, rows, pool)
         if made is group:
             return step
         groups = list(step.groups)

@@ -32,7 +32,7 @@ from weft.kernels.shared.dependent_launch import (
 )
 from weft.kernels.shared.launch_sizes import block_dim, cdiv, next_power_of_2
 from weft.kernels.shared.multiprocessors import num_multiprocessors
-from weft.kernels.shared.softmax import capped, weigh_tile, with_sink
+from weft.kernels.shared.softmax import capped, log_of_sum, weigh_tile, with_sink
 
 
 class DecodeLaunchConfig(NamedTuple):
@@ -81,6 +81,7 @@ def decode_attention(
     is_settled: bool = False,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Writes the rows of `out` whose requests bring one row, or at most `max_rows`, and no others.
 
@@ -103,6 +104,8 @@ def decode_attention(
             their rows in this step may be read before the preceding kernel has ended.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Cap of the scaled scores; 0: none.
+        lse: [T, Hq] float32: receives the logarithm of each softmax's sum, sinks not counted, and a
+            very negative number for a request without context; or None.
 
     Raises:
         ValueError: `first_position` or `earlier_rows` with a window.
@@ -157,6 +160,7 @@ def decode_attention(
         kv_lens,
         ancestors,
         sinks,
+        None if splits > 1 else lse,
         scale * math.log2(math.e),
         layer,
         page_table.stride(0),
@@ -201,6 +205,7 @@ def decode_attention(
             cu_q_lens,
             kv_lens,
             sinks,
+            lse,
             scale * math.log2(math.e),
             splits,
             heads,
@@ -311,6 +316,7 @@ def _decode_kernel(
     kv_lens: tl.tensor,
     ancestors: tl.tensor,
     sinks: tl.tensor,
+    lse: tl.tensor,
     scale: float,
     layer: int,
     table_stride: int,
@@ -474,6 +480,8 @@ def _decode_kernel(
         tl.store(sums + 2 * index, largest, mask=is_there)
         tl.store(sums + 2 * index + 1, total, mask=is_there)
     else:
+        if lse is not None:
+            tl.store(lse + row * heads + head, log_of_sum(total, largest, scale), mask=is_there)
         if sinks is not None:
             total = with_sink(total, largest, sinks, tl.where(is_there, head, 0), scale)
         # No context at all: zeros.
@@ -582,6 +590,7 @@ def _merge_kernel(
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
     sinks: tl.tensor,
+    lse: tl.tensor,
     scale: float,
     splits: int,
     heads: int,
@@ -637,6 +646,8 @@ def _merge_kernel(
     difference = part_largest - largest
     weight = tl.where(split < used, tl.exp2(difference * scale), 0.0)
     total = tl.sum(part_total * weight, axis=0)
+    if lse is not None:
+        tl.store(lse + row.to(tl.int64) * heads + head, log_of_sum(total, largest, scale))
     if sinks is not None:
         total = with_sink(total, largest, sinks, head, scale)
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)

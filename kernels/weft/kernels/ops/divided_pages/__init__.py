@@ -9,6 +9,7 @@ softmaxes merge by the logarithms of their sums, as in flash decoding
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
@@ -17,9 +18,20 @@ from weft.kernels.ops.divided_pages.spec import PageRanks, PagesHere
 from weft.kernels.ops.latent_attention.scaled import scaled_latents
 from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.kernels.ops.pages.scaled_kv import dequantised, is_scaled
+from weft.kernels.shared.deferred import deferred
+
+if TYPE_CHECKING:
+    from weft.kernels.ops.divided_pages import gpu as _gpu
+else:
+    _gpu = deferred(__name__, "weft.kernels.ops.divided_pages.gpu")
 
 NULL_PAGE = 0
 """Page of every pool that receives what no one reads."""
+
+
+def number_here(pages: torch.Tensor, ranks: PageRanks) -> torch.Tensor:
+    """Numbers of pages in the pool of the rank on which they lie."""
+    return pages if ranks.has_one_pool else 1 + pages // ranks.size
 
 
 def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> AttentionMetadata:
@@ -38,7 +50,7 @@ def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> Attent
     are_here = (table % size == rank) & (columns * page_size < lens)
     until = are_here.cumsum(1)
     before = until - are_here.long()
-    numbers = table if ranks.has_one_pool else table // size
+    numbers = number_here(table, ranks)
     here = torch.zeros((table.shape[0], table.shape[1] + 1), dtype=torch.int32, device=table.device)
     here.scatter_(1, torch.where(are_here, before, table.shape[1]), numbers)
 
@@ -56,10 +68,8 @@ def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> Attent
     if ends is None:
         # Padding rows follow the last request's.
         ends = (lens[requests, 0] - starts[requests + 1] + 1 + rows).clamp(max=lens[requests, 0])
-    pages = step.places // page_size
-    places = step.places if ranks.has_one_pool else pages // size * page_size
-    places = places + (0 if ranks.has_one_pool else step.places % page_size)
-    nowhere = NULL_PAGE * page_size + step.places % page_size
+    pages, offsets = step.places // page_size, step.places % page_size
+    into = torch.where(pages % size == rank, number_here(pages, ranks), NULL_PAGE)
     own = AttentionMetadata(
         page_table=here[:, :-1],
         places=step.places,
@@ -69,10 +79,22 @@ def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> Attent
         max_kv_len=step.max_kv_len,
         key_ends=seen(requests, ends.long()).int(),
     )
+    if table.is_cuda:
+        own = _gpu.by_rows(own, requests)
     return step._replace(
-        places=torch.where(pages % size == rank, places, nowhere),
+        places=into * page_size + offsets,
+        divided=(into, offsets),
         here=PagesHere(ranks, own),
     )
+
+
+def planned(here: PagesHere, dtype: torch.dtype, spec: LatentSpec, pool: torch.Tensor) -> PagesHere:
+    """Prepares for consecutive layers of equal constants. `spec`: of this rank's heads."""
+    if not pool.is_cuda:
+        return here
+    all_heads = spec._replace(heads=spec.heads * here.ranks.size)
+    step = _gpu.planned(here.step, dtype, all_heads, pool)
+    return here if step is here.step else here._replace(step=step)
 
 
 def attention(
@@ -90,9 +112,13 @@ def attention(
     """
     if spec.window is not None or spec.first_position:
         raise ValueError(f"{spec}: pages are divided for layers that attend to all positions")
-    read = partial(_read_kv, pool, layer, _wide(q.dtype))
-    sizes = pool.shape[-2], read, spec.scale, spec.softcap
-    values, sums = attention_here_reference(here.ranks.gather(q), here.step, *sizes)
+    asked = here.ranks.gather(q)
+    if q.is_cuda:
+        values, sums = _gpu.heads_here(asked, pool, layer, spec, here.step)
+    else:
+        read = partial(_read_kv, pool, layer, _wide(q.dtype))
+        sizes = pool.shape[-2], read, spec.scale, spec.softcap
+        values, sums = attention_here_reference(asked, here.step, *sizes)
     return here.ranks.merge(values, sums, spec.sinks).to(q.dtype).flatten(1)
 
 
@@ -112,9 +138,14 @@ def latent_attention(
     """
     if spec.first_position:
         raise ValueError(f"{spec}: pages are divided for layers that attend to all positions")
-    read = partial(_read_latents, pool, layer, spec.value_dim, _wide(q.dtype))
-    sizes = pool.shape[-2], read, spec.scale
-    values, sums = attention_here_reference(here.ranks.gather(q), here.step, *sizes)
+    asked = here.ranks.gather(q)
+    if q.is_cuda:
+        all_heads = spec._replace(heads=asked.shape[1])
+        values, sums = _gpu.latents_here(asked, pool, layer, all_heads, here.step)
+    else:
+        read = partial(_read_latents, pool, layer, spec.value_dim, _wide(q.dtype))
+        sizes = pool.shape[-2], read, spec.scale
+        values, sums = attention_here_reference(asked, here.step, *sizes)
     return here.ranks.merge(values, sums, None).to(q.dtype)
 
 

@@ -19,7 +19,7 @@ class PageRanks(Protocol):
     size: int
     has_one_pool: bool
     """Whether the ranks' pages lie in one pool, under their own numbers; else a rank has a pool of
-    its pages alone, in which page p is page p // size.
+    its pages alone, in which page p is page 1 + p // size, after a null page.
     """
 
     def gather(self, q: torch.Tensor) -> torch.Tensor:
@@ -57,5 +57,5 @@ class PagesHere(NamedTuple):
     step: AttentionMetadata
     """The step's requests as this rank's pages hold them. `page_table` has their pages here in
     their order, and `kv_lens` counts positions in them. Row t attends to the first `key_ends[t]` of
-    its request's, which may be none.
+    its request's, which may be none. On a GPU each row is a request.
     """

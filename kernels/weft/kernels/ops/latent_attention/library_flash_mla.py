@@ -72,6 +72,14 @@ def plan_latents(step: AttentionMetadata, rows: int, heads: int) -> LatentPlan:
     return LatentPlan(seen, _plan(table, torch.where(is_row, begins, 0), heads))
 
 
+def plan_before(page_table: torch.Tensor, lens: torch.Tensor, heads: int) -> LatentPlan:
+    """Divides the work of rows that attend to the first `lens` positions of their pages, [T] int32,
+    which may be none.
+    """
+    plan = _plan(page_table, lens, heads)
+    return LatentPlan(plan, plan)
+
+
 def _plan(page_table: torch.Tensor, lens: torch.Tensor, heads: int) -> RowsPlan:
     operations, read_lens = _operations(), lens.clamp(min=1)
     assert operations is not None

@@ -40,6 +40,7 @@ from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
 from weft.kernels.ops.activation.spec import Gating
 from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention import triton_decode as decode_attention
 from weft.kernels.ops.attention import triton_extend as extend_attention
 from weft.kernels.ops.attention.spec import (
     MAX_TREE_ROWS,
@@ -47,6 +48,7 @@ from weft.kernels.ops.attention.spec import (
     AttentionSpec,
     SeveralRows,
 )
+from weft.kernels.ops.divided_pages import gpu as pages_here
 from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
 from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
@@ -77,6 +79,7 @@ from weft.kernels.ops.pages import triton_pages as page_ops
 from weft.kernels.ops.pages import triton_push as page_push
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES
 from weft.kernels.ops.peers import triton_logits as peer_logits
+from weft.kernels.ops.peers import triton_pages as peer_pages
 from weft.kernels.ops.peers import triton_stage as stage_rows
 from weft.kernels.ops.peers import triton_sum as peer_sum
 from weft.kernels.ops.recurrence import triton_chunks as chunked_recurrence
@@ -580,6 +583,21 @@ def compile_ranks() -> None:
             x = torch.zeros(rows, width, dtype=BF16)
             peer_sum.sum_rows(memory, x, x, x, norm, x)
             peer_sum.sum_rows(memory, x, x, x)
+        shared = peer_pages.PagesMemory(
+            *(rank, 2, 64, 576, 512, 2, 4, numbers[:2], torch.zeros(2, 99, dtype=torch.int32)),
+            numbers[:2],
+        )
+        for sinks in (None, torch.zeros(64)):
+            peer_pages.gather_queries(shared, torch.zeros(3, 64, 576, dtype=BF16))
+            values = torch.zeros(3, 128, 512, dtype=BF16)
+            peer_pages.merge_results(shared, values, torch.zeros(3, 128), sinks)
+        step = make_step([1] * 3).groups[0]._replace(key_ends=torch.ones(3, dtype=torch.int32))
+        pool = torch.zeros(9, 1, 2, 2, PAGE_SIZE, 128, dtype=BF16)
+        spec = AttentionSpec(32, 1, 128, 0.1)
+        for num in (1, 132):
+            with mock.patch.object(decode_attention, "num_multiprocessors", return_value=num):
+                q = torch.zeros(3, 32, 128, dtype=BF16)
+                pages_here.heads_here(q, pool, 0, spec, step)
         link = stage_rows.StageMemory(
             1 - rank, 2, 8 * width, 1 << 44, 1 << 45, torch.zeros(1, dtype=torch.int32), numbers[:2]
         )

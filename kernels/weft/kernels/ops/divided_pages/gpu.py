@@ -1,0 +1,75 @@
+"""Attention to one rank's pages on a GPU, by the kernels of requests that bring one row."""
+
+from __future__ import annotations
+
+import torch
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.attention.triton_decode import decode_attention
+from weft.kernels.ops.latent_attention import library_flash_mla, triton_latent
+from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.kernels.ops.pages.scaled_kv import is_scaled
+
+
+def by_rows(step: AttentionMetadata, requests: torch.Tensor) -> AttentionMetadata:
+    """Each row as a request of its own, whose positions before it are those that it sees here.
+
+    Args:
+        step: As in `PagesHere`.
+        requests: [T] int64: the request of each row.
+    """
+    assert step.key_ends is not None
+    count = requests.shape[0]
+    return step._replace(
+        page_table=step.page_table.index_select(0, requests),
+        cu_q_lens=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
+        # `attention_before` counts a request's own row, which is not here.
+        kv_lens=step.key_ends + 1,
+        max_q_len=1,
+    )
+
+
+def planned(
+    step: AttentionMetadata, dtype: torch.dtype, spec: LatentSpec, pool: torch.Tensor
+) -> AttentionMetadata:
+    """Prepares a step of `by_rows` for consecutive layers of latents. `spec`: of all ranks'
+    heads.
+    """
+    sizes = dtype, pool.shape[-1], spec, pool.shape[-2]
+    if step.latents is not None or is_scaled(pool) or not library_flash_mla.supports(*sizes):
+        return step
+    assert step.key_ends is not None
+    return step._replace(
+        latents=library_flash_mla.plan_before(step.page_table, step.key_ends, spec.heads)
+    )
+
+
+def latents_here(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: AttentionMetadata
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of all ranks' heads to latents here, and the logarithms of the softmaxes' sums."""
+    return triton_latent.attention_before(q, pool, layer, spec, step)
+
+
+def heads_here(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: AttentionSpec, step: AttentionMetadata
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of all ranks' heads to K and V here, and the logarithms of the softmaxes' sums."""
+    assert step.key_ends is not None
+    rows, heads, dim = q.shape
+    out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    decode_attention(
+        out,
+        q,
+        pool,
+        layer,
+        step.page_table,
+        step.cu_q_lens,
+        step.key_ends,
+        spec.scale,
+        step.max_kv_len,
+        is_uniform=True,
+        softcap=spec.softcap or 0.0,
+        lse=lse,
+    )
+    return out.view(q.shape), lse
