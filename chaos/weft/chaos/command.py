@@ -101,7 +101,8 @@ def _sabotage_all(argv: Sequence[str], console: Console) -> int:
 def _run(
     arguments: argparse.Namespace, plan: ChaosPlan, folder: Path, state: Path, console: Console
 ) -> ChaosResult:
-    model_dir, model_name = _model(arguments.model, folder, plan.seed)
+    has_experts = arguments.attention_dp > 1
+    model_dir, model_name = _model(arguments.model, folder, plan.seed, has_experts=has_experts)
     settings = mesh_settings(
         state,
         is_tiny=arguments.model == TINY_NAME,
@@ -112,6 +113,7 @@ def _run(
         draft_dir=arguments.draft_dir,
         device=arguments.device,
         tp=arguments.tp,
+        attention_dp=arguments.attention_dp,
     )
 
     def tell(line: str) -> None:
@@ -132,13 +134,14 @@ def mesh_settings(
     draft_dir: Path | None = None,
     device: Sequence[str] = ("cpu",),
     tp: int = 1,
+    attention_dp: int = 1,
 ) -> UpSettings:
     """Settings of a mesh in which faults have many effects: few pages, short leases, and every
     prompt shipped. `workers` is the number of prefill workers, and of decode workers. Without
     `draft_dir`, an EAGLE-3 head's, drafts come from the text so far.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
-    if tp > 1:
+    if tp * attention_dp > 1:
         flags += _RANKS
     return UpSettings.model_validate(
         {
@@ -148,6 +151,7 @@ def mesh_settings(
             "kvstore": stores,
             "dtype": "float32",
             "tp": tp,
+            "attention_dp": attention_dp,
             "device": list(device),
             "rest": False,
             "grpc_port": free_run("127.0.0.1", gateways),
@@ -166,9 +170,9 @@ def mesh_settings(
     )
 
 
-def _model(name: str, folder: Path, seed: int) -> tuple[Path, str]:
+def _model(name: str, folder: Path, seed: int, *, has_experts: bool) -> tuple[Path, str]:
     if name == TINY_NAME:
-        return make_tiny_model(folder / TINY_NAME, seed), TINY_NAME
+        return make_tiny_model(folder / TINY_NAME, seed, has_experts=has_experts), TINY_NAME
     # Imported here, so that `--help` is quick.
     from weft.checkpoint.resolve import resolve_model
 
@@ -222,6 +226,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tp", type=whole_number(1, 64), default=1, help="ranks of each worker (default 1)"
+    )
+    parser.add_argument(
+        "--attention-dp",
+        type=whole_number(1, 64),
+        default=1,
+        help="workers that share the experts of a model (default 1); --workers is a multiple",
     )
     parser.add_argument(
         "--transport", choices=get_args(TransportName), default="auto", help="how pages travel"

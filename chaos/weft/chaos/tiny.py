@@ -17,15 +17,29 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN_ID = 2
 # Heads have the smallest size that GPUs support.
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM, _LAYERS = 64, 128, 4, 2, 64, 2
+_EXPERTS = 8
+_WITH_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": _INNER,
+    "norm_topk_prob": True,
+    "num_experts": _EXPERTS,
+    "num_experts_per_tok": 2,
+}
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> Path:
-    """Writes a Llama with random float32 weights and a byte-level tokenizer; creates `folder` if it
-    is missing, and returns it. `max_context_tokens` is the longest prompt plus output.
+def make_tiny_model(
+    folder: Path, seed: int, max_context_tokens: int = 2048, *, has_experts: bool = False
+) -> Path:
+    """Writes a Llama, or with experts a Qwen3-MoE, with random float32 weights and a byte-level
+    tokenizer; creates `folder` if it is missing, and returns it. `max_context_tokens` is the
+    longest prompt plus output.
 
     Weights are scaled so that logits differ by far more than rounding: greedy tokens are the same
     in batches of any size.
@@ -52,14 +66,18 @@ def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> 
         "tie_word_embeddings": False,
         "vocab_size": VOCAB_SIZE,
     }
+    if has_experts:
+        config |= _WITH_EXPERTS
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    tensors = _weights(np.random.default_rng(seed))
+    tensors = _weights(np.random.default_rng(seed), has_experts=has_experts)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, VOCAB_SIZE, max_context_tokens)
     return folder
 
 
-def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
+def _weights(
+    random: np.random.Generator, *, has_experts: bool = False
+) -> dict[str, NDArray[np.float32]]:
     def linear(rows: int, columns: int) -> NDArray[np.float32]:
         return random.standard_normal((rows, columns), np.float32) / np.float32(columns**0.5)
 
@@ -76,10 +94,19 @@ def _weights(random: np.random.Generator) -> dict[str, NDArray[np.float32]]:
             f"{prefix}.self_attn.v_proj.weight": linear(_KV_HEADS * _DIM, _HIDDEN),
             f"{prefix}.self_attn.o_proj.weight": linear(_HIDDEN, _HEADS * _DIM),
             f"{prefix}.post_attention_layernorm.weight": norm(),
-            f"{prefix}.mlp.gate_proj.weight": linear(_INNER, _HIDDEN),
-            f"{prefix}.mlp.up_proj.weight": linear(_INNER, _HIDDEN),
-            f"{prefix}.mlp.down_proj.weight": linear(_HIDDEN, _INNER),
         }
+        mlps = [f"{prefix}.mlp"]
+        if has_experts:
+            weights[f"{prefix}.mlp.gate.weight"] = linear(_EXPERTS, _HIDDEN)
+            for name in ("q_norm", "k_norm"):
+                weights[f"{prefix}.self_attn.{name}.weight"] = np.ones(_DIM, np.float32)
+            mlps = [f"{prefix}.mlp.experts.{number}" for number in range(_EXPERTS)]
+        for mlp in mlps:
+            weights |= {
+                f"{mlp}.gate_proj.weight": linear(_INNER, _HIDDEN),
+                f"{mlp}.up_proj.weight": linear(_INNER, _HIDDEN),
+                f"{mlp}.down_proj.weight": linear(_HIDDEN, _INNER),
+            }
     return {**weights, "model.norm.weight": norm(), "lm_head.weight": linear(VOCAB_SIZE, _HIDDEN)}
 
 
