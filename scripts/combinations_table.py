@@ -121,6 +121,7 @@ _HOST = {"host_cache_bytes": 1 << 30}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "two ranks": {"tp": 2},
     "experts on two ranks": {"tp": 2, "ep": 2},
+    "shared experts": {"attention_dp": 2, "attention_dp_group": "group"},
     "LoRA": {"enable_lora": True},
     "n-gram drafts": {"drafter": "ngram"},
     "MTP drafts": {"drafter": "mtp"},

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from weft.contract.messages import Inbox
 from weft.contract.reports import LoadReport, TierReport, WeightsInUse
+from weft.engine.executor.ranks.attention_dp import LockstepExecutor
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.pages.tiers.policy import TierPolicy
@@ -105,7 +106,7 @@ def engine_counters(engine: Engine) -> dict[str, int]:
         **(asdict(engine.sessions.pins.counters) if engine.sessions is not None else {}),
         **engine.stats.counters(),
         **{"stage_us": 0, "bubble_us": 0, **engine.parts.stage_counters()},
-        **({} if engine.parts.lockstep is None else engine.parts.lockstep.counters()),
+        **_counters_of_lockstep(engine.parts.lockstep),
         "preemptions": scheduler.num_preemptions,
         "urgent_preemptions": scheduler.num_urgent_preemptions,
         "prefix_waits": scheduler.sharing.num_waits,
@@ -118,6 +119,11 @@ def engine_counters(engine: Engine) -> dict[str, int]:
         "reused_media": 0 if media is None else media.num_reused,
         "open_fills": engine.fills.num_open,
     }
+
+
+def _counters_of_lockstep(lockstep: LockstepExecutor | None) -> dict[str, int]:
+    names = ("empty_steps", "expert_wait_us", "gathered_rows", "dispatched_rows")
+    return dict.fromkeys(names, 0) if lockstep is None else lockstep.counters()
 
 
 def _tier_reports(
