@@ -3,6 +3,8 @@
     python bench/gpu_ranks.py --only sums [--ranks 2 4]
     python bench/gpu_ranks.py --only engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts]
     python bench/gpu_ranks.py --only engine --model llama-3.1-8b --cp 2 --batches
+    python bench/gpu_ranks.py --only engine --model deepseek-v3-12-layers-fp8 --tp 2 --ep 2 \
+        --dcp 2 --kv-gib 2 --context 4096 --batches --prompts 0
 
 Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
 time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s (H200:
@@ -14,6 +16,10 @@ ranks: processes take a card in turns, and a sum then waits for the turns of all
 `--long 128` adds a decode step of 128 requests with some 1,500 tokens behind each, as in the middle
 of answers of 1,024 to prompts of 1,024, and from it and the rate of prompts their output tokens a
 second and card.
+
+`--kv-gib` gives each card a pool of so many GiB, and `--context` asks how many requests of so many
+tokens it then holds: their number, their tokens a second, and those of half as many, which is what
+two ranks hold that do not divide pages.
 
 `--parts` adds where a step's time goes. On the device a kernel counts from the end of what ran
 before it, so that kernels which start early do not count their wait for others, and all times add
@@ -88,6 +94,10 @@ harness.flag("--tp", type=int, default=1)
 harness.flag("--ep", type=int, default=1)
 harness.flag("--pp", type=int, default=1)
 harness.flag("--cp", type=int, default=1)
+harness.flag("--dcp", type=int, default=1)
+harness.flag("--kv-gib", type=float, help="of a card's pool; default: enough pages for the rest")
+harness.flag("--context", type=int, default=0, help="tokens of requests that fill the pool")
+harness.flag("--page-size", type=int, default=16)
 harness.flag("--lengths", nargs="*", type=int, default=[2048, 8192], help="of lone prompts")
 harness.flag("--batches", nargs="*", type=int, default=[1, 64, 256])
 harness.flag("--long", type=int, default=0, help="requests of a step of long ones")
@@ -105,6 +115,7 @@ harness.flag("--ranks", nargs="+", type=int, default=[2, 4], help="of sums")
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
     "tokens to ranks": ("_share_kernel",),
+    "pages of ranks": ("_queries_kernel", "_results_kernel"),
     "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash", "latent"),
     "drawing": ("greedy", "draw", "sampl", "keep_tokens", "_largest", "_gather_kernel"),
     "experts": ("_direct_", "_sorted_", "_route_", "_count_", "_few_kernel", "moe"),
@@ -184,7 +195,7 @@ def long_new_tokens(requests: int) -> int:
 def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
     """Measures one model on some GPUs."""
     case, name = run.options, run.options.model
-    ranks = {"tp": case.tp, "ep": case.ep, "pp": case.pp, "cp": case.cp}
+    ranks = {"tp": case.tp, "ep": case.ep, "pp": case.pp, "cp": case.cp, "dcp": case.dcp}
     cards = case.tp * case.pp * case.cp
     began = time.perf_counter()
     run.keep(model=name, **ranks, quantization=case.quantization)
@@ -194,12 +205,15 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
         settings: dict[str, Any] = {
             **GPU_SETTINGS,
             "device": case.device,
-            "num_pages": pages_of(case),
-            "max_context_tokens": max(8_192, *case.lengths) + 256,
-            "max_running_requests": max(64, case.long, *case.batches),
+            "num_pages": None if case.kv_gib else pages_of(case) * 16 // case.page_size,
+            "page_size": case.page_size,
+            "max_context_tokens": max(8_192, case.context, *case.lengths) + 256,
+            "max_running_requests": max(512 if case.context else 64, case.long, *case.batches),
             "rank_timeout_s": 60.0,
             "quantization": case.quantization,
         }
+        if case.kv_gib:
+            settings["kv_memory_bytes"] = int(case.kv_gib * 2**30)
         sizes = weight_bytes(config, case.quantization)
         with LLM(model_dir, **settings, **ranks) as llm:
             gc.collect()
@@ -224,12 +238,24 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
                     most = dict(sorted(single.items(), key=lambda entry: -entry[1])[:14])
                     run.row(most, table="us of a step by kernel", batch=batch)
                     run.row(host_parts(llm, batch), table="us of a step on the host", batch=batch)
+            if case.context and not case.quick:
+                fit = contexts_that_fit(llm, case.context)
+                for count in (fit, fit // 2):
+                    figures = decode(llm, config, count, case.context, rates, sizes, False)
+                    run.row(figures, table="contexts", requests=count, fit=fit)
             rate = prompts(run, llm, config, rates) if case.prompts else None
             if case.prompts and case.parts and not case.quick:
                 run.row(parts_of_prompts(llm, case.prompts), table=f"us of {STEP_TOKENS:,} tokens")
             if case.long and not case.quick:
                 long_answers(run, llm, config, rates, sizes, rate)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
+
+
+def contexts_that_fit(llm: LLM, tokens: int) -> int:
+    """Requests of so many tokens, and NEW_TOKENS more, that the pool holds at once."""
+    page_size = llm.engine.parts.local.facts.page_size
+    pages = llm.engine.memory.counts().free // -(-(tokens + NEW_TOKENS) // page_size)
+    return min(pages, llm.engine.config.max_running_requests)
 
 
 def decode(

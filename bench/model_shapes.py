@@ -335,6 +335,12 @@ LARGE_MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 18,
         "quantization_config": {"quant_method": "mxfp4"},
     },
+    "deepseek-v3-12-layers-fp8": {
+        **MODELS["deepseek-v3-3-layers"],
+        "num_hidden_layers": 12,
+        "first_k_dense_replace": 3,
+        **_FP8_BLOCKS,
+    },
     "deepseek-v3-24-layers-fp8": {
         **MODELS["deepseek-v3-3-layers"],
         "num_hidden_layers": 24,
@@ -342,7 +348,7 @@ LARGE_MODELS: dict[str, dict[str, Any]] = {
         **_FP8_BLOCKS,
     },
 }
-"""Models that need several cards; of DeepSeek-V3 as many layers as fit four of 80 GB."""
+"""Models that need several cards; of DeepSeek-V3 layers that fit two of 141 GB or four of 80."""
 
 
 def write_config(folder: Path, name: str, **changed: Any) -> Path:

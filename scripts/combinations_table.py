@@ -122,6 +122,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "two ranks": {"tp": 2},
     "experts on two ranks": {"tp": 2, "ep": 2},
     "shared experts": {"attention_dp": 2, "attention_dp_group": "group"},
+    "pages divided by two": {"tp": 4, "dcp": 2},
     "LoRA": {"enable_lora": True},
     "n-gram drafts": {"drafter": "ngram"},
     "MTP drafts": {"drafter": "mtp"},

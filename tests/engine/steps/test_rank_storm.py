@@ -1,4 +1,4 @@
-"""A hundred kills, stops and pauses of single ranks under load."""
+"""Kills, stops and pauses of single ranks under load, also of ranks that divide pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.usefixtures("single_thread"), pytest.mark.full]
 
-VOCAB, LIMIT_S, NUM_STRIKES = 517, 4.0, 100
+VOCAB, LIMIT_S = 517, 4.0
 LATE_S = 5.0
 """Time that a busy machine may take beyond the limit."""
 STOP = StopCriteria(max_tokens=24, ignore_eos=True)
@@ -99,20 +99,20 @@ def check_pages(llm: LLM) -> None:
 
 
 @contextlib.contextmanager
-def ranked(folder: Path, size: int) -> Iterator[tuple[LLM, list[psutil.Process]]]:
+def ranked(folder: Path, size: int, dcp: int) -> Iterator[tuple[LLM, list[psutil.Process]]]:
     """An engine of several ranks, and the processes of those that can be hit."""
     before = set(psutil.Process().children())
-    with make_llm(folder, tp=size) as llm:
+    with make_llm(folder, tp=size, dcp=dcp) as llm:
         ranks = [one for one in psutil.Process().children() if one not in before]
         assert len(ranks) == size - 1
         yield llm, ranks
     assert set(psutil.Process().children()) <= before
 
 
-def strike_until_lost(folder: Path, size: int, texts: Texts, most: int) -> list[str]:
+def strike_until_lost(folder: Path, size: int, texts: Texts, most: int, dcp: int) -> list[str]:
     """Strikes ranks of one engine, until it ends; what was struck, and where that was noticed."""
     struck: list[str] = []
-    with ranked(folder, size) as (llm, ranks):
+    with ranked(folder, size, dcp) as (llm, ranks):
         while len(struck) < most:
             strike = Strike(ranks)
             lost = load_until(strike, llm, texts)
@@ -143,17 +143,21 @@ def load_until(strike: Strike, llm: LLM, texts: Texts) -> str:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("num_strikes", "divides"), [(100, False), (40, True)])
 def test_ranks_that_are_struck_at_any_moment_make_the_right_texts_or_none(
-    tmp_path: Path, seed: int
+    num_strikes: int, divides: bool, tmp_path: Path, seed: int
 ) -> None:
     """One that is gone or stays away ends the engine within its limit; one that comes back in time
     changes nothing, and costs no page.
     """
     model = {"vocab_size": VOCAB, "num_attention_heads": 8}
+    model |= {"num_key_value_heads": 1} if divides else {}
     folder = make_tiny("qwen3", tmp_path / "model", seed, tokenizer=True, **model)
     texts, struck = Texts(folder), Counter[str]()
-    while (left := NUM_STRIKES - struck.total()) > 0:
-        struck.update(strike_until_lost(folder, random.choice((2, 4)), texts, left))
+    while (left := num_strikes - struck.total()) > 0:
+        size = random.choice((2, 4))
+        dcp = size if divides else 1
+        struck.update(strike_until_lost(folder, size, texts, left, dcp))
         print(struck.total(), flush=True)
     for what, count in sorted(struck.items()):
         print(f"{count:3d} {what}")

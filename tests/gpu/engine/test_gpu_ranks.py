@@ -155,6 +155,27 @@ def test_tokens_of_latents_are_those_of_one_gpu(ep: int, tmp_path: Path) -> None
     assert [one["tokens"] for one in together] == [one["tokens"] for one in alone]
 
 
+@pytest.mark.parametrize("kind", ["latents", "heads"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_of_divided_pages_are_those_of_one_gpu(
+    kind: str, graphs: bool, tmp_path: Path
+) -> None:
+    """In chunks, after prefix hits that end within a page, and with drafts."""
+    if kind == "latents":
+        name, fields = MOE_FAMILIES["deepseek-v3"]
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 12}
+        folder = tmp_path / "model"
+        make_reference(name, folder, random.randrange(1 << 30), **{**fields, **sizes})
+    else:
+        folder = make_model("llama", tmp_path / "model", num_key_value_heads=1)
+    prompts = [[random.randrange(3, 250) for _ in range(n)] for n in (1, 30, 150, 64, 9, 70)]
+    prompts += [prompts[2][:101] + prompts[3][:20]]
+    settings = {"cuda_graphs": graphs}
+    alone = ranked("greedy", folder, prompts, **settings)["texts"]
+    together = ranked("greedy", folder, prompts, tp=2, dcp=2, **settings)["texts"]
+    assert [one["tokens"] for one in together] == [one["tokens"] for one in alone]
+
+
 def test_first_tokens_of_int8_are_as_probable_as_on_one_gpu(tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "tiny", random.randrange(1 << 30), **SIZES)
     folder = quantised_copy(source, tmp_path / "int8")

@@ -27,11 +27,15 @@ CORES = (ALLOWED[0], ALLOWED[-1])
 """Of rank 0 and rank 1."""
 
 
-@pytest.fixture
-def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.full)])
+def mesh(tmp_path: Path, rest_binary: Path, request: pytest.FixtureRequest) -> Iterator[TinyMesh]:
+    """With 2 the ranks divide the pages of the model's only KV head."""
+    divides = f"--dcp {request.param}"
     bound = f"--numa-bind-cpus {CORES[0]}|{CORES[1]}"
-    flags = ("--tp", "2", "--prefill-args", "--tp 1", "--decode-args", f"{PATIENT} {bound}")
-    mesh = TinyMesh(tmp_path, "--local-prefill-max-tokens", "0", *flags)
+    more = f"{PATIENT} {bound} {divides}"
+    flags = ("--tp", "2", "--prefill-args", "--tp 1", "--decode-args", more)
+    shape = {"num_key_value_heads": 1} if request.param > 1 else None
+    mesh = TinyMesh(tmp_path, "--local-prefill-max-tokens", "0", *flags, shape=shape)
     mesh.wait_ready()
     yield mesh
     assert mesh.stop() == 0, mesh.text

@@ -67,7 +67,8 @@ def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> Attent
     ends = step.key_ends
     if ends is None:
         # Padding rows follow the last request's.
-        ends = (lens[requests, 0] - starts[requests + 1] + 1 + rows).clamp(max=lens[requests, 0])
+        ends = lens[requests, 0] - starts[requests + 1] + 1 + rows
+        ends = torch.minimum(ends.clamp(min=0), lens[requests, 0])
     pages, offsets = step.places // page_size, step.places % page_size
     into = torch.where(pages % size == rank, number_here(pages, ranks), NULL_PAGE)
     own = AttentionMetadata(

@@ -96,7 +96,7 @@ def gather_queries(memory: PagesMemory, q: torch.Tensor) -> torch.Tensor:
     layout, block = memory.layout, min(_HEADS, next_power_of_2(heads))
     for begin in range(0, rows, memory.rows):
         end = min(rows, begin + memory.rows)
-        _gather_kernel[(end - begin, blocks_of(heads))](
+        _queries_kernel[(end - begin, blocks_of(heads))](
             *(out[begin:end], q[begin:end], memory.bases, memory.turns[0], memory.control),
             *(layout.query_flags, layout.queries, memory.rows, heads),
             RANK=memory.rank, SIZE=memory.size, LANES=next_power_of_2(memory.size),
@@ -126,7 +126,7 @@ def merge_results(
     layout, block = memory.layout, min(_HEADS, next_power_of_2(heads))
     for begin in range(0, rows, memory.rows):
         end = min(rows, begin + memory.rows)
-        _merge_kernel[(end - begin, blocks_of(heads))](
+        _results_kernel[(end - begin, blocks_of(heads))](
             *(out[begin:end], values[begin:end], sums[begin:end], sinks),
             *(memory.bases, memory.turns[1], memory.control),
             *(layout.result_flags, layout.results, layout.sums, memory.rows, heads),
@@ -163,7 +163,7 @@ def _meet(
 
 
 @triton.jit
-def _gather_kernel(
+def _queries_kernel(
     out: tl.tensor,
     q: tl.tensor,
     bases: tl.tensor,
@@ -214,7 +214,7 @@ def _gather_kernel(
 
 
 @triton.jit
-def _merge_kernel(
+def _results_kernel(
     out: tl.tensor,
     values: tl.tensor,
     sums: tl.tensor,

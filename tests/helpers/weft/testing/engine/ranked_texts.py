@@ -44,12 +44,12 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(folder, **{"device": "cuda", "dtype": "float32"} | sizes | drafts | settings)
 
 
-def make_model(kind: str, folder: Path) -> Path:
+def make_model(kind: str, folder: Path, **settings: Any) -> Path:
     """A tiny model whose heads four ranks can divide."""
     sizes = {"num_attention_heads": 8, "moe_intermediate_size": 64, "head_dim": 64}
     sizes |= {"num_experts": 8} if kind == "qwen3_moe" else {}
     seed = random.randrange(1 << 30)
-    return make_tiny(kind, folder, seed, tokenizer=True, vocab_size=VOCAB, **sizes)
+    return make_tiny(kind, folder, seed, tokenizer=True, vocab_size=VOCAB, **sizes, **settings)
 
 
 def random_prompts(lengths: Sequence[int], beginning: int = 40) -> list[list[int]]:
