@@ -194,6 +194,11 @@ class EngineInfo:
     expert_group_size: int = 0
 
 
+PIPELINE = "pipeline: "
+"""Begins the notice that tells which stages a worker has, and where."""
+_BUBBLES = "stages were idle for "
+
+
 def describe_bubbles(counters: Mapping[str, int]) -> str:
     """How long the stages of a worker's pipeline had nothing to compute, in words, since it
     started; empty: there are no stages, or no step has run.
@@ -201,4 +206,9 @@ def describe_bubbles(counters: Mapping[str, int]) -> str:
     if not (total := counters.get("stage_us", 0)):
         return ""
     share = counters.get("bubble_us", 0) / total
-    return f"stages were idle for {share:.0%} of the time with steps under way (bubbles)"
+    return f"{_BUBBLES}{share:.0%} of the time with steps under way (bubbles)"
+
+
+def tells_of_stages(notice: str) -> bool:
+    """Whether one of a worker's notices tells which stages it has, or how long they were idle."""
+    return notice.startswith((PIPELINE, _BUBBLES))

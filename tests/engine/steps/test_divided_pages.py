@@ -261,6 +261,7 @@ def test_what_is_not_divided_is_refused_with_the_reason(tmp_path: Path) -> None:
         (windows, {"tp": 2, "dcp": 2}, "sliding windows"),
         (one, {"tp": 2, "dcp": 2, "deterministic": True}, "1 with deterministic"),
         (one, {"tp": 2, "dcp": 2, "device": "cuda"}, "1 on GPUs"),
+        (one, {"tp": 2, "dcp": 2, "rendezvous": "h:1"} | {"pp": 2, "hosts": 2}, "1 with hosts = 2"),
         (one, {"tp": 2, "dcp": 2, "drafter": "eagle3", "draft_dir": two}, "1 with draft heads"),
     ]
     for folder, settings, message in cases:

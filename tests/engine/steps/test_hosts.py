@@ -162,12 +162,16 @@ def alone(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 @FULL
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("llama", 2), ("llama", 3), ("mistral", 2), ("qwen3_moe", 2), ("falcon_h1", 2)],
+    ("name", "count", "tp"),
+    [
+        *(("llama", 2, 1), ("llama", 3, 1), ("mistral", 2, 1), ("qwen3_moe", 2, 1)),
+        *(("falcon_h1", 2, 1), ("llama", 2, 2), ("llama", 3, 2), ("falcon_h1", 2, 2)),
+    ],
 )
 def test_texts_of_hosts_are_those_of_one_process(
     name: str,
     count: int,
+    tp: int,
     network: Callable[[int], Network],
     tmp_path: Path,
     seed: int,
@@ -180,7 +184,7 @@ def test_texts_of_hosts_are_those_of_one_process(
     else:
         make_tiny(name, folder, seed, tokenizer=True, vocab_size=517)
     prompts, net = random_prompts(), network(count)
-    with hosts_of(net, folder, prompts, count, **tls_in(tmp_path / "ca")) as hosts:
+    with hosts_of(net, folder, prompts, count, tp=tp, **tls_in(tmp_path / "ca")) as hosts:
         found = hosts.answer()
     with capsys.disabled():
         print("network namespaces" if net.has_namespaces else "loopback", end=" ")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from weft.checkpoint.config import ModelConfig
 from weft.cli.top.keys import split_keys
 from weft.cli.top.picture import MeshPicture
 from weft.cli.top.summary import summarise
 from weft.cli.top.view import SORTS, Sort, TopState, TopView, chart, describe_plan
+from weft.contract.reports import describe_bubbles
+from weft.engine.parallel.stages import describe_stages
+from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import mesh_pb2
 
 HOSTILE = "[bold]\x1b]0;gone\x07\u202edecode\n-1"
@@ -119,6 +124,25 @@ def test_a_speed_that_a_member_does_not_tell_is_no_zero() -> None:
     rows = {line.split()[0]: line.split() for line in drawn if line.startswith("prefill-")}
     shown = {name: row[head.index("tok/s")] for name, row in rows.items()}
     assert shown == {"prefill-old": "-", "prefill-idle": "0", "prefill-busy": "512"}
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_stages_their_hosts_and_bubbles_are_shown(width: int, tmp_path: Path) -> None:
+    picture = mesh(3)
+    places = ["host 10.0.0.1", "host 10.0.0.2"]
+    config = ModelConfig.load(make_tiny("llama", tmp_path, 0))
+    share = random.randrange(1, 99)
+    told = [
+        "the model takes images",
+        describe_stages(config, 2, places),
+        describe_bubbles({"stage_us": 100, "bubble_us": share}),
+    ]
+    picture.newest.members[2].notices.extend(told)
+    for is_whole in (False, True):
+        drawn = lines(picture, TopState(), width, 24, is_whole=is_whole)
+        assert len(drawn) <= 24 or is_whole
+        of_stages = [line for line in drawn if line.startswith("decode-1: ")]
+        assert [line[:59] for line in of_stages] == [f"decode-1: {one}"[:59] for one in told[1:]]
 
 
 def test_names_cannot_control_the_terminal() -> None:

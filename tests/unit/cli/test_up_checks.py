@@ -242,6 +242,7 @@ LATE = {
     "executor/ranks/attention_dp.py": "other workers",
     "executor/ranks/follow.py": "memory of ranks",
     "executor/ranks/share.py": "memory of ranks",
+    "executor/ranks/host_memory.py": "other hosts",
     "executor/ranks/hosts.py": "other hosts",
     "executor/ranks/leader.py": "processes of ranks",
     "executor/sleeping.py": "a command",

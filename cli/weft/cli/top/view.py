@@ -17,6 +17,7 @@ from weft.cli.top.summary import (
     problems,
     seconds,
 )
+from weft.contract.reports import tells_of_stages
 from weft.v1 import mesh_pb2
 
 _ROLES = {
@@ -89,8 +90,16 @@ class TopView:
         self._state.first_member = max(0, min(self._state.first_member, len(members) - fitting))
         first = self._state.first_member
         yield Text()
-        yield _member_table(members[first : first + fitting], width)
+        shown_members = members[first : first + fitting]
+        yield _member_table(shown_members, width)
         left -= 2 + fitting
+        stages = _stage_lines(shown_members, width)
+        if not self._is_whole:
+            stages = stages[: max(0, min(left - some, left // 3) - 1)]
+        if stages:
+            yield Text()
+            yield from stages
+            left -= 1 + len(stages)
         share = left - 2 - min(len(requests), 3) - 2 if requests else left - 2
         if flows and (shown := flows[: max(0, share)]):
             yield Text()
@@ -233,6 +242,19 @@ def _member_table(members: Sequence[mesh_pb2.MeshMember], width: int) -> Table:
             row += [Text(printable(one.address)), Text(printable(one.model))]
         table.add_row(*row)
     return table
+
+
+def _stage_lines(members: Sequence[mesh_pb2.MeshMember], width: int) -> list[Text]:
+    """The stages of workers that have some: their layers and hosts, and how long they were idle."""
+    lines = [
+        Text(printable(f"{one.member_id}: {notice}"), "dim")
+        for one in members
+        for notice in one.notices
+        if tells_of_stages(notice)
+    ]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
 
 
 def describe_plan(plan: mesh_pb2.MeshPlan) -> str:

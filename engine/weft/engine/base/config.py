@@ -119,7 +119,7 @@ class EngineConfig(PageConfig):
         le=64,
     )
     hosts: int = setting(
-        "hosts of the engine, with one stage on each: as many as pp",
+        "hosts of the engine, with one stage and its tp ranks on each: as many as pp",
         1,
         ge=1,
         le=64,
@@ -796,7 +796,6 @@ class EngineConfig(PageConfig):
     def _relations_of_stages(self) -> list[tuple[str, bool, str]]:
         is_divided = self.hosts > 1
         return [
-            ("tp", self.tp == 1 or not is_divided, f"1 with hosts = {self.hosts}"),
             *self._relations_of_gpu_stages(),
             ("pp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             ("pp", not self.has_head, "1 with a draft head, which reads several stages"),
@@ -812,13 +811,6 @@ class EngineConfig(PageConfig):
                 not is_divided or ":" in self.rendezvous,
                 f"host:port of host 0, with hosts = {self.hosts}",
             ),
-            (
-                "hosts",
-                not (is_divided and self.moves_pages),
-                "1 on workers whose pages leave their pool: take no tiers, no KV store, "
-                f"--transport data and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
-            ),
-            ("hosts", not (is_divided and self.enable_lora), "1 with adapters"),
         ]
 
     def _relations_of_gpu_stages(self) -> list[tuple[str, bool, str]]:
@@ -869,6 +861,7 @@ class EngineConfig(PageConfig):
     def _relations_of_divided_pages(self) -> list[tuple[str, bool, str]]:
         return [
             ("dcp", self.tp % self.dcp == 0, f"a divisor of tp = {self.tp}"),
+            ("dcp", self.hosts == 1, f"1 with hosts = {self.hosts}"),
             (
                 "dcp",
                 not self.is_on_gpu,

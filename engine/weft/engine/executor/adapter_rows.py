@@ -124,6 +124,10 @@ class RankMemory(Protocol):
         """
         ...
 
+    def publish(self) -> None:
+        """Sends what rank 0 has written to ranks whose memory it does not map."""
+        ...
+
 
 class _Tables(NamedTuple):
     weights: dict[str, LoraWeights]
@@ -212,6 +216,7 @@ class LoraPool:
         self.has_drafts = np.zeros(self.max_slots, np.bool_)
         """[max_slots]: whether the adapter in each slot brings a draft adapter."""
         self._stream = copy_stream(device)
+        self._ranks = ranks
 
     def _make(self, device: torch.device, ranks: RankMemory | None) -> list[_Tables]:
         def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -379,6 +384,8 @@ class LoraPool:
         self.has_drafts[place.slot] = any(projection.is_draft for projection in kinds)
         if self._stream is not None:
             self._stream.synchronize()
+        if self._ranks is not None:
+            self._ranks.publish()
 
     def _write(self, rank: int, tables: _Tables, place: DevicePlace, weights: HostWeights) -> None:
         for name, target in tables.weights.items():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.engine.executor.device_pool import CopyRows
+from weft.engine.transfer.device_pages import DevicePages
 from weft.pages.transfer.digest import digest_pages
 
 
@@ -71,6 +72,36 @@ class BlockPool:
             if low < high:
                 yield part[block, low - begin : high - begin], low - first
             begin = end
+
+
+class SpreadBlockPool(BlockPool):
+    """As `BlockPool`, of blocks that lie on several hosts.
+
+    Args:
+        blocks: Whole blocks as rows.
+    """
+
+    def __init__(self, blocks: DevicePages, num_pages: int, page_bytes: int) -> None:
+        super().__init__((torch.empty((0, 1)),), num_pages, page_bytes)
+        self._blocks = blocks
+
+    def _copy_in(self, rows: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
+        for row, page in zip(rows, pages, strict=True):
+            block, whole, part = self._part_of(page)
+            part.copy_(row[: len(part)])
+            self._blocks.write(block, whole)
+
+    def _copy_out(self, page: int, row: torch.Tensor) -> None:
+        _, _, part = self._part_of(page)
+        row[: len(part)] = part
+        row[len(part) :] = 0
+
+    def _part_of(self, page: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The block of a page, a copy of its bytes, and those of the page therein."""
+        block, index = divmod(page, self._num_pages)
+        whole = torch.empty(self._blocks.page_bytes, dtype=torch.uint8)
+        self._blocks.read(block, whole)
+        return block, whole, whole[index * self._page_bytes :][: self._page_bytes]
 
 
 def _digest(row: NDArray[np.uint8]) -> int:

@@ -20,12 +20,20 @@ _CAPABILITY = (8, 9)
 _DTYPES = {FP8: torch.uint8, INT8: torch.int8}
 
 
-def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
+def kept_layout(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: torch.device,
+    layout: CacheLayout | None = None,
+) -> CacheLayout:
     """Layout of the model's pages in the configured number format, with routes of experts if the
     settings ask for them. Raises ConfigError if the device lacks the format, or the model has no
     experts.
+
+    Args:
+        layout: Of other layers of the model; None: of those of this process.
     """
-    layout = loaded.model.kv_layout(config.page_size)
+    layout = loaded.model.kv_layout(config.page_size) if layout is None else layout
     if config.enable_return_routed_experts:
         layout = layout.with_routes(route_plane(loaded.config))
     if config.kv_dtype == "auto":

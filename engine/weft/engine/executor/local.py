@@ -20,7 +20,7 @@ from weft.contract.layout import CacheLayout, num_ring_rows
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.alignment import Aligner, Alignments
-from weft.engine.executor.block_pool import BlockPool
+from weft.engine.executor.block_pool import BlockPool, SpreadBlockPool
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
@@ -237,18 +237,19 @@ class LocalExecutor:
             shared = (*shared, *(() if rank else of_windows))
         self.pool, self._own_pool, pages, memory, _, self._divided = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
-        self._page_rows = _rows(self.pool) if memory is None else memory
-        self.device_pages = pages or DevicePages.of(self._page_rows)
-        """Whole pages, with the heads of all ranks."""
+        self.page_rows = _rows(self.pool) if memory is None else memory
+        """[num_pages, page_bytes] uint8: the pool, with all that lies in its pages."""
+        self.device_pages = pages or DevicePages.of(self.page_rows)
+        """Whole pages, with the heads and layers of all ranks."""
         self._pools = (self.pool, *of_windows)
         self.routes: PageRoutes | None = None
         """None: pages have no routes of experts."""
         if layout.routes is not None:
-            begin = self._page_rows.shape[1] - layout.routes.num_bytes(layout.page_size)
-            routes = layout.routes, self._page_rows, begin, layout.page_size
+            begin = self.page_rows.shape[1] - layout.routes.num_bytes(layout.page_size)
+            routes = layout.routes, self.page_rows, begin, layout.page_size
             self.routes = PageRoutes(*routes)
         recorded = None if self.routes is None else self.routes.memory
-        own = (*([self._page_rows] if is_own else []), *([] if window_pools else of_windows))
+        own = (*([self.page_rows] if is_own else []), *([] if window_pools else of_windows))
         self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device, beside)
         self.states: StateMemory | None = None
         """None: the model has no recurrent layers."""
@@ -350,12 +351,12 @@ class LocalExecutor:
     @property
     def pool_bytes(self) -> np.ndarray:
         """The pool as [num_pages, page_bytes] uint8; on a GPU it has no pages."""
-        rows = self._page_rows
+        rows = self.page_rows
         return rows.numpy() if self._inputs is None else rows[:0].cpu().numpy()
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:
         """Digests of pages as they are in the pool now. Waits for the device."""
-        if self._inputs is None:
+        if self._inputs is None and self.device_pages.is_whole:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
         numbers = torch.tensor(pages, dtype=torch.int64, device=self.pool.device)
@@ -364,7 +365,9 @@ class LocalExecutor:
 
     def page_pool(self) -> PagePool:
         """Access to the pool's pages for one thread other than the one that runs steps."""
-        return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.device_pages)
+        if self._inputs is None and self.device_pages.is_whole:
+            return HostPool(self.pool_bytes)
+        return DevicePool(self.device_pages)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
         """Pins host memory, so that the GPU can copy from and to it; None on a CPU."""
@@ -671,7 +674,7 @@ class LocalExecutor:
         match order:
             case CopyPages(sources, destinations):
                 if self._divided is None:
-                    copy_pages(self._page_rows, sources, destinations)
+                    copy_pages(self.page_rows, sources, destinations)
                 else:
                     self._divided.copy(sources, destinations)
             case ZeroPages(pages, group):
@@ -684,10 +687,10 @@ class LocalExecutor:
                 nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else math.nan
                 pool.index_fill_(0, page_index(pages, self.device), nothing)
             case PackPages(pages, group, into, is_each):
-                theirs, own = _rows(self._pools[group]), self._page_rows
+                theirs, own = _rows(self._pools[group]), self.page_rows
                 repack_pages(theirs, pages, own, into, num_runs=len(pages) if is_each else 1)
             case UnpackPages(pages, group, out_of, is_each):
-                theirs, own = _rows(self._pools[group]), self._page_rows
+                theirs, own = _rows(self._pools[group]), self.page_rows
                 repack_pages(own, out_of, theirs, pages, num_runs=len(pages) if is_each else 1)
             case PoisonBlocks(blocks):
                 self._blocks().poison(blocks)
@@ -749,7 +752,7 @@ class LocalExecutor:
 
     @property
     def _whole_pages(self) -> torch.Tensor | DevicePages:
-        return self.device_pages if len(self.device_pages.parts) > 1 else self._page_rows
+        return self.page_rows if self.device_pages.is_whole else self.device_pages
 
     def _blocks(self) -> StateMemory:
         assert self.states is not None
@@ -757,7 +760,10 @@ class LocalExecutor:
 
     def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
         """Access for one thread to blocks of recurrent layers, each as `num_pages` pages."""
-        return BlockPool(self._blocks().of_blocks, num_pages, page_bytes)
+        blocks = self._blocks()
+        if blocks.spread is not None:
+            return SpreadBlockPool(blocks.spread, num_pages, page_bytes)
+        return BlockPool(blocks.of_blocks, num_pages, page_bytes)
 
     def window_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
         """Access for one thread to pages of the window group, each as `num_pages` pages."""

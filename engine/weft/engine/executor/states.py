@@ -61,6 +61,8 @@ class StateMemory:
     ) -> None:
         self._ring_rows = ring_rows
         self._found = plane.found, num_slots + 1, ring_rows, plane.layers
+        self.spread: DevicePages | None = None
+        """Whole blocks as rows, where other hosts have their parts; None: they are here."""
 
         def zeros(part: StatePart, *sizes: int) -> torch.Tensor:
             dtype: torch.dtype = getattr(torch, part.dtype)
@@ -111,7 +113,11 @@ class StateMemory:
             pages: Numbers of the pages, in order.
             pool: [num_pages, page_bytes] uint8, or the pages of all ranks.
         """
-        row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in self.of_blocks])
+        if self.spread is not None:
+            row = torch.empty(self.spread.page_bytes, dtype=torch.uint8)
+            self.spread.read(block, row)
+        else:
+            row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in self.of_blocks])
         write_bytes(row, pages, pool)
 
     def from_pages(
@@ -119,6 +125,9 @@ class StateMemory:
     ) -> None:
         """Copies a block out of the pages that `to_pages` has filled."""
         room, at = read_bytes(pages, pool), 0
+        if self.spread is not None:
+            self.spread.write(block, room[: self.spread.page_bytes])
+            return
         for part in self.of_blocks:
             size = part[block].numel() * part.element_size()
             part[block] = room[at : at + size].clone().view(part.dtype).view(part[block].shape)

@@ -49,6 +49,7 @@ from weft.engine.executor.memory_plan import (
 from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.ranks.attention_dp import AttentionGroup, LockstepExecutor
 from weft.engine.executor.ranks.context import ContextExecutor
+from weft.engine.executor.ranks.host_memory import Mirror, spread
 from weft.engine.executor.ranks.hosts import HostRanks
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import RankedExecutor
@@ -59,6 +60,7 @@ from weft.engine.executor.ranks.share import (
     expert_moves_of,
     gather_of,
     has_companions,
+    layouts_of_stages,
     link_stages,
     media_of,
     num_slot_rows,
@@ -66,6 +68,7 @@ from weft.engine.executor.ranks.share import (
     pool_of,
     sleep_memory,
     stage_of,
+    whole_layout,
     window_pools_of,
 )
 from weft.engine.executor.ranks.staged import StagedExecutor
@@ -135,6 +138,9 @@ class _Models:
     """The model with its draft head; None: it has none."""
     draft: DraftModel | None
     layout: CacheLayout
+    """Of whole pages."""
+    own_layout: CacheLayout
+    """What this host has of them."""
     max_context_tokens: int
     """Most tokens of a request, as far as the model and the settings limit it."""
     model_context_tokens: int
@@ -229,7 +235,8 @@ def _load_parts(
         # Checked again: the files of a class from outside Weft may not show its recurrent layers.
         check_recurrent(config, loaded.config)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
-    is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
+    is_apart = device.type == "cuda" or config.hosts > 1
+    is_staged = config.ships_pages and (is_apart or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
@@ -239,7 +246,14 @@ def _load_parts(
         lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
     pools = size_pools(
-        config, loaded, layout, models.max_context_tokens, models.draft, device, lora, ranks
+        config,
+        loaded,
+        models.own_layout,
+        models.max_context_tokens,
+        models.draft,
+        device,
+        lora,
+        ranks,
     )
     shards: list[str] = []
     if isinstance(ranks, Ranks) and peers is not None:
@@ -259,7 +273,8 @@ def _load_parts(
     )
     ranked: RankedExecutor | StagedExecutor | ContextExecutor | LockstepExecutor | None = None
     if ranks is not None and config.pp > 1:
-        ranked = StagedExecutor(executor, ranks, config.pp)
+        hosts = ranks.memory if isinstance(ranks, HostRanks) else None
+        ranked = StagedExecutor(executor, ranks, config.pp, hosts)
     elif ranks is not None and config.cp > 1:
         ranked = ContextExecutor(executor, ranks, context)
     elif ranks is not None:
@@ -269,7 +284,11 @@ def _load_parts(
         shards = [describe_shared_experts(loaded.config, group.rank, group.size)]
     progress(0, 0, "timing steps")
     token_s = time_token(
-        executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
+        executor,
+        models.own_layout,
+        config.max_running_requests,
+        config.max_step_tokens,
+        max_tokens,
     )
     if media is not None and config.is_on_gpu:
         progress(0, 0, "warming up images")
@@ -311,7 +330,9 @@ def _load_parts(
     progress(0, 0, "opening transports")
     exchange = host_exchange(config, executor.pool_bytes)
     if lanes is not None and staging is not None:
+        # Requests to other hosts follow the orders on pages by themselves.
         pages, mark = executor.device_pages, (ranked or executor).mark
+        mark = executor.mark if config.hosts > 1 else mark
         exchange = staged_exchange(config, pages, staging, lanes, mark)
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
@@ -456,13 +477,16 @@ def _load_models(
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
-    layout = kept_layout(config, loaded, device)
+    layout = own_layout = kept_layout(config, loaded, device)
+    if config.hosts > 1:
+        layout = whole_layout(config, loaded, device)
     most = min(loaded.config.max_position_embeddings, loaded.pooling.max_tokens or sys.maxsize)
     return _Models(
         loaded,
         drafted,
         load_draft_model(config, loaded, progress),
         layout,
+        own_layout,
         min(config.max_context_tokens or most, most),
         most,
     )
@@ -482,7 +506,7 @@ def _make_executor(
     media: MediaEmbeddings | None,
     sleep: SleepMemory,
 ) -> LocalExecutor:
-    layout, pool, blocks = models.layout, None, None
+    layout, pool, blocks = models.own_layout, None, None
     windows: Sequence[RankPool] = ()
     if shared is not None:
         layout, pool = pool_of(config, shared, layout, pools.num_pages, context)
@@ -528,6 +552,11 @@ def _make_executor(
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)
+        if isinstance(shared.others, HostRanks):
+            layouts, hosts = layouts_of_stages(config, models.loaded, device), shared.others.memory
+            spread(executor, layouts, hosts)
+            if shared.rows is not None:
+                shared.send = Mirror(shared.rows, hosts, config.hosts - 1)
         shared.others.agree("pool")
     return executor
 

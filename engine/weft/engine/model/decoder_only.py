@@ -104,8 +104,11 @@ class DecoderOnlyLM:
         return self.model.waits_for_layers
 
     def kv_layout(self, page_size: int) -> CacheLayout:
-        planes = planes_of_stage(self.config, self.stage)
-        return paged_layout(planes, self.dtype, page_size)
+        return self.layout_of(self.stage, page_size)
+
+    def layout_of(self, stage: Stage | None, page_size: int) -> CacheLayout:
+        """The layout of pages with the layers of a stage; None: with all layers."""
+        return paged_layout(planes_of_stage(self.config, stage), self.dtype, page_size)
 
     def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`. `taps` gets

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, one on each: frames of rank 0 over TCP.
+"""Ranks on several hosts: frames of rank 0 over TCP to the first rank of each host.
 
 frame      count of numbers, then the numbers, int64 each; of rank 0
 ended      frames that the rank has done, int64; of the others
@@ -10,6 +10,7 @@ import contextlib
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -18,25 +19,32 @@ import numpy as np
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import RanksLost
 from weft.engine.parallel.host_sockets import end_when_lost, receive_exactly
+from weft.engine.parallel.shared import SharedGroup
 
 _COUNT = struct.Struct("<q")
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class HostGroup:
-    """One rank's view of the group, as `weft.engine.parallel.shared.SharedGroup` is that of ranks
-    of one host. One thread uses it; any thread may call `stop`.
+    """The view that the first rank of a host has of the group, as
+    `weft.engine.parallel.shared.SharedGroup` is that of ranks of one host. One thread uses it; any
+    thread may call `stop`.
 
     Args:
-        ends: Connections to the other ranks, of rank 0; to rank 0, of the others.
+        ends: Connections to the other hosts by their first ranks, of rank 0; to rank 0, of the
+            others.
         limit_s: Longest wait for another rank in a step.
     """
 
     def __init__(self, ends: Mapping[int, socket.socket], limit_s: float) -> None:
         self._ends = ends
+        self.local: SharedGroup | None = None
+        """The ranks of this host, which get all frames from this one; None: there is one."""
         self._num_ended = dict.fromkeys(ends, 0)
         self.num_frames = 0
         """Frames that this rank has posted or taken."""
+        self._num_done = 0
+        self._has_done = threading.Condition()
         self.why: Callable[[], str] = lambda: "the group was stopped"
         """Returns the reason why the group has ended, for error messages."""
         self.is_stopped = False
@@ -45,6 +53,8 @@ class HostGroup:
 
     def limit(self, seconds: float) -> None:
         self.limit_s = seconds
+        if self.local is not None:
+            self.local.limit(seconds)
         for end in self._ends.values():
             end_when_lost(end, seconds)
 
@@ -57,6 +67,8 @@ class HostGroup:
         frame = np.concatenate(parts, dtype=np.int64)
         sent = _COUNT.pack(len(frame)) + frame.tobytes()
         self.num_frames += 1
+        if self.local is not None:
+            self.local.post([frame])
         for rank, end in self._ends.items():
             self._check()
             try:
@@ -80,15 +92,37 @@ class HostGroup:
         except OSError as error:
             self._lose(0, "a step", error)
         self.num_frames += 1
-        return np.frombuffer(body, np.int64)
+        frame = np.frombuffer(body, np.int64)
+        if self.local is not None:
+            self.local.post([frame])
+        return frame
 
     def end(self) -> None:
-        """Announces that this rank has done all frames that it has taken. Raises RanksLost."""
+        """Announces that this host has done all frames that it has taken, once its other ranks
+        have. Raises RanksLost.
+        """
+        if self.local is not None:
+            self.local.await_ended()
+        with self._has_done:
+            self._num_done = self.num_frames
+            self._has_done.notify_all()
         (end,) = self._ends.values()
         try:
             end.sendall(_COUNT.pack(self.num_frames))
         except OSError as error:
             self._lose(0, "a step", error)
+
+    def await_done(self, num_frames: int) -> None:
+        """Waits in another thread until this host has done so many frames. Raises RanksLost if the
+        group ends, or they are not done in time.
+        """
+        with self._has_done:
+            is_done = self._has_done.wait_for(
+                lambda: self.is_stopped or self._num_done >= num_frames, self.limit_s
+            )
+        self._check()
+        if not is_done:
+            raise RanksLost(f"step {num_frames} has not ended within {self.limit_s:g} s")
 
     def await_ended(self) -> None:
         """Waits until all other ranks have done all frames. Raises RanksLost if a rank is gone, or
@@ -108,10 +142,16 @@ class HostGroup:
                 except OSError as error:
                     self._lose(rank, f"the end of step {num_frames}", error)
                 (self._num_ended[rank],) = _COUNT.unpack(head)
+        if self.local is not None:
+            self.local.await_ended_by(range(1, self.local.size), num_frames)
 
     def stop(self) -> None:
         """Ends the group: from now on every wait of every rank fails. Any thread may call this."""
         self.is_stopped = True
+        with self._has_done:
+            self._has_done.notify_all()
+        if self.local is not None:
+            self.local.stop()
         for end in self._ends.values():
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(end, socket.SHUT_RDWR)

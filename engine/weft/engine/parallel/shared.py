@@ -81,6 +81,7 @@ class SharedGroup:
         *,
         is_checked: bool = False,
         whole: SharedGroup | None = None,
+        first_rank: int = 0,
     ) -> None:
         """Joins a group.
 
@@ -89,7 +90,8 @@ class SharedGroup:
             limit_s: Longest wait for another rank in a step.
             is_checked: Whether ranks compare a hash of each sum at the next one.
             whole: The group of which this one adds up the sums of some consecutive ranks, and with
-                which it ends; None: this group has all ranks.
+                which it ends; None: this group has all ranks of its host.
+            first_rank: The first of these ranks, among those of all hosts.
 
         Raises:
             ConfigError: The native operations are not available.
@@ -110,7 +112,7 @@ class SharedGroup:
             for slot in range(_RING_SLOTS)
         ]
         self._stop = self._counter(size) if whole is None else whole.stop_address
-        self._first_rank = 0 if whole is None else whole.rank - rank
+        self._first_rank = first_rank if whole is None else whole.rank - rank
         self._whole = self if whole is None else whole
         self._parts: list[SharedGroup] = []
         self.pages: PageRanks | None = None
@@ -315,7 +317,7 @@ class SharedGroup:
         count &= 0xFFFFFFFF
         status = self._native.await_count(counter, count, self._stop, limit_ns, awake_ns)
         if status:
-            self._lose(status, rank, what)
+            self._lose(status, self._first_rank + rank, what)
 
     def _lose(self, status: int, rank: int, what: str) -> None:
         if status == _STOPPED:

@@ -56,12 +56,19 @@ class SocketStages:
     Args:
         stage: Number of this stage.
         names: Names of the stages before and after, for messages.
+        copies: Connections to the other ranks of this stage, which get the rows from this one,
+            since the stage before is on another host.
     """
 
     def __init__(
-        self, ends: StageEnds, group: StageGroup, stage: int, names: tuple[str, str]
+        self,
+        ends: StageEnds,
+        group: StageGroup,
+        stage: int,
+        names: tuple[str, str],
+        copies: Sequence[socket.socket] = (),
     ) -> None:
-        self._ends, self._group = ends, group
+        self._ends, self._group, self._copies = ends, group, copies
         self._busy = np.zeros(stage + 1, np.int64)
         self._blocked_ns = 0
         self._before, self._after = names
@@ -108,13 +115,19 @@ class SocketStages:
         self._read(end, _bytes_of(torch.from_numpy(self._busy[:-1])), what, deadline)
         if stream.numel():
             self._read(end, _bytes_of(stream), what, deadline)
+        for copy in self._copies:
+            busy = self._busy[:-1].tobytes()
+            self._write(copy, bytes(header) + busy, stream, "another rank of this stage")
         return stream
 
     def _send(self, stream: torch.Tensor) -> None:
-        assert self._ends.after is not None
+        if self._ends.after is None:
+            return  # The first rank of a host sends for the others.
         self._num_sent += 1
-        end, stream = self._ends.after, stream.contiguous()
         header = _HEADER.pack(self._num_sent, *stream.shape) + self._busy.tobytes()
+        self._write(self._ends.after, header, stream.contiguous(), self._after)
+
+    def _write(self, end: socket.socket, header: bytes, stream: torch.Tensor, name: str) -> None:
         try:
             end.settimeout(self._group.limit_s)
             end.sendall(header)
@@ -122,9 +135,9 @@ class SocketStages:
                 end.sendall(_bytes_of(stream))
         except TimeoutError:
             limit_s = self._group.limit_s
-            self._group.fail(f"{self._after} has not taken rows within {limit_s:g} s")
+            self._group.fail(f"{name} has not taken rows within {limit_s:g} s")
         except OSError:
-            self._lose(f"{self._after} is gone")
+            self._lose(f"{name} is gone")
 
     def close(self) -> None:
         self._ends.close()

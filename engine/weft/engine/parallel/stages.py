@@ -9,6 +9,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.pooling import load_pooling
 from weft.checkpoint.transformers_config import TransformersConfig
 from weft.contract.errors import ConfigError
+from weft.contract.reports import PIPELINE
 
 
 def layers_of_stages(num_layers: int, count: int) -> list[range]:
@@ -97,7 +98,7 @@ def describe_stages(config: ModelConfig, count: int, places: Sequence[str], tp: 
     )
     told = ", ".join(
         f"layers {layers[stage].start} to {layers[stage].stop - 1} on "
-        f"{' and '.join(places[rank : rank + tp])}"
+        f"{' and '.join(dict.fromkeys(places[rank : rank + tp]))}"
         for stage, rank in first_ranks
     )
-    return f"pipeline: {count} stages, {told}, which draws"
+    return f"{PIPELINE}{count} stages, {told}, which draws"

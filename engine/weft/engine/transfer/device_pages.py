@@ -26,6 +26,11 @@ class PagePart(NamedTuple):
 class DevicePages:
     """Reads and writes whole pages on the current stream of one device."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one pool has the pages."""
+        return len(self.parts) == 1
+
     def __init__(self, parts: Sequence[PagePart]) -> None:
         self.parts = tuple(parts)
         self.device = parts[0].pool.device

@@ -127,8 +127,7 @@ class PageMover:
     @property
     def is_direct(self) -> bool:
         """Whether the staging pages are memory of the pool's GPU. `move_out` then takes a mark."""
-        is_whole = len(self._pages.parts) == 1
-        return self._is_direct and is_whole and self._pages.device.type == "cuda"
+        return self._is_direct and self._pages.is_whole and self._pages.device.type == "cuda"
 
     def move_out(
         self,

@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     time_token,
 )
+from weft.engine.executor.orders import PageOrder
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.ranks.context import launch_share
 from weft.engine.executor.ranks.frames import (
@@ -49,7 +50,8 @@ from weft.engine.executor.ranks.frames import (
     Tokens,
     decode,
 )
-from weft.engine.executor.ranks.hosts import join
+from weft.engine.executor.ranks.host_memory import memories_of, serve
+from weft.engine.executor.ranks.hosts import join, share_on_host
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
 from weft.engine.executor.ranks.share import (
     SharedMemory,
@@ -57,6 +59,7 @@ from weft.engine.executor.ranks.share import (
     context_peers_of,
     expert_moves_of,
     gather_of,
+    layouts_of_stages,
     link_stages,
     load_share,
     media_of,
@@ -66,8 +69,8 @@ from weft.engine.executor.ranks.share import (
     window_pools_of,
     with_media_rows,
 )
-from weft.engine.executor.ranks.start import START_LIMIT_S
-from weft.engine.executor.refits import RefitResult
+from weft.engine.executor.ranks.start import START_LIMIT_S, Ranks
+from weft.engine.executor.refits import RefitResult, joined
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
@@ -85,6 +88,8 @@ UNBOUNDED = 1 << 62
 
 
 class FollowerGroup:
+    """Implements `weft.engine.executor.ranks.share.RankGroup`."""
+
     def __init__(
         self,
         link: RankLink,
@@ -92,9 +97,17 @@ class FollowerGroup:
         size: int,
         group: SharedGroup | HostGroup,
         store_path: str,
-        neighbours: SocketStages | None,
+        neighbours: SocketStages | None = None,
     ) -> None:
         self.rank = rank
+        self.memory: socket.socket | None = None
+        """Over which rank 0 reads and writes this host's pages; None: they are rank 0's own, or
+        another rank's.
+        """
+        self.local: Ranks | None = None
+        """The other ranks of this host, for which this one answers; None: there are none, or
+        another rank answers for this one.
+        """
         self.neighbours: Neighbours | None = neighbours
         self.size = size
         self.group = group
@@ -110,18 +123,35 @@ class FollowerGroup:
         """Waits until rank 0 has heard of this phase from all ranks, and returns the least number
         of all. Raises LinkClosed if rank 0 has ended.
         """
+        if self.local is not None:
+            number = self.local.collect(phase, number, text)
+            self._notices += self.local.notices
+            self.local.notices.clear()
         message = {"phase": phase, "number": number, "text": text, "notices": self._notices}
         self._link.send(message)
         self._notices = []
         answer, _ = self._link.receive()
-        return int(answer["number"])
+        number = int(answer["number"])
+        if self.local is not None:
+            self.local.answer(number)
+        return number
+
+    def begin(self, limit_s: float) -> None:
+        """Ends the start: a rank that is late by more than `limit_s` is lost."""
+        self.group.limit(limit_s)
+        if self.local is not None:
+            self.local.begin(limit_s)
 
     def tell(self, result: RefitResult) -> None:
         """Tells rank 0 how a change of this rank's weights ended."""
+        if self.local is not None:
+            result = joined([result, *self.local.hear()])
         with contextlib.suppress(LinkClosed):  # Rank 0 has ended, and this process follows.
             self._link.send(asdict(result) | {"digest": result.digest.hex()})
 
     def share(self, size: int) -> Segment:
+        if isinstance(self.group, HostGroup):
+            return share_on_host(self.local, size)
         answer, memory = self._link.receive()
         if memory is None or answer["size"] != size:
             raise ConfigError(f"rank 0 has a pool of {answer['size']} bytes, this rank of {size}")
@@ -231,6 +261,11 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     executor.refits.tell = executor.sleeper.tell = others.tell
     if executor.experts is not None:
         executor.experts.tell = others.tell
+    if others.memory is not None:
+        layouts = layouts_of_stages(config, loaded, device)
+        stage = stage_of_rank(others.rank, config.pp, config.tp)
+        assert isinstance(others.group, HostGroup)
+        serve(others.memory, others.group, memories_of(executor, layouts, stage, shared.rows))
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     if media is not None and config.is_on_gpu:
@@ -252,8 +287,14 @@ def follow(
     drafting: Drafting | None,
     group: SharedGroup | HostGroup,
     launch: Callable[[StepInput], Launched | None],
+    *,
+    leaves_pages: bool = False,
 ) -> None:
-    """Runs the frames that rank 0 sends, until the group ends, which raises RanksLost."""
+    """Runs the frames that rank 0 sends, until the group ends, which raises RanksLost.
+
+    Args:
+        leaves_pages: Whether another rank does orders on pages for this one too.
+    """
     logits: Logits | None = None
     while True:
         # On a CPU the ranks' threads share the cores, so that spinning would slow rank 0.
@@ -283,7 +324,8 @@ def follow(
             case Barrier():
                 executor.meet()
             case _:
-                executor.order(frame)
+                if not (leaves_pages and isinstance(frame, PageOrder)):
+                    executor.order(frame)
         group.end()
 
 
@@ -299,13 +341,15 @@ def take_part(config: EngineConfig, others: FollowerGroup) -> None:
     gc.freeze()
     others.agree("ready")
     # Rank 0 has half this limit, so that it times out first and reports the error.
-    others.group.limit(2 * config.rank_timeout_s)
+    others.begin(2 * config.rank_timeout_s)
     launch: Callable[[StepInput], Launched | None] = executor.launch
     if config.cp > 1:
         launch = partial(launch_share, executor, rank=others.rank, size=others.size)
     elif isinstance(others.neighbours, SocketStages):
         launch = partial(_launch_stage, executor, others.neighbours)
-    follow(executor, drafting, others.group, launch)
+    # Between hosts such orders are frames, which the first rank of a host does alone.
+    leaves_pages = config.hosts > 1 and isinstance(others.group, SharedGroup)
+    follow(executor, drafting, others.group, launch, leaves_pages=leaves_pages)
 
 
 def follow_host(config: EngineConfig) -> int:
@@ -320,14 +364,23 @@ def follow_host(config: EngineConfig) -> int:
     except WeftError as error:
         logger.error("%s", error.message)
         return 1
-    size = host.config.num_ranks
-    rank = config.host_rank
-    others = FollowerGroup(host.link, rank, size, host.group, "", host.neighbours)
+    config, group = host.config, host.group
+    rank = config.host_rank * config.tp
+    others = FollowerGroup(host.link, rank, config.num_ranks, group, "")
+    others.memory = host.memory
     try:
-        if host.config.num_threads is None:
-            host = host._replace(config=replace(host.config, num_threads=torch.get_num_threads()))
         others.agree("connected")
-        take_part(host.config, others)
+        copies: Sequence[socket.socket] = ()
+        if config.tp > 1:
+            others.local = Ranks(config, partial(_lose_local, group))
+            group.local, copies = others.local.group, others.local.copies
+            config = replace(config, num_threads=torch.get_num_threads())
+        if config.num_threads is None:
+            config = replace(config, num_threads=torch.get_num_threads())
+        names = names_of_neighbours(rank, config.pp, config.tp)
+        stage = stage_of_rank(rank, config.pp, config.tp)
+        others.neighbours = SocketStages(host.rows, group, stage, names, copies)
+        take_part(config, others)
     except LinkClosed:
         logger.error("host 0 has ended during the start")
     except RanksLost as lost:
@@ -339,7 +392,18 @@ def follow_host(config: EngineConfig) -> int:
     except Exception as error:
         logger.exception("this host fails")
         _tell(host.link, ConfigError.reason, f"{type(error).__name__}: {error}")
+    finally:
+        if others.local is not None:
+            others.local.close()
     return 1
+
+
+def _lose_local(group: HostGroup) -> None:
+    """Runs in a thread of the ranks of this host, of which one has ended."""
+    assert group.local is not None
+    reason = group.local.reason
+    group.why = lambda: reason
+    group.stop()
 
 
 def main(argv: list[str]) -> int:
@@ -356,8 +420,11 @@ def main(argv: list[str]) -> int:
         assert memory is not None
         segment = Segment(memory, hello["segment"])
         rank = int(hello["rank"])
-        checks = config.check_ranks
-        group = SharedGroup(segment, rank, config.num_ranks, START_LIMIT_S, is_checked=checks)
+        size, checks = config.num_ranks // config.hosts, config.check_ranks
+        first, shard = divmod(rank, size)
+        group = SharedGroup(
+            segment, shard, size, START_LIMIT_S, is_checked=checks, first_rank=first * size
+        )
         neighbours = None
         if config.pp > 1:
             before, after = (

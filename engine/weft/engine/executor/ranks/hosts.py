@@ -1,4 +1,4 @@
-"""Ranks on several hosts, one on each: how they meet, and what rank 0 has of the others.
+"""Ranks on several hosts: how the first ranks of hosts meet, and what rank 0 has of the others.
 
 host i                                   host 0
 connects to the rendezvous: a link    -> checks version, hosts, number
@@ -6,6 +6,9 @@ connects again: frames                -> waits for all hosts
                                       <- settings, and where the next stage listens
 connects there: rows of its stage
 loads its stage, agrees to each phase -> the same
+
+With several ranks on each host, its first one starts the others, hands frames and rows on to them,
+and answers for them.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from typing import Any, NamedTuple
 
 from weft.contract.errors import ConfigError, error_class
 from weft.engine.base.config import EngineConfig
-from weft.engine.executor.ranks.leader import RankLeader
+from weft.engine.executor.ranks.host_memory import OtherHosts
+from weft.engine.executor.ranks.leader import Follower, RankLeader
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json, config_to_json
+from weft.engine.executor.ranks.start import Ranks
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.host_sockets import (
     Address,
@@ -38,7 +43,7 @@ from weft.engine.parallel.host_sockets import (
 )
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.stage_links import SocketStages, StageEnds
-from weft.engine.parallel.stages import names_of_neighbours, stage_of_rank
+from weft.engine.parallel.stages import names_of_neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +57,8 @@ _LOCAL = (
 """Settings that each host has of its own. It takes all others from host 0."""
 _WATCH_S = 0.5
 _ACCEPT_S = 10.0
-_KIND, _RANK, _ROWS_AT = "kind", "host_rank", "rows_at"
+_KIND, _NUMBER, _ROWS_AT = "kind", "host_rank", "rows_at"
+_FRAMES, _MEMORY = _ENDS = "frames", "memory"
 
 
 class HostLink(RankLink):
@@ -77,7 +83,9 @@ class HostLink(RankLink):
 
 
 class _OtherHost(NamedTuple):
+    number: int
     rank: int
+    """Its first rank."""
     link: HostLink
     address: Address
     """Where its stage takes rows, as it and the others reach it."""
@@ -107,9 +115,12 @@ class HostRanks(RankLeader):
         listen at the rendezvous.
         """
         super().__init__(config.num_ranks, config.tp, config.rank_timeout_s, wake)
+        self._num_hosts = config.hosts
         self._address = parse_address(config.rendezvous)
+        self._local: Ranks | None = None
         self._hosts: list[_OtherHost] = []
         self._group = HostGroup({}, START_LIMIT_S)
+        self.memory = OtherHosts((), self._group, wake)
         self._rows: socket.socket | None = None
         self._watcher: threading.Thread | None = None
         try:
@@ -123,29 +134,34 @@ class HostRanks(RankLeader):
 
     def _gather(self, config: EngineConfig, listener: socket.socket) -> None:
         deadline, tls = time.monotonic() + START_LIMIT_S, tls_of(config)
-        logger.info("waiting for %d hosts at %s", self.size - 1, self._address)
-        frames: dict[int, socket.socket] = {}
-        while len(frames) < self.size - 1:
-            self._meet(config, listener, tls, deadline, frames)
+        logger.info("waiting for %d hosts at %s", config.hosts - 1, self._address)
+        ends: dict[str, dict[int, socket.socket]] = {kind: {} for kind in _ENDS}
+        while any(len(of_kind) < config.hosts - 1 for of_kind in ends.values()):
+            self._meet(config, listener, tls, deadline, ends)
+        frames, memory = ends[_FRAMES], ends[_MEMORY]
         self._group = HostGroup(frames, START_LIMIT_S)
         self._group.why = lambda: self._why
+        self.memory = OtherHosts([memory[rank] for rank in sorted(memory)], self._group, self._wake)
         # The last of the other hosts connects while `agree` waits for it.
         acceptor = threading.Thread(
             target=self._accept_rows, args=(listener, tls, deadline), name="rows", daemon=True
         )
         acceptor.start()
         for host in self._hosts:
-            after = (host.rank + 1) % self.size
-            to = self._address if after == 0 else self._host(after).address
+            after = host.rank + config.tp
+            to = self._address if after == self.size else self._host(after).address
             self._send(host, {"config": config_to_json(config), _ROWS_AT: list(to)})
         self.agree("connected")
         acceptor.join(_ACCEPT_S)
         if self._rows is None:
-            raise ConfigError(f"host {self.size - 1} has not sent its rows here", param="hosts")
-        names = names_of_neighbours(0, config.pp)
-        self.neighbours = SocketStages(
-            StageEnds(self._rows, None), self._group, config.pp - 1, names
-        )
+            raise ConfigError(f"host {config.hosts - 1} has not sent its rows here", param="hosts")
+        names = names_of_neighbours(0, config.pp, config.tp)
+        copies: Sequence[socket.socket] = ()
+        if config.tp > 1:
+            self._local = Ranks(config, self._lose_local)
+            self._group.local, copies = self._local.group, self._local.copies
+        rows = StageEnds(self._rows, None)
+        self.neighbours = SocketStages(rows, self._group, config.pp - 1, names, copies)
 
     def _accept_rows(self, listener: socket.socket, tls: HostTls | None, deadline: float) -> None:
         with contextlib.suppress(OSError, ConfigError):  # The listener closes after an error.
@@ -158,21 +174,21 @@ class HostRanks(RankLeader):
         listener: socket.socket,
         tls: HostTls | None,
         deadline: float,
-        frames: dict[int, socket.socket],
+        ends: Mapping[str, dict[int, socket.socket]],
     ) -> None:
         """Takes one connection of another host, or refuses it."""
         found = _accepted(listener, tls, deadline)
         if found is None:
             return
         sock, told = found
-        rank = told.get(_RANK)
+        number = told.get(_NUMBER)
         self._hosts = [host for host in self._hosts if not host.link.is_gone()]
-        ranks = {host.rank for host in self._hosts}
-        if told.get(_KIND) == "frames" and rank in ranks:
-            frames[rank] = sock
+        numbers = {host.number for host in self._hosts}
+        if told.get(_KIND) in _ENDS and number in numbers:
+            ends[told[_KIND]][number * config.tp] = sock
             return
-        problem = _why_not(config, told, ranks)
-        if problem or not isinstance(rank, int):
+        problem = _why_not(config, told, numbers)
+        if problem or not isinstance(number, int):
             logger.warning("refused a host: %s", problem)
             with contextlib.suppress(OSError):
                 send_message(sock, {"error": problem, "reason": ConfigError.reason})
@@ -180,12 +196,14 @@ class HostRanks(RankLeader):
             return
         sock.settimeout(START_LIMIT_S)
         link, (host, port) = HostLink(sock), told[_ROWS_AT]
-        frames.pop(rank, None)
-        self._hosts.append(_OtherHost(rank, link, Address(str(host), int(port))))
-        self._hosts.sort(key=lambda one: one.rank)
-        logger.info("host %d is here, at %s", rank, host)
+        rank = number * config.tp
+        for of_kind in ends.values():
+            of_kind.pop(rank, None)
+        self._hosts.append(_OtherHost(number, rank, link, Address(str(host), int(port))))
+        self._hosts.sort(key=lambda one: one.number)
+        logger.info("host %d is here, at %s", number, host)
         with contextlib.suppress(LinkClosed):
-            link.send({"welcome": rank})
+            link.send({"welcome": number})
 
     def _host(self, rank: int) -> _OtherHost:
         return next(host for host in self._hosts if host.rank == rank)
@@ -195,21 +213,32 @@ class HostRanks(RankLeader):
         return self._group
 
     @property
-    def _others(self) -> Sequence[_OtherHost]:
-        return self._hosts
+    def others(self) -> Sequence[Follower]:
+        return [*(() if self._local is None else self._local.others), *self._hosts]
 
     @property
     def places(self) -> Sequence[str]:
-        return [f"host {self._address.host}", *(f"host {one.address.host}" for one in self._hosts)]
+        each = self.size // self._num_hosts
+        hosts = [self._address.host, *(one.address.host for one in self._hosts)]
+        of_ranks = "" if each == 1 else f"{each} ranks of "
+        return [f"{of_ranks}host {host}" for host in hosts for _ in range(each)]
 
     def share(self, size: int) -> Segment:
-        raise AssertionError("hosts share no memory")
+        return share_on_host(self._local, size)
+
+    def begin(self, limit_s: float) -> None:
+        super().begin(limit_s)
+        if self._local is not None:
+            self._local.begin(limit_s)
 
     def close(self) -> None:
         self._group.stop()
         if self._watcher is not None:
             self._watcher.join()
+        if self._local is not None:
+            self._local.close()
         self._group.close()
+        self.memory.close()
         if self._rows is not None:
             self._rows.close()
         for host in self._hosts:
@@ -220,30 +249,43 @@ class HostRanks(RankLeader):
         lost: Sequence[int] = ()
         while not lost and not self._group.is_stopped:
             lost = self._group.await_loss(_WATCH_S)
-        if self._group.is_stopped and not self._is_lost:
+        if not lost or (self._group.is_stopped and not self._is_lost):
             return
         said = ""
         with contextlib.suppress(LinkClosed):
             said = f": {self._host(lost[0]).link.receive()[0].get('error', '')}"
-        self.fail(f"{self._ending(lost[0])} during step {self._group.num_frames}{said}")
+        self.fail(f"{self.ending(lost[0])} during step {self._group.num_frames}{said}")
         logger.error("%s", self._why)
         self._wake()
 
-    def _ending(self, rank: int) -> str:
+    def _lose_local(self) -> None:
+        """Runs in a thread of the ranks of this host, of which one has ended."""
+        assert self._local is not None
+        self.fail(self._local.group.reason)
+        self._wake()
+
+    def ending(self, rank: int) -> str:
+        if self._local is not None and rank < self._local.size:
+            return self._local.ending(rank)
         return f"rank {rank} (host {self._host(rank).address.host}) is gone"
 
 
-def _why_not(config: EngineConfig, told: Mapping[str, Any], ranks: Collection[int]) -> str:
+def share_on_host(local: Ranks | None, size: int) -> Segment:
+    """Makes memory that the ranks of one host map; `local`: the others of this host."""
+    return Segment.create(size, "weft-pool") if local is None else local.share(size)
+
+
+def _why_not(config: EngineConfig, told: Mapping[str, Any], numbers: Collection[int]) -> str:
     """Why a host cannot take part; empty: it can."""
-    rank = told.get(_RANK)
+    number = told.get(_NUMBER)
     if told.get("version") != version():
-        return f"host {rank} runs version {told.get('version')}, host 0 {version()}"
+        return f"host {number} runs version {told.get('version')}, host 0 {version()}"
     if told.get("hosts") != config.hosts:
-        return f"host {rank} has --hosts {told.get('hosts')}, host 0 has {config.hosts}"
-    if told.get(_KIND) != "link" or not isinstance(rank, int) or not 0 < rank < config.hosts:
-        return f"--host-rank {rank}: must be from 1 to {config.hosts - 1}"
-    if rank in ranks:
-        return f"--host-rank {rank}: another host has this number"
+        return f"host {number} has --hosts {told.get('hosts')}, host 0 has {config.hosts}"
+    if told.get(_KIND) != "link" or not isinstance(number, int) or not 0 < number < config.hosts:
+        return f"--host-rank {number}: must be from 1 to {config.hosts - 1}"
+    if number in numbers:
+        return f"--host-rank {number}: another host has this number"
     return ""
 
 
@@ -284,14 +326,17 @@ class Joined(NamedTuple):
     """Settings of host 0, and this host's own where they are local."""
     link: HostLink
     group: HostGroup
-    neighbours: SocketStages
+    memory: socket.socket
+    """Connection over which host 0 reads and writes this host's pages."""
+    rows: StageEnds
+    """Connections to the hosts of the stages beside its own."""
 
 
 def join(config: EngineConfig) -> Joined:
     """Joins host 0 from another host, which may start later. Raises ConfigError if host 0 refuses
     this host, or hosts cannot reach one another, and LinkClosed if host 0 ends meanwhile.
     """
-    rank, tls = config.host_rank, tls_of(config)
+    number, tls = config.host_rank, tls_of(config)
     rendezvous, deadline = parse_address(config.rendezvous), time.monotonic() + START_LIMIT_S
     sock = connect(rendezvous, tls, deadline, is_patient=True)
     own = sock.getsockname()[0]
@@ -303,42 +348,41 @@ def join(config: EngineConfig) -> Joined:
         link.send(
             {
                 _KIND: "link",
-                _RANK: rank,
+                _NUMBER: number,
                 "hosts": config.hosts,
                 "version": version(),
                 _ROWS_AT: rows_at,
             }
         )
         _check_answer(link.receive()[0])
-        frames = connect(rendezvous, tls, deadline, is_patient=False)
-        send_message(frames, {_KIND: "frames", _RANK: rank})
+        frames, memory = (connect(rendezvous, tls, deadline, is_patient=False) for _ in _ENDS)
+        send_message(frames, {_KIND: _FRAMES, _NUMBER: number})
+        send_message(memory, {_KIND: _MEMORY, _NUMBER: number})
         hello = _check_answer(link.receive()[0])
         to, before = Address(*hello[_ROWS_AT]), None
         try:
             after = connect(to, tls, deadline, is_patient=False)
-            send_message(after, {_KIND: "rows", _RANK: rank})
+            send_message(after, {_KIND: "rows", _NUMBER: number})
         except (ConfigError, OSError) as error:
             why = error.message if isinstance(error, ConfigError) else str(error)
             problem = (
-                f"host {rank} at {own} does not reach the stage after its own: {why}; name host 0 "
-                "in --rendezvous by an address in the network that joins the hosts"
+                f"host {number} at {own} does not reach the stage after its own: {why}; name host "
+                "0 in --rendezvous by an address in the network that joins the hosts"
             )
             link.send({"error": problem, "reason": ConfigError.reason})
             raise ConfigError(problem, param="rendezvous") from error
-        while before is None and rank > 1:
+        while before is None and number > 1:
             if not select.select([listener, sock], [], [], 1.0)[0]:
                 continue
             if link.is_gone():
                 raise LinkClosed
             before = _accepted_rows(listener, tls, deadline)
-    logger.info("host %d joins host 0 at %s from %s", rank, rendezvous, own)
+    logger.info("host %d joins host 0 at %s from %s", number, rendezvous, own)
     told = config_of_json(hello["config"])
     local = {name: getattr(config, name) for name in _LOCAL}
     config = replace(told, **local)
-    group = HostGroup({0: frames}, START_LIMIT_S)
-    names = names_of_neighbours(rank, config.pp)
-    stage = stage_of_rank(rank, config.pp)
-    return Joined(config, link, group, SocketStages(StageEnds(before, after), group, stage, names))
+    group, rows = HostGroup({0: frames}, START_LIMIT_S), StageEnds(before, after)
+    return Joined(config, link, group, memory, rows)
 
 
 def _check_answer(message: dict[str, Any]) -> dict[str, Any]:

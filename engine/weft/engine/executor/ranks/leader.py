@@ -26,7 +26,8 @@ class Follower(Protocol):
 
 
 class RankLeader(ABC):
-    """Rank 0's handle on the other ranks of an engine.
+    """The handle of rank 0 on the other ranks of an engine, or of the first rank of a host on those
+    of its host.
 
     Args:
         tp: Ranks of each stage.
@@ -72,10 +73,11 @@ class RankLeader(ABC):
 
     @property
     @abstractmethod
-    def _others(self) -> Sequence[Follower]: ...
+    def others(self) -> Sequence[Follower]:
+        """The ranks to which this one has a link, in their order."""
 
     @abstractmethod
-    def _ending(self, rank: int) -> str:
+    def ending(self, rank: int) -> str:
         """How a rank has ended, in words."""
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
@@ -91,29 +93,39 @@ class RankLeader(ABC):
         Raises:
             WeftError: Another rank has raised this error, or is gone.
         """
-        for follower in self._others:
+        number = self.collect(phase, number, text)
+        self.answer(number)
+        return number
+
+    def collect(self, phase: str, number: int, text: str) -> int:
+        """As `agree`, whose answer the other ranks still wait for: `answer` sends it."""
+        for follower in self.others:
             message = self._receive(follower)
             if message["phase"] == phase and message["text"] != text:
                 raise ConfigError(
-                    f"rank {follower.rank} has the {phase} {message['text']}, rank 0 {text}: their "
-                    "files or number formats differ",
+                    f"rank {follower.rank} has the {phase} {message['text']}, rank {self.rank} "
+                    f"{text}: their files or number formats differ",
                     param="model_dir",
                 )
             if message["phase"] != phase:
                 raise ConfigError(
-                    f"rank {follower.rank} is at {message['phase']} where rank 0 is at {phase}",
+                    f"rank {follower.rank} is at {message['phase']} where rank {self.rank} is at "
+                    f"{phase}",
                     param="tp",
                 )
             number = min(number, int(message["number"]))
             self.notices += message["notices"]
-        for follower in self._others:
-            self._send(follower, {"number": number})
         return number
+
+    def answer(self, number: int) -> None:
+        """Lets the other ranks go on from a phase."""
+        for follower in self.others:
+            self._send(follower, {"number": number})
 
     def hear(self) -> list[RefitResult]:
         """Waits for what the other ranks say of a change of their weights, in any thread."""
         found = list[RefitResult]()
-        for follower in self._others:
+        for follower in self.others:
             try:
                 message, _ = follower.link.receive()
                 digest = bytes.fromhex(message.pop("digest"))
@@ -126,7 +138,11 @@ class RankLeader(ABC):
     def ready(self) -> None:
         """Ends the start: from now on a rank that ends or is late counts as lost."""
         self.agree("ready")
-        self.group.limit(self._limit_s)
+        self.begin(self._limit_s)
+
+    def begin(self, limit_s: float) -> None:
+        """A rank that ends, or is late by more than `limit_s`, counts as lost from now on."""
+        self.group.limit(limit_s)
         self._is_ready = True
 
     def check(self) -> None:
@@ -155,7 +171,7 @@ class RankLeader(ABC):
         try:
             message, _ = follower.link.receive()
         except LinkClosed:
-            raise ConfigError(self._ending(follower.rank) + " during its start") from None
+            raise ConfigError(self.ending(follower.rank) + " during its start") from None
         if "error" in message:
             kind = error_class(str(message["reason"]))
             raise kind(f"rank {follower.rank}: {message['error']}")
@@ -167,4 +183,4 @@ class RankLeader(ABC):
         try:
             follower.link.send(message, memory)
         except LinkClosed:
-            raise ConfigError(self._ending(follower.rank) + " during its start") from None
+            raise ConfigError(self.ending(follower.rank) + " during its start") from None

@@ -79,7 +79,7 @@ class RankedExecutor:
         self._has_one_pool = peers is None and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
         self._sent_pages = SentPages(local.page_table)
-        self._maps_pools = maps_pools = len(local.device_pages.parts) > 1
+        self._maps_pools = maps_pools = not local.device_pages.is_whole
         self.facts = local.facts._replace(writes_after_draw=maps_pools and local.has_head)
         self._marks_on_all = peers is not None and (maps_pools or local.has_adapters)
         """Whether rank 0 reads or writes the memory of other ranks' devices."""

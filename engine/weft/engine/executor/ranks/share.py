@@ -15,13 +15,15 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
 from weft.engine.executor.expert_moves import ExpertMoves
-from weft.engine.executor.kv_format import dtype_of
+from weft.engine.executor.kv_format import dtype_of, kept_layout
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.ranks.context import DeviceGather, HostGather
+from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
+from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.stage import Neighbours, Stage
@@ -81,15 +83,28 @@ class SharedMemory:
     def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers | None) -> None:
         self.rank, self.size = (0, 1) if peers is None else (peers.rank, peers.size)
         self.others, self.peers = others, peers
+        self.rows: torch.Tensor | None = None
+        """Memory of all ranks of a host, [n, MIRROR_ROW_BYTES]; None: there is none."""
+        self.send: Callable[[], None] | None = None
+        """Sends what rank 0 has written there to other hosts, or raises RanksLost; None: there are
+        none.
+        """
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
         """Raises ConfigError if the system refuses the memory, or if another rank is gone."""
         if self.peers is None or isinstance(self.peers, SharedGroup):
-            segment = self.others.share(self.size * num_bytes)
-            return segment.tensor((self.size, num_bytes), torch.uint8).unbind()
+            num_rows = -(-self.size * num_bytes // MIRROR_ROW_BYTES)
+            segment = self.others.share(num_rows * MIRROR_ROW_BYTES)
+            self.rows = segment.tensor((num_rows, MIRROR_ROW_BYTES), torch.uint8)
+            of_ranks = self.rows.view(-1)[: self.size * num_bytes]
+            return of_ranks.view(self.size, num_bytes).unbind()
         memory = self.peers.memory(num_bytes)
         self.others.agree("memory")
         return memory
+
+    def publish(self) -> None:
+        if self.send is not None:
+            self.send()
 
 
 def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Stage | None:
@@ -101,6 +116,30 @@ def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Sta
     return Stage(
         number, config.pp, layers, others.neighbours, has_own_pages=config.has_pages_by_stage
     )
+
+
+def layouts_of_stages(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device
+) -> list[CacheLayout]:
+    """The layouts of what each of several hosts has of pages and blocks, by stage."""
+    stages = (
+        Stage(number, config.pp, layers, has_own_pages=True)
+        for number, layers in enumerate(layers_of_stages(loaded.config.num_layers, config.pp))
+    )
+    return [_layout_of(config, loaded, device, stage) for stage in stages]
+
+
+def whole_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
+    """The layout of pages with the layers of all hosts."""
+    return _layout_of(config, loaded, device, None)
+
+
+def _layout_of(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device, stage: Stage | None
+) -> CacheLayout:
+    assert isinstance(loaded.model, DecoderOnlyLM), "check_stages refuses other models"
+    layout = loaded.model.layout_of(stage, config.page_size)
+    return kept_layout(config, loaded, device, layout)
 
 
 def load_share(
@@ -223,9 +262,11 @@ def peers_of(
     """
     if config.tp == 1:
         return None
+    if isinstance(others.group, HostGroup):
+        return others.group.local
     assert isinstance(others.group, SharedGroup), "ranks of one host divide layers"
     if device.type == "cpu":
-        staged = config.pp > 1
+        staged = config.pp > 1 and config.hosts == 1
         group = _stage_group(others, others.group, config) if staged else others.group
         if config.dcp > 1:
             group.pages = _page_ranks(others, others.group, config)
@@ -361,7 +402,7 @@ def pool_of(
         others.agree("memory")
         mine = pools[context.rank]
         return layout, RankPool(mine, mine, of_ranks=pools)
-    if config.has_pages_by_stage:
+    if config.has_pages_by_stage and config.tp == 1:
         return layout, None
     if config.is_on_gpu and config.dcp > 1:
         return _divided_pool(shared, layout, num_pages, config.dcp)
@@ -447,7 +488,8 @@ def blocks_of(
         layout: From `pool_of`: of all ranks on a CPU, of one rank on a GPU.
     """
     plane, size = layout.states, shared.size
-    if plane is None or config.has_pages_by_stage or (config.is_on_gpu and not config.moves_pages):
+    is_alone = config.has_pages_by_stage and config.tp == 1
+    if plane is None or is_alone or (config.is_on_gpu and not config.moves_pages):
         return None
     if config.is_on_gpu:
         return _mapped_blocks(shared, plane, num_blocks)

@@ -22,9 +22,10 @@ from weft.contract.arrays import Int64Array
 from weft.contract.errors import RanksLost
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.executor.orders import Order, PageOrder
+from weft.engine.executor.orders import Order, PackBlock, PageOrder, UnpackBlock
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.ranks.frames import NewPages, encode_step, frame_of_order
+from weft.engine.executor.ranks.host_memory import OtherHosts
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import SentPages
 from weft.engine.executor.step_input import StepInput
@@ -99,11 +100,19 @@ class StagedExecutor:
     Args:
         local: Rank 0's share, part of the last stage.
         num_lanes: Steps that may be under way at once.
+        hosts: Access to what other hosts have of pages; None: all ranks are on this one.
     """
 
-    def __init__(self, local: LocalExecutor, ranks: RankLeader, num_lanes: int) -> None:
+    def __init__(
+        self,
+        local: LocalExecutor,
+        ranks: RankLeader,
+        num_lanes: int,
+        hosts: OtherHosts | None = None,
+    ) -> None:
         self._local = local
         self._ranks = ranks
+        self._hosts = hosts
         self._is_late = not local.facts.is_asynchronous
         """Whether rank 0 computes a step when its results are wanted."""
         num_rows, num_columns = local.page_table.pages.shape
@@ -195,8 +204,13 @@ class StagedExecutor:
 
     def order(self, order: Order) -> None:
         """On a CPU it waits for all steps so far. Raises RanksLost if a rank is gone."""
-        if not (self._has_one_pool and isinstance(order, PageOrder)):
-            self._ranks.group.post(frame_of_order(order))
+        group = self._ranks.group
+        # Of several hosts rank 0 copies between blocks and pages, whose bytes lie on all of them.
+        is_alone = self._hosts is not None and isinstance(order, PackBlock | UnpackBlock)
+        if not (is_alone or (self._has_one_pool and isinstance(order, PageOrder))):
+            group.post(frame_of_order(order))
+        if self._hosts is not None:
+            self._hosts.num_frames = group.num_frames
         self._settle()
         self._local.order(order)
 

@@ -43,27 +43,36 @@ class _Follower(NamedTuple):
 
 
 class Ranks(RankLeader):
-    """The other ranks are processes of this host."""
+    """The other ranks of this host are its processes."""
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
         """Starts the processes, which begin to load their shares, and divides the CPU threads among
         the ranks. Raises ConfigError if there is no shared memory, or no native operation to wait
         in it.
         """
-        super().__init__(config.num_ranks, config.tp, config.rank_timeout_s, wake)
+        size = config.num_ranks // config.hosts
+        super().__init__(size, config.tp, config.rank_timeout_s, wake)
+        self.rank = config.host_rank * size
         threads = max(1, (config.num_threads or torch.get_num_threads()) // _sharing_ranks(config))
         torch.set_num_threads(threads)
         config = replace(config, num_threads=threads)
         self._segment = Segment.create(segment_bytes(self.size), "weft-ranks")
         self._group = SharedGroup(
-            self._segment, 0, self.size, START_LIMIT_S, is_checked=config.check_ranks
+            self._segment,
+            0,
+            self.size,
+            START_LIMIT_S,
+            is_checked=config.check_ranks,
+            first_rank=self.rank,
         )
         self._group.why = lambda: self._why
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self.store_path = f"{self._folder.name}/store"
         self._ends: list[list[StageEnds]] = []
-        """By shard and stage; empty: there is one stage."""
-        if config.pp > 1:
+        """By shard and stage; empty: there is one stage on this host."""
+        self.copies: list[socket.socket] = []
+        """Where this rank sends the rows that come from another host, by the rank of this one."""
+        if config.pp > 1 and config.hosts == 1:
             self._ends = [connected_ends(config.pp) for _ in range(config.tp)]
             names = names_of_neighbours(0, config.pp, config.tp)
             self.neighbours = SocketStages(self._ends[0][-1], self.group, config.pp - 1, names)
@@ -71,7 +80,7 @@ class Ranks(RankLeader):
         self._watcher: threading.Thread | None = None
         try:
             for rank in range(1, self.size):
-                self._followers.append(self._start(config, rank))
+                self._followers.append(self._start(config, self.rank + rank))
         except BaseException:
             self.close()
             raise
@@ -89,6 +98,10 @@ class Ranks(RankLeader):
         ends = StageEnds(None, None)
         if self._ends:
             ends = self._ends[rank % config.tp][stage_of_rank(rank, config.pp, config.tp)]
+        elif config.hosts > 1:
+            copy, before = socket.socketpair()
+            self.copies.append(copy)
+            ends = StageEnds(before, None)
         numbers = [-1 if end is None else end.fileno() for end in ends]
         with theirs, contextlib.closing(ends):
             process = subprocess.Popen(
@@ -115,7 +128,7 @@ class Ranks(RankLeader):
         return self._group
 
     @property
-    def _others(self) -> Sequence[_Follower]:
+    def others(self) -> Sequence[_Follower]:
         return self._followers
 
     @property
@@ -150,6 +163,8 @@ class Ranks(RankLeader):
         for of_shard in self._ends:
             for ends in of_shard:
                 ends.close()
+        for copy in self.copies:
+            copy.close()
         self._folder.cleanup()
 
     def _watch(self) -> None:
@@ -171,12 +186,12 @@ class Ranks(RankLeader):
         said = ""
         with contextlib.suppress(LinkClosed):
             said = f": {first.link.receive()[0].get('error', '')}"
-        self.fail(f"{self._ending(first.rank)} during step {self.group.num_frames}{said}")
+        self.fail(f"{self.ending(first.rank)} during step {self.group.num_frames}{said}")
         logger.error("%s", self._why)
         self._wake()
 
-    def _ending(self, rank: int) -> str:
-        follower = self._followers[rank - 1]
+    def ending(self, rank: int) -> str:
+        follower = self._followers[rank - self.rank - 1]
         try:
             status = follower.process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
@@ -188,5 +203,5 @@ class Ranks(RankLeader):
 def _sharing_ranks(config: EngineConfig) -> int:
     """Number of ranks among which the threads are divided: those on the cores of rank 0."""
     if config.num_threads or not config.bindings:
-        return config.num_ranks
+        return config.num_ranks // config.hosts
     return sum(one.cores == config.bindings[0].cores for one in config.bindings)

@@ -90,19 +90,19 @@ class Decoder(DecoderOnlyLM):
             bias = TensorSlice(f"{head}.bias", (config.vocab_size,))
             self._head_bias = weights.read([bias], config.num_added_tokens, dtype=torch.float32)
 
-    def kv_layout(self, page_size: int) -> CacheLayout:
+    def layout_of(self, stage: Stage | None, page_size: int) -> CacheLayout:
         parts, latent = self.config.decoder, self.config.latent
         assert parts is not None
-        layout = super().kv_layout(page_size)
+        layout = super().layout_of(stage, page_size)
         if latent is not None:
-            count = len(_of_stage(parts.attention_layers, self.stage))
+            count = len(_of_stage(parts.attention_layers, stage))
             layout = latent_layout(latent, count, self.dtype, page_size)
         if not parts.recurrent_layers:
             return layout
         mixer = self.model.layers[parts.recurrent_layers[0]].mixer
         recurrent = mixer.recurrent if isinstance(mixer, ParallelBlock) else mixer
         assert isinstance(recurrent, RecurrentMixer)
-        plane = recurrent.state_plane(len(_of_stage(parts.recurrent_layers, self.stage)))
+        plane = recurrent.state_plane(len(_of_stage(parts.recurrent_layers, stage)))
         return replace(layout, states=plane.over_ranks(self._num_ranks))
 
     def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:

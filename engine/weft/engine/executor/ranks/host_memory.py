@@ -1,0 +1,430 @@
+"""Pages and blocks of an engine on several hosts, each of which has those of its stage.
+
+Rank 0 reads and writes the memory of the other hosts over one TCP connection to each, beside that
+of frames:
+
+request    operation, memory, number of frames, number of rows, int64 each; the rows' numbers,
+           int64; their bytes, if they are written
+answer     the bytes, or int64 digests, of the rows; one byte after a write
+
+A host answers when it has done as many frames as the request says.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from weft.contract.arrays import Int64Array
+from weft.contract.errors import ConfigError, RanksLost
+from weft.contract.layout import DTYPE_BYTES, CacheLayout, PagePart
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.parallel.host_group import HostGroup
+from weft.engine.parallel.host_sockets import receive_exactly
+from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import PagePart as DevicePart
+from weft.kernels.ops.page_digest import page_digests
+from weft.pages.transfer.digest import digest_pages
+
+_REQUEST = struct.Struct("<qqqq")
+_READ, _WRITE, _DIGEST = range(3)
+PAGES, BLOCKS, MIRRORED = range(3)
+"""Numbers of the memories."""
+_WORD = 8
+MIRROR_ROW_BYTES = 1 << 14
+"""Memory that is alike on all hosts is sent in rows of this size, those that have changed."""
+
+
+class Piece(NamedTuple):
+    """Bytes of one host in a row of all hosts, and in its own row."""
+
+    whole: PagePart
+    own: PagePart
+
+    def at(self, rows: torch.Tensor, part: PagePart) -> torch.Tensor:
+        """[n, ranges, bytes of a range]: a view of rows, [n, bytes] uint8."""
+        size = (len(rows), part.num_ranges, part.size)
+        begin = rows.storage_offset() + part.begin
+        return rows.as_strided(size, (rows.stride(0), part.stride, 1), begin)
+
+
+def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[Piece]:
+    """What a stage has of a page of the first group, by the layouts of all stages."""
+    pieces, of_page, of_own = [], 0, 0
+    page_size = layouts[0].page_size
+    for number, plane in enumerate(layouts[0].groups[0].planes):
+        counts = [layout.groups[0].planes[number].layers for layout in layouts]
+        size = page_size * len(plane.parts) * plane.kept * DTYPE_BYTES[plane.dtype]
+        first, own, every = sum(counts[:stage]) * size, counts[stage] * size, sum(counts) * size
+        whole = PagePart(plane.heads, every, of_page + first, own)
+        pieces.append(Piece(whole, PagePart(plane.heads, own, of_own, own)))
+        of_page += plane.heads * every
+        of_own += plane.heads * own
+    if any(piece.whole.begin % _WORD or piece.whole.size % _WORD for piece in pieces):
+        raise ConfigError(
+            f"page_size = {page_size}: the layers of a page must be multiples of {_WORD} bytes "
+            "where pages leave several hosts",
+            param="page_size",
+        )
+    return pieces
+
+
+def pieces_of_blocks(layouts: Sequence[CacheLayout], stage: int) -> list[Piece]:
+    """As `pieces_of_pages`, of a block of recurrent layers."""
+    planes = [layout.states for layout in layouts if layout.states is not None]
+    pieces, of_block, of_own = [], 0, 0
+    counts = [plane.layers for plane in planes]
+    for part in planes[stage].parts if planes else ():
+        first, own = sum(counts[:stage]) * part.num_bytes, counts[stage] * part.num_bytes
+        whole = PagePart(1, 0, of_block + first, own)
+        pieces.append(Piece(whole, PagePart(1, 0, of_own, own)))
+        of_block += sum(counts) * part.num_bytes
+        of_own += own
+    return pieces
+
+
+class Rows(Protocol):
+    """One memory of this host: rows of bytes."""
+
+    num_rows: int
+    row_bytes: int
+
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n, row_bytes] uint8, contiguous."""
+        ...
+
+    def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None: ...
+
+    def digests(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n] int64: what these rows add to the digests of the rows of all hosts."""
+        ...
+
+
+class PoolRows:
+    """Rows of a tensor, [num_rows, row_bytes] uint8."""
+
+    def __init__(self, rows: torch.Tensor, pieces: Sequence[Piece] = ()) -> None:
+        self._rows, self._pieces = rows, pieces
+        self.num_rows, self.row_bytes = rows.shape
+
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._rows.index_select(0, numbers)
+
+    def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        self._rows.index_copy_(0, numbers, rows)
+
+    def digests(self, numbers: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(len(numbers), dtype=torch.int64)
+        for whole, own in self._pieces:
+            for index in range(own.num_ranges):
+                begin = own.begin + index * own.stride
+                first = (whole.begin + index * whole.stride) // _WORD
+                part = self._rows[:, begin : begin + own.size]
+                found += page_digests(part, numbers, first)
+        return found
+
+
+class BlockRows:
+    """Blocks of recurrent layers as rows.
+
+    Args:
+        parts: [num_blocks, ...] each.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = [part.view(len(part), -1).view(torch.uint8) for part in parts]
+        self.num_rows = len(parts[0])
+        self.row_bytes = sum(part.shape[1] for part in self._parts)
+
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.index_select(0, numbers) for part in self._parts], dim=1)
+
+    def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        begin = 0
+        for part in self._parts:
+            end = begin + part.shape[1]
+            part.index_copy_(0, numbers, rows[:, begin:end])
+            begin = end
+
+    def digests(self, numbers: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("blocks are checked in the pages that have them")
+
+
+def memories_of(
+    executor: LocalExecutor,
+    layouts: Sequence[CacheLayout],
+    stage: int,
+    mirrored: torch.Tensor | None,
+) -> dict[int, Rows]:
+    """The memories of this host, by number.
+
+    Args:
+        layouts: Of all stages.
+        mirrored: [n, MIRROR_ROW_BYTES], alike on all hosts; None: there is none.
+    """
+    pieces = pieces_of_pages(layouts, stage)
+    found: dict[int, Rows] = {PAGES: PoolRows(executor.page_rows, pieces)}
+    if executor.states is not None:
+        found[BLOCKS] = BlockRows(executor.states.of_blocks)
+    if mirrored is not None:
+        found[MIRRORED] = PoolRows(mirrored)
+    return found
+
+
+class OtherHosts:
+    """Rank 0's access to the memories of the other hosts. Any thread may use it.
+
+    Args:
+        ends: Connections to the other hosts, in the order of the stages.
+        wake: Called after a host was lost.
+    """
+
+    def __init__(
+        self, ends: Sequence[socket.socket], group: HostGroup, wake: Callable[[], None]
+    ) -> None:
+        self._ends, self._group, self._wake = ends, group, wake
+        self._lock = threading.Lock()
+        self.num_frames = 0
+        """Frames up to the newest order on pages, which requests follow."""
+
+    def read(
+        self,
+        memory: int,
+        numbers: Int64Array,
+        row_bytes: Sequence[int],
+        meanwhile: Callable[[], None],
+    ) -> list[torch.Tensor]:
+        """Rows of each host, [n, row_bytes]. Raises RanksLost."""
+        answers = [np.empty((len(numbers), size), np.uint8) for size in row_bytes]
+        self._ask(_READ, memory, numbers, [b""] * len(self._ends), answers, meanwhile)
+        return [torch.from_numpy(answer) for answer in answers]
+
+    def write(
+        self,
+        memory: int,
+        numbers: Int64Array,
+        rows: Sequence[torch.Tensor],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Writes rows, [n, row_bytes] contiguous, of each host. Raises RanksLost."""
+        answers = [np.empty(1, np.uint8) for _ in self._ends]
+        data = [_bytes(part.numpy()) if part.numel() else b"" for part in rows]
+        self._ask(_WRITE, memory, numbers, data, answers, meanwhile)
+
+    def digests(
+        self, memory: int, numbers: Int64Array, meanwhile: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """What the rows of each host add to digests, [n] int64. Raises RanksLost."""
+        answers = [np.empty(len(numbers), np.int64) for _ in self._ends]
+        self._ask(_DIGEST, memory, numbers, [b""] * len(self._ends), answers, meanwhile)
+        return [torch.from_numpy(answer) for answer in answers]
+
+    def _ask(
+        self,
+        operation: int,
+        memory: int,
+        numbers: Int64Array,
+        data: Sequence[bytes | memoryview],
+        answers: Sequence[NDArray[Any]],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        if not len(numbers):
+            return
+        request = _REQUEST.pack(operation, memory, self.num_frames, len(numbers))
+        request += numbers.tobytes()
+        with self._lock:
+            try:
+                for end, own in zip(self._ends, data, strict=True):
+                    end.settimeout(self._group.limit_s)
+                    end.sendall(request)
+                    if own:
+                        end.sendall(own)
+                meanwhile()
+                for end, answer in zip(self._ends, answers, strict=True):
+                    receive_exactly(end, _bytes(answer))
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Raises RanksLost."""
+        if not self._group.is_stopped:
+            why = f"pages of another host do not come: {error}"
+            self._group.why = lambda: why
+            self._group.stop()
+            self._wake()
+        raise RanksLost(self._group.reason) from error
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+
+class HostPages(DevicePages):
+    """Rows of all hosts, as rank 0 reads and writes them.
+
+    Args:
+        own: This host's rows.
+        others: Stages and their hosts: the pieces of each, this host's excepted.
+    """
+
+    def __init__(
+        self,
+        memory: int,
+        own: Rows,
+        pieces: Sequence[Piece],
+        others: Sequence[Sequence[Piece]],
+        hosts: OtherHosts,
+    ) -> None:
+        self.parts: tuple[DevicePart, ...] = ()
+        self.device = torch.device("cpu")
+        self.num_pages = own.num_rows
+        self._memory, self._own, self._pieces = memory, own, pieces
+        self._others, self._hosts = others, hosts
+        self._sizes = [_row_bytes(each) for each in others]
+        self.page_bytes = _row_bytes(pieces) + sum(self._sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+    def gather(self, pages: torch.Tensor, out: torch.Tensor) -> None:
+        numbers = pages.numpy()
+        out = out[: len(numbers)]
+
+        def mine() -> None:
+            _put(self._pieces, self._own.read(pages), out)
+
+        found = self._hosts.read(self._memory, numbers, self._sizes, mine)
+        for pieces, rows in zip(self._others, found, strict=True):
+            _put(pieces, rows, out)
+
+    def scatter(self, source: torch.Tensor, pages: torch.Tensor) -> None:
+        numbers = pages.numpy()
+        source = source[: len(numbers)]
+        rows = [
+            _taken(pieces, source, size)
+            for pieces, size in zip(self._others, self._sizes, strict=True)
+        ]
+
+        def mine() -> None:
+            self._own.write(pages, _taken(self._pieces, source, self._own.row_bytes))
+
+        self._hosts.write(self._memory, numbers, rows, mine)
+
+    def digests(self, pages: torch.Tensor) -> torch.Tensor:
+        own: list[torch.Tensor] = []
+        found = self._hosts.digests(
+            self._memory, pages.numpy(), lambda: own.append(self._own.digests(pages))
+        )
+        return torch.stack([*own, *found]).sum(dim=0)
+
+    def read(self, page: int, out: torch.Tensor) -> None:
+        self.gather(torch.tensor([page]), out.view(1, -1))
+
+    def write(self, page: int, source: torch.Tensor) -> None:
+        self.scatter(source.view(1, -1), torch.tensor([page]))
+
+
+def _row_bytes(pieces: Sequence[Piece]) -> int:
+    return sum(own.num_ranges * own.size for _, own in pieces)
+
+
+def _put(pieces: Sequence[Piece], rows: torch.Tensor, out: torch.Tensor) -> None:
+    for piece in pieces:
+        piece.at(out, piece.whole).copy_(piece.at(rows, piece.own))
+
+
+def _taken(pieces: Sequence[Piece], source: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    rows = torch.empty((len(source), row_bytes), dtype=torch.uint8)
+    for piece in pieces:
+        piece.at(rows, piece.own).copy_(piece.at(source, piece.whole))
+    return rows
+
+
+class Mirror:
+    """Sends what rank 0 has written in its host's memory to the other hosts, which have the same.
+
+    Args:
+        rows: [n, MIRROR_ROW_BYTES].
+    """
+
+    def __init__(self, rows: torch.Tensor, hosts: OtherHosts, num_others: int) -> None:
+        self._rows, self._hosts, self._num_others = rows, hosts, num_others
+        self._sent = self._digests()
+
+    def __call__(self) -> None:
+        """Raises RanksLost."""
+        digests = self._digests()
+        (changed,) = np.nonzero(digests != self._sent)
+        for first in range(0, len(changed), 1024):
+            numbers = changed[first : first + 1024]
+            rows = self._rows.index_select(0, torch.from_numpy(numbers))
+            self._hosts.write(MIRRORED, numbers, [rows] * self._num_others)
+        self._sent = digests
+
+    def _digests(self) -> NDArray[np.uint64]:
+        rows = self._rows.numpy()
+        return digest_pages(rows, np.arange(len(rows)))
+
+
+def spread(executor: LocalExecutor, layouts: Sequence[CacheLayout], hosts: OtherHosts) -> None:
+    """Makes rank 0's executor read and write whole pages and blocks, with those of other hosts."""
+    stages = range(len(layouts))
+    *before, last = (pieces_of_pages(layouts, stage) for stage in stages)
+    own = memories_of(executor, layouts, stages[-1], None)
+    executor.device_pages = HostPages(PAGES, own[PAGES], last, before, hosts)
+    if executor.states is not None:
+        *before, last = (pieces_of_blocks(layouts, stage) for stage in stages)
+        executor.states.spread = HostPages(BLOCKS, own[BLOCKS], last, before, hosts)
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    numbers: Any = array
+    return memoryview(numbers).cast("B")
+
+
+def serve(end: socket.socket, group: HostGroup, memories: dict[int, Rows]) -> None:
+    """Answers rank 0 in a thread, until the connection ends."""
+
+    def run() -> None:
+        try:
+            while True:
+                _answer(end, group, memories)
+        except (OSError, RanksLost):
+            end.close()  # Rank 0 is gone, or notices that this host is.
+
+    end.settimeout(None)
+    threading.Thread(target=run, name="host-memory", daemon=True).start()
+
+
+def _answer(end: socket.socket, group: HostGroup, memories: dict[int, Rows]) -> None:
+    """Raises OSError; ConnectionError also for what is no request."""
+    head = bytearray(_REQUEST.size)
+    receive_exactly(end, memoryview(head))
+    operation, memory, num_frames, count = _REQUEST.unpack(head)
+    rows = memories.get(memory)
+    if rows is None or not 0 < count <= rows.num_rows:
+        raise ConnectionError(f"no request for {count} rows of memory {memory}")
+    numbers = torch.empty(count, dtype=torch.int64)
+    receive_exactly(end, _bytes(numbers.numpy()))
+    if not 0 <= int(numbers.min()) <= int(numbers.max()) < rows.num_rows:
+        raise ConnectionError(f"rows of memory {memory} beyond its {rows.num_rows}")
+    data = torch.empty((count, rows.row_bytes), dtype=torch.uint8)
+    if operation == _WRITE:
+        receive_exactly(end, _bytes(data.numpy()))
+    group.await_done(num_frames)
+    with torch.inference_mode():
+        if operation == _READ:
+            answer = _bytes(rows.read(numbers).numpy())
+        elif operation == _DIGEST:
+            answer = _bytes(rows.digests(numbers).numpy())
+        else:
+            rows.write(numbers, data)
+            answer = memoryview(b"\0")
+    end.sendall(answer)

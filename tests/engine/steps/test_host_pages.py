@@ -1,0 +1,136 @@
+"""Pages of an engine on several hosts leave it and come back, and adapters reach all hosts."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.contract.request import StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
+from weft.testing.engine.other_hosts import other_hosts
+from weft.testing.engine.tier_bench import TierBench
+from weft.testing.models.lora_reference import BASE, PeftModels
+from weft.testing.models.moe_families import make_any_family
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE, VOCAB = 8, 517
+FULL = pytest.mark.full
+
+
+def random_prompt(length: int, vocab: int = 250) -> list[int]:
+    return [random.randrange(3, vocab) for _ in range(length)]
+
+
+def settings_of(stack: ExitStack, folder: Path, hosts: int, **settings: Any) -> dict[str, Any]:
+    """Settings of a worker with this number of hosts, the others of which are started."""
+    if hosts == 1:
+        return {"num_threads": 1} | settings
+    return stack.enter_context(other_hosts(folder, hosts)) | settings
+
+
+def check_shipping(
+    folder: Path, tmp_path: Path, owner: dict[str, Any], filler: dict[str, Any], way: dict[str, Any]
+) -> None:
+    """A prompt that another worker computes has the text that the owner makes alone."""
+    clock = ManualClock()
+    with ExitStack() as stack:
+        of_owner = settings_of(stack, folder, **owner) | way
+        of_filler = settings_of(stack, folder, **filler) | way
+        pair = EnginePair(
+            make_engine(folder, "decode", clock, **of_owner),
+            [make_engine(folder, "prefill", clock, worker_id="p0", **of_filler)],
+            clock,
+        )
+        stack.callback(pair.close)
+        prompt = random_prompt(6 * PAGE + 3)
+        (alone,) = pair.finish(pair.submit(prompt, candidates=[]))
+        pair.owner.memory.flush_cache()
+        request_id = pair.submit(prompt)
+        assert pair.finish(request_id) == [alone]
+        (fill,) = pair.answers[request_id].finished[0].timeline.fills
+        assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+        pair.settle()
+
+
+def test_a_prompt_is_shipped_from_several_hosts_to_one(tmp_path: Path, seed: int) -> None:
+    folder = make_tiny("qwen3", tmp_path / "model", seed)
+    check_shipping(folder, tmp_path, {"hosts": 1}, {"hosts": 2}, {"transport": "data"})
+
+
+@FULL
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("owner", "filler"),
+    [
+        ({"hosts": 2}, {"hosts": 1}),
+        ({"hosts": 2}, {"hosts": 3}),
+        ({"hosts": 1}, {"hosts": 2, "tp": 2}),
+        ({"hosts": 2, "tp": 2}, {"hosts": 1, "pp": 2}),
+    ],
+)
+def test_a_prompt_is_shipped_between_any_numbers_of_hosts(
+    owner: dict[str, Any], filler: dict[str, Any], way: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    folder = make_tiny("qwen3", tmp_path / "model", seed, num_attention_heads=8)
+    check_shipping(folder, tmp_path, owner, filler, way)
+
+
+@FULL
+@pytest.mark.parametrize("name", ["falcon_h1", "deepseek_v3", "gemma3"])
+def test_prompts_of_other_families_are_shipped(name: str, tmp_path: Path, seed: int) -> None:
+    """With recurrent layers, latents and windows."""
+    folder = tmp_path / "model"
+    make_any_family(name, folder, seed)
+    check_shipping(folder, tmp_path, {"hosts": 1}, {"hosts": 2}, {"transport": "data"})
+    check_shipping(folder, tmp_path, {"hosts": 2}, {"hosts": 1}, {"transport": "data"})
+
+
+@FULL
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pages_of_all_hosts_come_back_from_host_memory_and_disk(
+    tp: int, kv_dtype: str, tmp_path: Path, seed: int
+) -> None:
+    folder = make_tiny("qwen3", tmp_path / "model", seed, head_dim=16)
+    small = {"num_pages": 40, "host_cache_bytes": 1 << 18, "load_back_threshold": 0}
+    small |= {"disk_cache_dir": tmp_path, "prefill_chunk_tokens": 4 * PAGE, "kv_dtype": kv_dtype}
+    with ExitStack() as stack:
+        settings = settings_of(stack, folder, 2, tp=tp, **small)
+        bench = TierBench(folder, 20 * PAGE, **settings)
+        stack.callback(bench.pair.close)
+        prompt = random_prompt(19 * PAGE + 3, 500)
+        expected = bench.ask(prompt)
+        bench.push_out()
+        assert bench.ask(prompt) == expected
+        assert bench.counters("host")["corrupt_pages"] == 0
+        assert sum(bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")) > 0
+        bench.settle()
+
+
+@FULL
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_reach_all_hosts(tp: int, tmp_path: Path, seed: int) -> None:
+    folder = make_tiny("llama", tmp_path / "model", seed, vocab_size=VOCAB)
+    models = PeftModels(folder, tmp_path)
+    models.add(seed, r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    models.add(seed + 1, r=4, target_modules=["embed_tokens", "lm_head", "o_proj"])
+    names = ("q", "k", "v", "o", "gate", "up", "down", "embed_tokens", "lm_head")
+    stop = StopCriteria(max_tokens=6, ignore_eos=True)
+    sizes = {"dtype": "float32", "page_size": PAGE, "num_pages": 64, "max_running_requests": 8}
+    with ExitStack() as stack:
+        settings = settings_of(stack, folder, 2, tp=tp, **sizes)
+        adapters = {"enable_lora": True, "max_loras": 2, "lora_projections": names}
+        llm = stack.enter_context(LLM(folder, **settings | adapters))
+        for directory in models.directories.values():
+            llm.load_adapter(directory)
+        digests = [*models.digests, BASE, *models.digests]
+        prompts = [random_prompt(length, VOCAB) for length in (20, 31, 9, 40, 11)]
+        samples = llm.generate(prompts, stop=stop, top_logprobs=20, adapters=digests)
+    for prompt, adapter, sample in zip(prompts, digests, samples, strict=True):
+        models.check(adapter, prompt, sample)

@@ -1,0 +1,32 @@
+"""The other hosts of engines whose host 0 is this process, as processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weft.cli.up.ports import free_ports
+from weft.testing.engine import host_process
+
+
+@contextmanager
+def other_hosts(folder: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Starts them for a model; the value is the settings of host 0. Close its engine first."""
+    (port,) = free_ports("127.0.0.1", 1)
+    settings = {"pp": count, "hosts": count, "rendezvous": f"127.0.0.1:{port}", "num_threads": 1}
+    processes = []
+    try:
+        for host in range(1, count):
+            own = json.dumps(settings | {"host_rank": host})
+            command = [sys.executable, "-m", host_process.__name__, str(folder), own, "[]"]
+            processes.append(subprocess.Popen(command))
+        yield settings
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
