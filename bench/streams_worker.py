@@ -49,10 +49,11 @@ class StreamsWorker(FakeWorker):
             lambda submit, prompt: Script(tokens=[[]]),
             max_context_tokens=config["max_position_embeddings"],
         )
+        self._ids = tokens
         self._id_bytes = [varint(token) for token in tokens]
         self._plan: dict[str, Any] = {"streams": 0, "tokens": 0, "step_s": 0.01}
-        self._submitted: list[tuple[str, bytes]] = []
-        """Each stream's id, and the beginning of its entries."""
+        self._submitted: list[tuple[str, int, bytes]] = []
+        """Each stream's id and number, and the beginning of its entries."""
         self._going = asyncio.Event()
         self._ending = asyncio.Event()
 
@@ -82,7 +83,7 @@ class StreamsWorker(FakeWorker):
                     key = message.submit.request_id
                     extra.accepted.add(request_id=key, attempt=message.submit.attempt)
                     prefix = b"\x0a" + varint(len(key)) + key.encode() + b"\x10\x01"
-                    self._submitted.append((key, prefix))
+                    self._submitted.append((key, message.submit.stream, prefix))
                     if len(self._submitted) == self._plan["streams"]:
                         say({"waiting": len(self._submitted)})
                 elif kind == "hello":
@@ -131,7 +132,7 @@ class StreamsWorker(FakeWorker):
             self._submitted = []
             for start in range(0, len(streams), MAX_STREAMS_A_MESSAGE // 4):
                 event = decode_pb2.SessionEvent()
-                for key, _ in streams[start : start + MAX_STREAMS_A_MESSAGE // 4]:
+                for key, *_ in streams[start : start + MAX_STREAMS_A_MESSAGE // 4]:
                     event.finished.add(
                         request_id=key,
                         attempt=1,
@@ -141,17 +142,24 @@ class StreamsWorker(FakeWorker):
                 await write(event)
 
     def _events(
-        self, streams: list[tuple[str, bytes]], first: int, end: int
+        self, streams: list[tuple[str, int, bytes]], first: int, end: int
     ) -> list[decode_pb2.SessionEvent]:
         num_ids = len(self._id_bytes)
         ids = b"".join([self._id_bytes[index % num_ids] for index in range(first, end)])
         # Field 4 is `first_index`, which is left out where it is 0, and 5 `ids`.
         index = b"\x20" + varint(first) if first else b""
         rest = index + b"\x2a" + varint(len(ids)) + ids
+        if end - first == 1:
+            columns = decode_pb2.SessionEvent.TokenColumns(
+                streams=[number for _, number, _ in streams],
+                indices=[first] * len(streams),
+                ids=[self._ids[first % num_ids]] * len(streams),
+            )
+            return [decode_pb2.SessionEvent(columns=columns)]
         events = []
         for start in range(0, len(streams), MAX_STREAMS_A_MESSAGE):
             parts: list[bytes] = []
-            for _, prefix in streams[start : start + MAX_STREAMS_A_MESSAGE]:
+            for *_, prefix in streams[start : start + MAX_STREAMS_A_MESSAGE]:
                 parts += (b"\x22", varint(len(prefix) + len(rest)), prefix, rest)
             events.append(decode_pb2.SessionEvent.FromString(b"".join(parts)))
         return events

@@ -235,3 +235,53 @@ def test_columns_say_what_entries_say() -> None:
                 for at, token in enumerate(tokens.ids)
             ]
     assert merged == {request_id(number): found for number, found in expected.items()}
+
+
+def test_columns_hold_what_needs_no_entry() -> None:
+    """Entries are of requests without a number, and of tokens with log-probabilities."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    rows = [(number, sample) for number in range(4_000) for sample in range(number % 4 + 1)]
+    rng.shuffle(rows)
+    ids = [rng.randrange(2**32) for _ in rows]
+    streams = {
+        (request_id(number), LARGE - number): 2**40 + 10 * number
+        for number in range(4_000)
+        if rng.random() < 0.9
+    }
+    wanted = set(rng.sample(range(len(rows)), rng.choice((0, 50))))
+    columns = TokenColumns(
+        [request_id(number) for number, _ in rows],
+        [LARGE - number for number, _ in rows],
+        [sample for _, sample in rows],
+        [LARGE - number - sample for number, sample in rows],
+        ids,
+        {row: logprob(ids[row], 2) for row in wanted},
+    )
+    events = list(batch_to_proto(GatewayBatch(gateway=1, columns=[columns]), "w", 0.0, streams))
+    assert max(event.ByteSize() for event in events) <= MAX_EVENT_BYTES
+    named = {
+        first + sample: (key, sample)
+        for key, first in streams.items()
+        for sample in range((LARGE - key[1]) % 4 + 1)
+    }
+    found = {}
+    for event in events:
+        told = event.columns
+        for stream, index, token in zip(told.streams, told.indices, told.ids, strict=True):
+            (name, attempt), sample = named[stream]
+            found[name, attempt, sample] = (index, token, False)
+        for entry in event.tokens:
+            key = (entry.request_id, entry.attempt)
+            assert key not in streams or entry.logprobs
+            found[*key, entry.sample] = (entry.first_index, entry.ids[0], bool(entry.logprobs))
+    assert found == {
+        (request_id(number), LARGE - number, sample): (
+            LARGE - number - sample,
+            ids[row],
+            row in wanted,
+        )
+        for row, (number, sample) in enumerate(rows)
+    }
+    assert sum(len(event.tokens) for event in events) < len(rows) // 4

@@ -11,9 +11,17 @@ from typing import Any, cast
 
 import pytest
 from weft.contract.errors import PeerUnavailable
-from weft.contract.submits import GatewayBatch, TokenColumns, Tokens
+from weft.contract.submits import (
+    Failed,
+    Failure,
+    Finished,
+    GatewayBatch,
+    TokenColumns,
+    Tokens,
+)
+from weft.contract.timeline import Timeline
 from weft.decode.session import Session
-from weft.v1 import decode_pb2
+from weft.v1 import common_pb2, decode_pb2
 
 IDS = [f"r{number}" for number in range(5)]
 
@@ -29,6 +37,9 @@ class Bench:
         self.room = asyncio.Event()
         self.room.set()
         self.drawn: dict[str, list[int]] = defaultdict(list)
+
+    def send(self, inbox: Any) -> None:
+        """The engine's side."""
 
     async def write(self, event: decode_pb2.SessionEvent) -> None:
         """The gateway's side."""
@@ -104,3 +115,50 @@ async def test_the_end_of_a_session_does_not_wait() -> None:
     with pytest.raises(PeerUnavailable, match="the engine died"):
         await task
     assert bench.received() == bench.drawn
+
+
+async def test_streams_are_named_until_their_attempts_have_ended() -> None:
+    async def submits() -> AsyncIterator[decode_pb2.SessionRequest]:
+        for number, name in enumerate(IDS[:4]):
+            submit = decode_pb2.Submit(
+                request_id=name,
+                attempt=1,
+                prompt=common_pb2.TokenIds(ids=[1]),
+                prompt_length=1,
+                sampling=common_pb2.SamplingParams(n=2, temperature=1.0, top_p=1.0),
+                stop=common_pb2.StopCriteria(max_tokens=9),
+                stream=10 * number,
+            )
+            yield decode_pb2.SessionRequest(submit=submit)
+
+    def ends(name: str, sample: int) -> Finished:
+        return Finished(
+            request_id=name,
+            attempt=1,
+            sample=sample,
+            reason="length",
+            stop_token_id=None,
+            completion_tokens=1,
+            cached_prompt_tokens=0,
+            timeline=Timeline(submitted_at=0.0),
+        )
+
+    async with writing() as bench:
+        await bench.session.read(submits())
+        names, samples = [*IDS[:4], IDS[1], IDS[2]], [0, 0, 0, 0, 1, 1]
+        columns = TokenColumns(names, [1] * 6, samples, [0] * 6, [7] * 6, {})
+        failed = Failed(
+            request_id=IDS[3], attempt=1, failure=Failure(reason="INTERNAL", message="")
+        )
+        finished = [ends(IDS[1], 0), ends(IDS[2], 0), ends(IDS[2], 1)]
+        first = GatewayBatch(gateway=1, columns=[columns], finished=finished, failed=[failed])
+        bench.session.push(first)
+        await settle()
+        bench.session.push(GatewayBatch(gateway=1, columns=[columns]))
+        await settle()
+    before, after = bench.got
+    # 0 is no number.
+    assert [tokens.request_id for tokens in before.tokens] == [IDS[0]]
+    assert [*before.columns.streams] == [10, 20, 30, 11, 21]
+    assert [tokens.request_id for tokens in after.tokens] == [IDS[0], IDS[2], IDS[3], IDS[2]]
+    assert [*after.columns.streams] == [10, 11]

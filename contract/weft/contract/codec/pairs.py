@@ -103,8 +103,8 @@ SPAN = Codec(MediaSpan, common_pb2.MediaSpan)
 SUBMIT = Codec(
     Submit,
     decode_pb2.Submit,
-    # Tokens may come in parts.
-    apart=("gateway", "model", "prompt", "prompt_length", "progress"),
+    # Tokens may come in parts, and streams are the Session's own.
+    apart=("gateway", "model", "prompt", "prompt_length", "progress", "stream"),
 )
 CANCEL = Codec(Cancel, decode_pb2.Cancel, apart=("gateway",))
 SESSION_END = Codec(SessionEnd, decode_pb2.EndSession)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from weft.v1 import common_pb2 as weft_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/decode.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x14weft/v1/common.proto\"\x8d\x01\n\x10PrefillCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cmatch_tokens\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"\xfa\x05\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12!\n\x06prompt\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIds\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.weft.v1.SamplingParams\x12#\n\x04stop\x18\x06 \x01(\x0b\x32\x15.weft.v1.StopCriteria\x12)\n\x08logprobs\x18\x07 \x01(\x0b\x32\x17.weft.v1.LogprobOptions\x12\x35\n\x12prefill_candidates\x18\x08 \x03(\x0b\x32\x19.weft.v1.PrefillCandidate\x12\x36\n\x13\x66irst_token_timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rtotal_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05model\x18\r \x01(\t\x12)\n\x08progress\x18\x0e \x03(\x0b\x32\x17.weft.v1.SampleProgress\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12$\n\x07\x61\x64\x61pter\x18\x0f \x01(\x0b\x32\x13.weft.v1.AdapterRef\x12\x12\n\nsession_id\x18\x12 \x01(\t\x12\x13\n\x0b\x65nd_session\x18\x13 \x01(\x08\x12\x30\n\x0fprompt_logprobs\x18\x14 \x01(\x0b\x32\x17.weft.v1.LogprobOptions\x12\"\n\x04pool\x18\x15 \x01(\x0b\x32\x14.weft.v1.PoolOptions\x12\x18\n\x0broutes_from\x18\x17 \x01(\rH\x00\x88\x01\x01\x12!\n\x05spans\x18\x16 \x03(\x0b\x32\x12.weft.v1.MediaSpanB\x0e\n\x0c_routes_from\"\xd4\x01\n\x0bPoolOptions\x12#\n\x06output\x18\x01 \x01(\x0e\x32\x13.weft.v1.PoolOutput\x12\x11\n\tlabel_ids\x18\x02 \x03(\r\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\rsegment_start\x18\x05 \x01(\r\x12\x14\n\x0c\x61ligned_from\x18\x06 \x01(\r\x12\x12\n\nnum_frames\x18\x07 \x01(\rB\r\n\x0b_dimensionsB\x0c\n\n_normalize\"i\n\x0eSampleProgress\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12!\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIds\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"T\n\nPromptPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12!\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIds\"g\n\rGeneratedPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12!\n\x06tokens\x18\x04 \x01(\x0b\x32\x11.weft.v1.TokenIds\".\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"M\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x06sample\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_sample\"\xfc\x03\n\x0eSessionRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.weft.v1.SessionRequest.HelloH\x00\x12!\n\x06submit\x18\x02 \x01(\x0b\x32\x0f.weft.v1.SubmitH\x00\x12*\n\x0bprompt_part\x18\x03 \x01(\x0b\x32\x13.weft.v1.PromptPartH\x00\x12!\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x0f.weft.v1.CancelH\x00\x12,\n\x04ping\x18\x05 \x01(\x0b\x32\x1c.weft.v1.SessionRequest.PingH\x00\x12\x30\n\x0egenerated_part\x18\x06 \x01(\x0b\x32\x16.weft.v1.GeneratedPartH\x00\x12*\n\x0b\x65nd_session\x18\x07 \x01(\x0b\x32\x13.weft.v1.EndSessionH\x00\x1a\x64\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x15\n\rgateway_epoch\x18\x02 \x01(\x06\x12\x30\n\rping_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x1aK\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x1f\n\x05\x61sked\x18\x02 \x03(\x0b\x32\x10.weft.v1.Attempt\x12\x13\n\x0b\x63onstraints\x18\x03 \x01(\x08\x42\t\n\x07request\"4\n\nEndSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\t\"\xd7\x0e\n\x0cSessionEvent\x12\x33\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.weft.v1.SessionEvent.WelcomeH\x00\x88\x01\x01\x12-\n\x04pong\x18\x02 \x01(\x0b\x32\x1a.weft.v1.SessionEvent.PongH\x01\x88\x01\x01\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x0b\x32\x1e.weft.v1.SessionEvent.Accepted\x12,\n\x06tokens\x18\x04 \x03(\x0b\x32\x1c.weft.v1.SessionEvent.Tokens\x12\x32\n\tpreempted\x18\x05 \x03(\x0b\x32\x1f.weft.v1.SessionEvent.Preempted\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.weft.v1.SessionEvent.Finished\x12,\n\x06\x66\x61iled\x18\x07 \x03(\x0b\x32\x1c.weft.v1.SessionEvent.Failed\x12=\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32$.weft.v1.SessionEvent.PromptLogprobs\x12.\n\x07vectors\x18\t \x03(\x0b\x32\x1d.weft.v1.SessionEvent.Vectors\x12\'\n\rcomputed_here\x18\n \x03(\x0b\x32\x10.weft.v1.Attempt\x12,\n\x06routes\x18\x0b \x03(\x0b\x32\x1c.weft.v1.SessionEvent.Routes\x1a\x32\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x1a\x65\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12+\n\x08loop_age\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x07unknown\x18\x03 \x03(\x0b\x32\x10.weft.v1.Attempt\x1a/\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x1a\x88\x01\n\x06Tokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x0b\n\x03ids\x18\x05 \x03(\r\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.weft.v1.TokenLogprob\x1av\n\x0ePromptLogprobs\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.weft.v1.TokenLogprob\x1a`\n\x07Vectors\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tfirst_row\x18\x03 \x01(\r\x12\r\n\x05width\x18\x04 \x01(\r\x12\x0e\n\x06values\x18\x05 \x01(\x0c\x1a\x9b\x01\n\x06Routes\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x14\n\x0cnumber_bytes\x18\x07 \x01(\r\x12\x0f\n\x07numbers\x18\x08 \x01(\x0c\x1a@\n\tPreempted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x1a\xae\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12%\n\x06reason\x18\x04 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x07 \x01(\r\x12#\n\x08timeline\x18\x08 \x01(\x0b\x32\x11.weft.v1.Timeline\x12:\n\x0fweight_versions\x18\t \x03(\x0b\x32!.weft.v1.SessionEvent.VersionSpanB\x10\n\x0e_stop_token_id\x1a:\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x1a\x95\x01\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.weft.v1.ErrorDetail\x12\x11\n\tgrpc_code\x18\x04 \x01(\x05\x12.\n\x0bretry_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08_welcomeB\x07\n\x05_pong*\xee\x01\n\nPoolOutput\x12\x1b\n\x17POOL_OUTPUT_UNSPECIFIED\x10\x00\x12\x19\n\x15POOL_OUTPUT_EMBEDDING\x10\x01\x12 \n\x1cPOOL_OUTPUT_TOKEN_EMBEDDINGS\x10\x02\x12\x17\n\x13POOL_OUTPUT_CLASSES\x10\x03\x12\x1c\n\x18POOL_OUTPUT_LABEL_LOGITS\x10\x04\x12\x16\n\x12POOL_OUTPUT_SPARSE\x10\x05\x12\x1c\n\x18POOL_OUTPUT_MULTI_VECTOR\x10\x06\x12\x19\n\x15POOL_OUTPUT_ALIGNMENT\x10\x07\x32N\n\rDecodeService\x12=\n\x07Session\x12\x17.weft.v1.SessionRequest\x1a\x15.weft.v1.SessionEvent(\x01\x30\x01\x42\x30Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/decode.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x14weft/v1/common.proto\"\x8d\x01\n\x10PrefillCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x14\n\x0cmatch_tokens\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"\x8a\x06\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12!\n\x06prompt\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIds\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.weft.v1.SamplingParams\x12#\n\x04stop\x18\x06 \x01(\x0b\x32\x15.weft.v1.StopCriteria\x12)\n\x08logprobs\x18\x07 \x01(\x0b\x32\x17.weft.v1.LogprobOptions\x12\x35\n\x12prefill_candidates\x18\x08 \x03(\x0b\x32\x19.weft.v1.PrefillCandidate\x12\x36\n\x13\x66irst_token_timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rtotal_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\r\n\x05model\x18\r \x01(\t\x12)\n\x08progress\x18\x0e \x03(\x0b\x32\x17.weft.v1.SampleProgress\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12$\n\x07\x61\x64\x61pter\x18\x0f \x01(\x0b\x32\x13.weft.v1.AdapterRef\x12\x12\n\nsession_id\x18\x12 \x01(\t\x12\x13\n\x0b\x65nd_session\x18\x13 \x01(\x08\x12\x30\n\x0fprompt_logprobs\x18\x14 \x01(\x0b\x32\x17.weft.v1.LogprobOptions\x12\"\n\x04pool\x18\x15 \x01(\x0b\x32\x14.weft.v1.PoolOptions\x12\x18\n\x0broutes_from\x18\x17 \x01(\rH\x00\x88\x01\x01\x12!\n\x05spans\x18\x16 \x03(\x0b\x32\x12.weft.v1.MediaSpan\x12\x0e\n\x06stream\x18\x18 \x01(\x04\x42\x0e\n\x0c_routes_from\"\xd4\x01\n\x0bPoolOptions\x12#\n\x06output\x18\x01 \x01(\x0e\x32\x13.weft.v1.PoolOutput\x12\x11\n\tlabel_ids\x18\x02 \x03(\r\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\rsegment_start\x18\x05 \x01(\r\x12\x14\n\x0c\x61ligned_from\x18\x06 \x01(\r\x12\x12\n\nnum_frames\x18\x07 \x01(\rB\r\n\x0b_dimensionsB\x0c\n\n_normalize\"i\n\x0eSampleProgress\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12!\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIds\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"T\n\nPromptPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12!\n\x06tokens\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIds\"g\n\rGeneratedPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12!\n\x06tokens\x18\x04 \x01(\x0b\x32\x11.weft.v1.TokenIds\".\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"M\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x06sample\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_sample\"\xfc\x03\n\x0eSessionRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.weft.v1.SessionRequest.HelloH\x00\x12!\n\x06submit\x18\x02 \x01(\x0b\x32\x0f.weft.v1.SubmitH\x00\x12*\n\x0bprompt_part\x18\x03 \x01(\x0b\x32\x13.weft.v1.PromptPartH\x00\x12!\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x0f.weft.v1.CancelH\x00\x12,\n\x04ping\x18\x05 \x01(\x0b\x32\x1c.weft.v1.SessionRequest.PingH\x00\x12\x30\n\x0egenerated_part\x18\x06 \x01(\x0b\x32\x16.weft.v1.GeneratedPartH\x00\x12*\n\x0b\x65nd_session\x18\x07 \x01(\x0b\x32\x13.weft.v1.EndSessionH\x00\x1a\x64\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x15\n\rgateway_epoch\x18\x02 \x01(\x06\x12\x30\n\rping_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x1aK\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x1f\n\x05\x61sked\x18\x02 \x03(\x0b\x32\x10.weft.v1.Attempt\x12\x13\n\x0b\x63onstraints\x18\x03 \x01(\x08\x42\t\n\x07request\"4\n\nEndSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\t\"\xdc\x0f\n\x0cSessionEvent\x12\x33\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.weft.v1.SessionEvent.WelcomeH\x00\x88\x01\x01\x12-\n\x04pong\x18\x02 \x01(\x0b\x32\x1a.weft.v1.SessionEvent.PongH\x01\x88\x01\x01\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x0b\x32\x1e.weft.v1.SessionEvent.Accepted\x12,\n\x06tokens\x18\x04 \x03(\x0b\x32\x1c.weft.v1.SessionEvent.Tokens\x12\x32\n\tpreempted\x18\x05 \x03(\x0b\x32\x1f.weft.v1.SessionEvent.Preempted\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.weft.v1.SessionEvent.Finished\x12,\n\x06\x66\x61iled\x18\x07 \x03(\x0b\x32\x1c.weft.v1.SessionEvent.Failed\x12=\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32$.weft.v1.SessionEvent.PromptLogprobs\x12.\n\x07vectors\x18\t \x03(\x0b\x32\x1d.weft.v1.SessionEvent.Vectors\x12\'\n\rcomputed_here\x18\n \x03(\x0b\x32\x10.weft.v1.Attempt\x12,\n\x06routes\x18\x0b \x03(\x0b\x32\x1c.weft.v1.SessionEvent.Routes\x12\x38\n\x07\x63olumns\x18\x0c \x01(\x0b\x32\".weft.v1.SessionEvent.TokenColumnsH\x02\x88\x01\x01\x1a\x32\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\x1a\x65\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12+\n\x08loop_age\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x07unknown\x18\x03 \x03(\x0b\x32\x10.weft.v1.Attempt\x1a/\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x1a\x88\x01\n\x06Tokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x0b\n\x03ids\x18\x05 \x03(\r\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.weft.v1.TokenLogprob\x1a=\n\x0cTokenColumns\x12\x0f\n\x07streams\x18\x01 \x03(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x1av\n\x0ePromptLogprobs\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.weft.v1.TokenLogprob\x1a`\n\x07Vectors\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tfirst_row\x18\x03 \x01(\r\x12\r\n\x05width\x18\x04 \x01(\r\x12\x0e\n\x06values\x18\x05 \x01(\x0c\x1a\x9b\x01\n\x06Routes\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x14\n\x0cnumber_bytes\x18\x07 \x01(\r\x12\x0f\n\x07numbers\x18\x08 \x01(\x0c\x1a@\n\tPreempted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x1a\xae\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12%\n\x06reason\x18\x04 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x07 \x01(\r\x12#\n\x08timeline\x18\x08 \x01(\x0b\x32\x11.weft.v1.Timeline\x12:\n\x0fweight_versions\x18\t \x03(\x0b\x32!.weft.v1.SessionEvent.VersionSpanB\x10\n\x0e_stop_token_id\x1a:\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x1a\x95\x01\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.weft.v1.ErrorDetail\x12\x11\n\tgrpc_code\x18\x04 \x01(\x05\x12.\n\x0bretry_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08_welcomeB\x07\n\x05_pongB\n\n\x08_columns*\xee\x01\n\nPoolOutput\x12\x1b\n\x17POOL_OUTPUT_UNSPECIFIED\x10\x00\x12\x19\n\x15POOL_OUTPUT_EMBEDDING\x10\x01\x12 \n\x1cPOOL_OUTPUT_TOKEN_EMBEDDINGS\x10\x02\x12\x17\n\x13POOL_OUTPUT_CLASSES\x10\x03\x12\x1c\n\x18POOL_OUTPUT_LABEL_LOGITS\x10\x04\x12\x16\n\x12POOL_OUTPUT_SPARSE\x10\x05\x12\x1c\n\x18POOL_OUTPUT_MULTI_VECTOR\x10\x06\x12\x19\n\x15POOL_OUTPUT_ALIGNMENT\x10\x07\x32N\n\rDecodeService\x12=\n\x07Session\x12\x17.weft.v1.SessionRequest\x1a\x15.weft.v1.SessionEvent(\x01\x30\x01\x42\x30Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,56 +34,58 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft.v1.decode_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1'
-  _globals['_POOLOUTPUT']._serialized_start=4084
-  _globals['_POOLOUTPUT']._serialized_end=4322
+  _globals['_POOLOUTPUT']._serialized_start=4233
+  _globals['_POOLOUTPUT']._serialized_end=4471
   _globals['_PREFILLCANDIDATE']._serialized_start=88
   _globals['_PREFILLCANDIDATE']._serialized_end=229
   _globals['_SUBMIT']._serialized_start=232
-  _globals['_SUBMIT']._serialized_end=994
-  _globals['_POOLOPTIONS']._serialized_start=997
-  _globals['_POOLOPTIONS']._serialized_end=1209
-  _globals['_SAMPLEPROGRESS']._serialized_start=1211
-  _globals['_SAMPLEPROGRESS']._serialized_end=1316
-  _globals['_PROMPTPART']._serialized_start=1318
-  _globals['_PROMPTPART']._serialized_end=1402
-  _globals['_GENERATEDPART']._serialized_start=1404
-  _globals['_GENERATEDPART']._serialized_end=1507
-  _globals['_ATTEMPT']._serialized_start=1509
-  _globals['_ATTEMPT']._serialized_end=1555
-  _globals['_CANCEL']._serialized_start=1557
-  _globals['_CANCEL']._serialized_end=1634
-  _globals['_SESSIONREQUEST']._serialized_start=1637
-  _globals['_SESSIONREQUEST']._serialized_end=2145
-  _globals['_SESSIONREQUEST_HELLO']._serialized_start=1957
-  _globals['_SESSIONREQUEST_HELLO']._serialized_end=2057
-  _globals['_SESSIONREQUEST_PING']._serialized_start=2059
-  _globals['_SESSIONREQUEST_PING']._serialized_end=2134
-  _globals['_ENDSESSION']._serialized_start=2147
-  _globals['_ENDSESSION']._serialized_end=2199
-  _globals['_SESSIONEVENT']._serialized_start=2202
-  _globals['_SESSIONEVENT']._serialized_end=4081
-  _globals['_SESSIONEVENT_WELCOME']._serialized_start=2760
-  _globals['_SESSIONEVENT_WELCOME']._serialized_end=2810
-  _globals['_SESSIONEVENT_PONG']._serialized_start=2812
-  _globals['_SESSIONEVENT_PONG']._serialized_end=2913
-  _globals['_SESSIONEVENT_ACCEPTED']._serialized_start=2915
-  _globals['_SESSIONEVENT_ACCEPTED']._serialized_end=2962
-  _globals['_SESSIONEVENT_TOKENS']._serialized_start=2965
-  _globals['_SESSIONEVENT_TOKENS']._serialized_end=3101
-  _globals['_SESSIONEVENT_PROMPTLOGPROBS']._serialized_start=3103
-  _globals['_SESSIONEVENT_PROMPTLOGPROBS']._serialized_end=3221
-  _globals['_SESSIONEVENT_VECTORS']._serialized_start=3223
-  _globals['_SESSIONEVENT_VECTORS']._serialized_end=3319
-  _globals['_SESSIONEVENT_ROUTES']._serialized_start=3322
-  _globals['_SESSIONEVENT_ROUTES']._serialized_end=3477
-  _globals['_SESSIONEVENT_PREEMPTED']._serialized_start=3479
-  _globals['_SESSIONEVENT_PREEMPTED']._serialized_end=3543
-  _globals['_SESSIONEVENT_FINISHED']._serialized_start=3546
-  _globals['_SESSIONEVENT_FINISHED']._serialized_end=3848
-  _globals['_SESSIONEVENT_VERSIONSPAN']._serialized_start=3850
-  _globals['_SESSIONEVENT_VERSIONSPAN']._serialized_end=3908
-  _globals['_SESSIONEVENT_FAILED']._serialized_start=3911
-  _globals['_SESSIONEVENT_FAILED']._serialized_end=4060
-  _globals['_DECODESERVICE']._serialized_start=4324
-  _globals['_DECODESERVICE']._serialized_end=4402
+  _globals['_SUBMIT']._serialized_end=1010
+  _globals['_POOLOPTIONS']._serialized_start=1013
+  _globals['_POOLOPTIONS']._serialized_end=1225
+  _globals['_SAMPLEPROGRESS']._serialized_start=1227
+  _globals['_SAMPLEPROGRESS']._serialized_end=1332
+  _globals['_PROMPTPART']._serialized_start=1334
+  _globals['_PROMPTPART']._serialized_end=1418
+  _globals['_GENERATEDPART']._serialized_start=1420
+  _globals['_GENERATEDPART']._serialized_end=1523
+  _globals['_ATTEMPT']._serialized_start=1525
+  _globals['_ATTEMPT']._serialized_end=1571
+  _globals['_CANCEL']._serialized_start=1573
+  _globals['_CANCEL']._serialized_end=1650
+  _globals['_SESSIONREQUEST']._serialized_start=1653
+  _globals['_SESSIONREQUEST']._serialized_end=2161
+  _globals['_SESSIONREQUEST_HELLO']._serialized_start=1973
+  _globals['_SESSIONREQUEST_HELLO']._serialized_end=2073
+  _globals['_SESSIONREQUEST_PING']._serialized_start=2075
+  _globals['_SESSIONREQUEST_PING']._serialized_end=2150
+  _globals['_ENDSESSION']._serialized_start=2163
+  _globals['_ENDSESSION']._serialized_end=2215
+  _globals['_SESSIONEVENT']._serialized_start=2218
+  _globals['_SESSIONEVENT']._serialized_end=4230
+  _globals['_SESSIONEVENT_WELCOME']._serialized_start=2834
+  _globals['_SESSIONEVENT_WELCOME']._serialized_end=2884
+  _globals['_SESSIONEVENT_PONG']._serialized_start=2886
+  _globals['_SESSIONEVENT_PONG']._serialized_end=2987
+  _globals['_SESSIONEVENT_ACCEPTED']._serialized_start=2989
+  _globals['_SESSIONEVENT_ACCEPTED']._serialized_end=3036
+  _globals['_SESSIONEVENT_TOKENS']._serialized_start=3039
+  _globals['_SESSIONEVENT_TOKENS']._serialized_end=3175
+  _globals['_SESSIONEVENT_TOKENCOLUMNS']._serialized_start=3177
+  _globals['_SESSIONEVENT_TOKENCOLUMNS']._serialized_end=3238
+  _globals['_SESSIONEVENT_PROMPTLOGPROBS']._serialized_start=3240
+  _globals['_SESSIONEVENT_PROMPTLOGPROBS']._serialized_end=3358
+  _globals['_SESSIONEVENT_VECTORS']._serialized_start=3360
+  _globals['_SESSIONEVENT_VECTORS']._serialized_end=3456
+  _globals['_SESSIONEVENT_ROUTES']._serialized_start=3459
+  _globals['_SESSIONEVENT_ROUTES']._serialized_end=3614
+  _globals['_SESSIONEVENT_PREEMPTED']._serialized_start=3616
+  _globals['_SESSIONEVENT_PREEMPTED']._serialized_end=3680
+  _globals['_SESSIONEVENT_FINISHED']._serialized_start=3683
+  _globals['_SESSIONEVENT_FINISHED']._serialized_end=3985
+  _globals['_SESSIONEVENT_VERSIONSPAN']._serialized_start=3987
+  _globals['_SESSIONEVENT_VERSIONSPAN']._serialized_end=4045
+  _globals['_SESSIONEVENT_FAILED']._serialized_start=4048
+  _globals['_SESSIONEVENT_FAILED']._serialized_end=4197
+  _globals['_DECODESERVICE']._serialized_start=4473
+  _globals['_DECODESERVICE']._serialized_end=4551
 # @@protoc_insertion_point(module_scope)

@@ -137,6 +137,7 @@ class Submit(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     ROUTES_FROM_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 64 bytes."""
     attempt: _builtins.int
@@ -165,6 +166,10 @@ class Submit(_message.Message):
     routes_from: _builtins.int
     """Position from which on the experts that each token was routed to are wanted; absent: they are
     not. A worker whose pages do not have them fails the request.
+    """
+    stream: _builtins.int
+    """Names its samples in TokenColumns: sample i is this number plus i. No other attempt of the Session
+    has these numbers. 0: all its tokens come as Tokens.
     """
     @_builtins.property
     def prompt(self) -> _common_pb2.TokenIds:
@@ -238,10 +243,11 @@ class Submit(_message.Message):
         pool: Global___PoolOptions | None = ...,
         routes_from: _builtins.int | None = ...,
         spans: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
+        stream: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from", "adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "pool", b"pool", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "routes_from", b"routes_from", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "pool", b"pool", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routes_from", b"routes_from", "sampling", b"sampling", "session_id", b"session_id", "spans", b"spans", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "pool", b"pool", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "routes_from", b"routes_from", "sampling", b"sampling", "session_id", b"session_id", "spans", b"spans", "stop", b"stop", "stream", b"stream", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__routes_from: _TypeAlias = _typing.Literal["routes_from"]  # noqa: Y015
     _WhichOneofArgType__routes_from: _TypeAlias = _typing.Literal["_routes_from", b"_routes_from"]  # noqa: Y015
@@ -708,6 +714,42 @@ class SessionEvent(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class TokenColumns(_message.Message):
+        """One new token without log-probabilities of each of many samples. What Tokens in the same event
+        have of a sample comes before what this has.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        STREAMS_FIELD_NUMBER: _builtins.int
+        INDICES_FIELD_NUMBER: _builtins.int
+        IDS_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def streams(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+            """Numbers of samples, by Submit.stream."""
+
+        @_builtins.property
+        def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+            """Index of each token among the generated tokens of its sample."""
+
+        @_builtins.property
+        def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+            """As many as streams."""
+
+        def __init__(
+            self,
+            *,
+            streams: _abc.Iterable[_builtins.int] | None = ...,
+            indices: _abc.Iterable[_builtins.int] | None = ...,
+            ids: _abc.Iterable[_builtins.int] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "indices", b"indices", "streams", b"streams"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class PromptLogprobs(_message.Message):
         """Log-probabilities of consecutive prompt tokens, in order; the first one of a prompt has none."""
 
@@ -962,6 +1004,7 @@ class SessionEvent(_message.Message):
     VECTORS_FIELD_NUMBER: _builtins.int
     COMPUTED_HERE_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___SessionEvent.Welcome: ...
     @_builtins.property
@@ -988,6 +1031,10 @@ class SessionEvent(_message.Message):
 
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.Routes]: ...
+    @_builtins.property
+    def columns(self) -> Global___SessionEvent.TokenColumns:
+        """Of submits with a number of a stream."""
+
     def __init__(
         self,
         *,
@@ -1002,15 +1049,20 @@ class SessionEvent(_message.Message):
         vectors: _abc.Iterable[Global___SessionEvent.Vectors] | None = ...,
         computed_here: _abc.Iterable[Global___Attempt] | None = ...,
         routes: _abc.Iterable[Global___SessionEvent.Routes] | None = ...,
+        columns: Global___SessionEvent.TokenColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "pong", b"pong", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_columns", b"_columns", "_pong", b"_pong", "_welcome", b"_welcome", "columns", b"columns", "pong", b"pong", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "computed_here", b"computed_here", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "routes", b"routes", "tokens", b"tokens", "vectors", b"vectors", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_columns", b"_columns", "_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "columns", b"columns", "computed_here", b"computed_here", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "routes", b"routes", "tokens", b"tokens", "vectors", b"vectors", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__columns: _TypeAlias = _typing.Literal["columns"]  # noqa: Y015
+    _WhichOneofArgType__columns: _TypeAlias = _typing.Literal["_columns", b"_columns"]  # noqa: Y015
     _WhichOneofReturnType__pong: _TypeAlias = _typing.Literal["pong"]  # noqa: Y015
     _WhichOneofArgType__pong: _TypeAlias = _typing.Literal["_pong", b"_pong"]  # noqa: Y015
     _WhichOneofReturnType__welcome: _TypeAlias = _typing.Literal["welcome"]  # noqa: Y015
     _WhichOneofArgType__welcome: _TypeAlias = _typing.Literal["_welcome", b"_welcome"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__columns) -> _WhichOneofReturnType__columns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pong) -> _WhichOneofReturnType__pong | None: ...
     @_typing.overload

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from weft.common.rpc.errors import error_detail, grpc_code
 from weft.contract.codec.pairs import ACCEPTED, FINISHED, PREEMPTED
@@ -32,6 +33,9 @@ _LOGPROB_BYTES = 16
 _ALTERNATIVE_BYTES = 13
 _NUMBER_BYTES = 4
 """Bytes of a number of a vector."""
+_ROW_BYTES = 20
+"""Of a row of columns: a number of a stream has up to 10 bytes, the others 5."""
+_MAX_ROWS = (MAX_EVENT_BYTES // 2) // _ROW_BYTES
 _ENTRY_BYTES = 8
 """Size of an entry in addition to its own bytes."""
 
@@ -94,11 +98,15 @@ def _follows(tokens: Tokens, known: Tokens) -> bool:
 
 
 def batch_to_proto(
-    batch: GatewayBatch, worker_id: str, loop_age_s: float
+    batch: GatewayBatch,
+    worker_id: str,
+    loop_age_s: float,
+    streams: Mapping[tuple[str, int], int] = MappingProxyType({}),
 ) -> Iterator[decode_pb2.SessionEvent]:
     """Converts a batch to events below the size limit: log-probabilities of prompts, then tokens,
     then routes of experts, then ends. There may be very many log-probabilities, so each event is
-    converted when it is asked for.
+    converted when it is asked for. `streams` has the number of the first sample of attempts
+    (request id, attempt) whose tokens may come as columns.
     """
     events = _Events()
     for accepted in batch.accepted:
@@ -114,7 +122,7 @@ def batch_to_proto(
     for tokens in batch.tokens:
         _add_tokens(events, tokens)
     for columns in batch.columns:
-        _add_columns(events, columns)
+        _add_columns(events, columns, streams)
     for routes in batch.routes:
         for _ in _add_routes(events, routes):
             yield from events.take_full()
@@ -200,8 +208,28 @@ def _add_routes(events: _Events, routes: Routes) -> Iterator[None]:
         yield
 
 
-def _add_columns(events: _Events, columns: TokenColumns) -> None:
+def _add_columns(
+    events: _Events, columns: TokenColumns, streams: Mapping[tuple[str, int], int]
+) -> None:
     """Makes no intermediate object for a token, since a step has hundreds."""
+    keys = zip(columns.request_ids, columns.attempts, strict=True)
+    firsts = [streams.get(key, 0) for key in keys]
+    if columns.logprobs or not all(firsts):
+        others = [row for row, first in enumerate(firsts) if not first or row in columns.logprobs]
+        _add_rows(events, columns.of_rows(others))
+        left = set(range(len(firsts))).difference(others)
+        columns = columns.of_rows(sorted(left))
+        firsts = [firsts[row] for row in sorted(left)]
+    numbers = [first + sample for first, sample in zip(firsts, columns.samples, strict=True)]
+    for start in range(0, len(numbers), _MAX_ROWS):
+        rows = slice(start, start + _MAX_ROWS)
+        out = events.room(_ROW_BYTES * len(numbers[rows])).columns
+        out.streams.extend(numbers[rows])
+        out.indices.extend(columns.indices[rows])
+        out.ids.extend(columns.ids[rows])
+
+
+def _add_rows(events: _Events, columns: TokenColumns) -> None:
     logprobs = columns.logprobs
     for row, (request_id, attempt, sample, index, token) in enumerate(columns.rows()):
         num_bytes, logprob = _KEY_BYTES + _TOKEN_BYTES, logprobs.get(row)

@@ -67,6 +67,10 @@ class Session:
         self._partial: dict[tuple[str, int], tuple[Assembly, float]] = {}
         """Incomplete submits, oldest first, with the loop time at which they are given up."""
         self._end: WeftError | None = None
+        self._streams: dict[tuple[str, int], int] = {}
+        """Number of the first sample of each open attempt whose tokens may come as columns."""
+        self._open: dict[tuple[str, int], set[int]] = {}
+        """Samples of these that have not ended."""
 
     @property
     def num_partial(self) -> int:
@@ -147,10 +151,25 @@ class Session:
             if self._unsent:
                 unsent, self._unsent = self._unsent, []
                 batch = unsent[0] if len(unsent) == 1 else merge_batches(unsent)
-                for event in batch_to_proto(batch, self._worker_id, self._engine.loop_age_s):
+                for event in batch_to_proto(
+                    batch, self._worker_id, self._engine.loop_age_s, self._streams
+                ):
                     await self._send(context, event)
+                self._forget_ended(batch)
             if self._end is not None:
                 raise self._end
+
+    def _forget_ended(self, batch: GatewayBatch) -> None:
+        for finished in batch.finished:
+            key = (finished.request_id, finished.attempt)
+            if (left := self._open.get(key)) is not None:
+                left.discard(finished.sample)
+                if not left:
+                    del self._open[key], self._streams[key]
+        for failed in batch.failed:
+            key = (failed.request_id, failed.attempt)
+            if self._open.pop(key, None) is not None:
+                del self._streams[key]
 
     async def _send(
         self,
@@ -225,6 +244,12 @@ class Session:
             self._refuse(message, error)
         else:
             self._on_submit(message, submit)
+            key = (message.request_id, message.attempt)
+            if message.stream and key not in self._streams:
+                self._streams[key] = message.stream
+                self._open[key] = set(range(submit.sampling.n)).difference(
+                    one.sample for one in submit.progress if one.is_finished
+                )
             self._engine.send(Inbox(submits=[submit]))
 
     def _refuse(self, message: decode_pb2.Submit, error: WeftError) -> None:

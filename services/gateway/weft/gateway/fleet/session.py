@@ -64,6 +64,9 @@ class SessionHandler(Protocol):
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
         """Called with new tokens of one sample; `now` is the event loop's time."""
 
+    def on_token(self, number: int, index: int, token_id: int, now: float) -> None:
+        """Called with one new token of a sample, without log-probabilities: `on_tokens` of it."""
+
     def on_finished(self, event: decode_pb2.SessionEvent.Finished) -> None:
         """Called when a sample has ended."""
 
@@ -142,6 +145,11 @@ class DecodeSession:
         self.has_constraints = False
         """Whether the Session has carried a constrained request."""
         self._handlers: dict[str, SessionHandler] = {}
+        self._streams: dict[int, tuple[SessionHandler, int, str]] = {}
+        """Handler, sample and request id by the numbers in columns."""
+        self._numbers: dict[str, range] = {}
+        """Those numbers, by request id."""
+        self._next_stream = 1
         self._silent: set[str] = set()
         """Requests without events since the last ping."""
         self._outgoing: deque[decode_pb2.SessionRequest] = deque()
@@ -277,6 +285,8 @@ class DecodeSession:
                     if silent:
                         silent.discard(request_id)
                     handler.on_tokens(tokens, now)
+        if event.HasField("columns"):
+            self._dispatch_columns(event.columns)
         for routes in event.routes:
             handler = handlers.get(routes.request_id)
             if handler is not None and handler.attempt == routes.attempt:
@@ -289,13 +299,26 @@ class DecodeSession:
         for failed in event.failed:
             handler = handlers.get(failed.request_id)
             if handler is not None and handler.attempt == failed.attempt:
-                del handlers[failed.request_id]
-                self._silent.discard(failed.request_id)
+                self.release(failed.request_id)
                 handler.on_failed(self._typed(failed))
         if event.HasField("pong"):
             self._oldest_ping = None
             for key in event.pong.unknown:
                 self._on_unknown(key)
+
+    def _dispatch_columns(self, columns: decode_pb2.SessionEvent.TokenColumns) -> None:
+        if not len(columns.streams) == len(columns.indices) == len(columns.ids):
+            raise PeerUnavailable(f"worker {self.worker_id} sent columns of different lengths")
+        now = asyncio.get_running_loop().time()
+        streams, silent = self._streams, self._silent
+        rows = zip(columns.streams[:], columns.indices[:], columns.ids[:], strict=True)
+        for number, index, token_id in rows:
+            known = streams.get(number)
+            if known is not None:
+                handler, sample, request_id = known
+                if silent:
+                    silent.discard(request_id)
+                handler.on_token(sample, index, token_id, now)
 
     def _on_unknown(self, key: decode_pb2.Attempt) -> None:
         """The worker does not have these requests, and their ends were not received."""
@@ -375,6 +398,8 @@ class DecodeSession:
         self._outgoing.clear()
         self._oldest_ping = None
         handlers, self._handlers = self._handlers, {}
+        self._streams.clear()
+        self._numbers.clear()
         self._silent.clear()
         if is_loss:
             _log.warning(
@@ -405,11 +430,20 @@ class DecodeSession:
                 worker_id=self.worker_id,
                 retry_after_s=_RETRY_AFTER_S,
             )
+        self.release(request_id)
         self._handlers[request_id] = handler
+        self._number(request_id, handler, messages[0].submit)
         self._submitted_at = asyncio.get_running_loop().time()
         for message in messages:
             self._send(message)
             self.has_constraints |= message.submit.sampling.HasField("constraint")
+
+    def _number(self, request_id: str, handler: SessionHandler, submit: decode_pb2.Submit) -> None:
+        first = submit.stream = self._next_stream
+        self._next_stream += max(1, submit.sampling.n)
+        self._numbers[request_id] = range(first, self._next_stream)
+        for sample, number in enumerate(self._numbers[request_id]):
+            self._streams[number] = (handler, sample, request_id)
 
     def cancel(self, request_id: str, attempt: int, sample: int | None = None) -> None:
         """Asks the worker to end a request, or one of its samples."""
@@ -427,4 +461,6 @@ class DecodeSession:
     def release(self, request_id: str) -> None:
         """Drops the request's handler."""
         self._handlers.pop(request_id, None)
+        for number in self._numbers.pop(request_id, ()):
+            del self._streams[number]
         self._silent.discard(request_id)

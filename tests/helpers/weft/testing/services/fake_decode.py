@@ -499,6 +499,11 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     def _send_tokens(
         self, run: Run, sample: int, first: int, ids: Sequence[int], event: Event
     ) -> None:
+        if run.submit.stream and len(ids) == 1 and not run.submit.HasField("logprobs"):
+            event.columns.streams.append(run.submit.stream + sample)
+            event.columns.indices.append(first)
+            event.columns.ids.extend(ids)
+            return
         tokens = event.tokens.add(
             request_id=run.submit.request_id,
             attempt=run.submit.attempt,
