@@ -375,27 +375,26 @@ def alone(run: Run) -> None:
 @harness.part
 def errors(run: Run) -> None:
     """Shares of words that are wrong, over 20 clips."""
-    count_errors(run, TEXTS, SPEAKERS)
+    count_errors(run, "first", TEXTS, SPEAKERS)
 
 
 @harness.part
 def more_errors(run: Run) -> None:
     """The same of the other 20 clips."""
-    count_errors(run, MORE_TEXTS, MORE_SPEAKERS)
+    count_errors(run, "second", MORE_TEXTS, MORE_SPEAKERS)
 
 
-def count_errors(run: Run, texts: Sequence[str], speakers: Speakers) -> None:
+def count_errors(run: Run, name: str, texts: Sequence[str], speakers: Speakers) -> None:
     """A row for each system."""
     folder, ways = folder_of(run), systems(run)
     clips = [
         speakers.write(folder, f"clip{number}", text, number) for number, text in enumerate(texts)
     ]
-    for name, hear in ways.items():
+    for system, hear in ways.items():
         counts = [word_errors(hear(clip).text, clip.text) for clip in clips]
         wrong, total = (sum(column) for column in zip(*counts, strict=True))
-        run.row(
-            system=name, clips=len(clips), words=total, wrong=wrong, percent=100 * wrong / total
-        )
+        row = {"system": system, "set": name, "clips": len(clips)}
+        run.row(**row, words=total, wrong=wrong, percent=100 * wrong / total)
 
 
 @harness.part_if_named

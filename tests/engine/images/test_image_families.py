@@ -362,3 +362,32 @@ def test_a_prefill_worker_fills_pages_of_images(case: Case, has_tower: bool) -> 
         pair.settle()
     finally:
         pair.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["gemma3"], indirect=True)
+def test_owners_that_free_windows_of_whole_images_need_a_tower(case: Case) -> None:
+    """Without one they refuse images, and say at their start what to set."""
+    clock = ManualClock()
+    settings = {"window_pages": "free", "num_pages": 200}
+    filler = make_engine(case.folder, "prefill", clock, **settings)
+    owner = make_engine(case.folder, "decode", clock, **settings)
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        for count in (1, 3):
+            (asked,) = case.prompts(count)
+            filler.turn(Inbox(media=list(asked.media)))
+            pair.send(media=asked.media)
+            (tokens,) = pair.finish(pair.submit(asked.ids, COUNT, spans=list(asked.spans)))
+            case.check(asked, tokens)
+        pair.settle()
+    finally:
+        pair.close()
+    assert not any(told.startswith("images are refused") for told in owner.info.notices)
+    bare = make_engine(case.folder, "decode", clock, language_model_only=True, **settings)
+    try:
+        (told,) = (told for told in bare.info.notices if told.startswith("images are refused"))
+        assert "set window_pages to keep" in told
+        assert not bare.info.encoder_digest
+    finally:
+        bare.close()

@@ -19,6 +19,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.engine.model.vision.tower import VisionTower
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_vision import IMAGE_TOKEN_ID, image_logits, make_vision
 
@@ -182,6 +183,55 @@ def test_an_image_seen_before_is_not_encoded_again(folder: Path) -> None:
         patches = (SIZE // 8) ** 2
         assert counters["encoded_patches"] == patches
         assert counters["reused_media"] >= 1
+
+
+@pytest.mark.parametrize("tier", ["host", pytest.param("disk", marks=pytest.mark.full)])
+def test_pages_of_images_come_back_from_a_tier(
+    folder: Path, reference: Reference, tier: str, tmp_path: Path
+) -> None:
+    """Without encoding anything; other images in their places find nothing there."""
+    settings: dict[str, Any] = {"num_pages": 48, "media_rows": 64, "load_back_threshold": 0}
+    if tier == "host":
+        settings["host_cache_bytes"] = 64 << 20
+    else:
+        settings |= {"disk_cache_dir": tmp_path / "pages", "disk_cache_bytes": 64 << 20}
+    clock = ManualClock()
+    pair = EnginePair(make_engine(folder, "decode", clock, **settings), [], clock)
+
+    def ask(prompt: Prompt) -> int:
+        """Tokens that the tier has given."""
+        pair.send(media=list(prompt.media))
+        name = pair.submit(prompt.ids, STOP.max_tokens, spans=list(prompt.spans))
+        (tokens,) = pair.finish(name)
+        reference.check(prompt, tokens)
+        fills = pair.answers[name].finished[-1].timeline.fills
+        assert not any(fill.failure for fill in fills)
+        return sum(fill.accepted_tokens for fill in fills)
+
+    def push_out() -> None:
+        """Takes the pages of others, and the rows of their images."""
+        for _ in range(6):
+            ask(prompt_of([tile() for _ in range(3)]))
+        pair.settle()
+
+    first, second = tile(), tile()
+    asked = prompt_of([first, second])
+    swapped = [
+        MediaSpan(position=span.position, length=TOKENS, digest=digest)
+        for span, digest in zip(asked.spans, (second.digest, first.digest), strict=True)
+    ]
+    try:
+        assert ask(asked) == 0
+        push_out()
+        before = pair.owner.counters()["encoded_media"]
+        # But for the last tokens all pages come from there.
+        assert ask(asked) > asked.spans[1].position
+        assert pair.owner.counters()["encoded_media"] <= before + 1
+        push_out()
+        assert ask(Prompt(asked.ids, swapped, asked.media)) <= asked.spans[0].position
+        pair.settle()
+    finally:
+        pair.close()
 
 
 def test_samples_share_their_images(folder: Path, reference: Reference) -> None:

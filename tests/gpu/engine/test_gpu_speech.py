@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import WhisperForConditionalGeneration
+from weft.checkpoint.whisper_demo import CONFIG
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.contract.tasks import PoolingParams
@@ -20,31 +21,44 @@ from weft.testing.models.tiny_whisper import END, SHAPE, START, make_whisper
 pytestmark = pytest.mark.needs("cuda")
 
 FRAMES, ROWS, MELS = 2 * SHAPE["max_source_positions"], 128, SHAPE["num_mel_bins"]
+TINY_EN = {name: CONFIG[name] for name in SHAPE}
+"""The shape of Whisper tiny.en."""
 SIZES = {"d_model": 192, "encoder_attention_heads": 3, "decoder_attention_heads": 3}
 """Heads of 64, as Whisper's own."""
 NEAR_TIE = 1e-3
 
 
-@pytest.mark.parametrize("count", [1, 64])
-def test_tokens_of_clips_at_once_are_those_of_transformers(count: int, tmp_path: Path) -> None:
-    folder = make_whisper(tmp_path / "model", random.randrange(1 << 30), **SIZES)
-    reference = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    rng = np.random.default_rng(random.randrange(1 << 30))
-    mels = [rng.normal(0, 0.7, (MELS, FRAMES)).astype("<f4") for _ in range(count)]
-    clips = [Media.of("audio", "test", (MELS, FRAMES, 4), mel.tobytes()) for mel in mels]
-    with LLM(folder, device="cuda", dtype="float32", num_pages=count * 12 + 100) as llm:
+@pytest.mark.parametrize(
+    ("shape", "rows", "count"),
+    [(SIZES, ROWS, 1), (SIZES, ROWS, 64), (TINY_EN, 1536, 3), (TINY_EN, 1536, 64)],
+    ids=["small-1", "small-64", "tiny.en-3", "tiny.en-64"],
+)
+def test_tokens_of_clips_at_once_are_those_of_transformers(
+    shape: dict[str, Any], rows: int, count: int, tmp_path: Path
+) -> None:
+    folder = make_whisper(tmp_path / "model", random.randrange(1 << 30), **shape)
+    made = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    reference: Any = made.eval().cuda()
+    config = reference.config
+    end, start = config.eos_token_id, config.decoder_start_token_id
+    rng, frames = np.random.default_rng(random.randrange(1 << 30)), 2 * config.max_source_positions
+    mels = [rng.normal(0, 0.7, (MELS, frames)).astype("<f4") for _ in range(count)]
+    clips = [Media.of("audio", "test", (MELS, frames, 4), mel.tobytes()) for mel in mels]
+    num_pages = count * (rows // 16 + 2) + 100
+    with LLM(folder, device="cuda", dtype="float32", num_pages=num_pages) as llm:
         llm.put(clips)
         found = llm.generate(
-            [[END] * ROWS + [START]] * count,
+            [[end] * rows + [start]] * count,
             SamplingParams(temperature=0.0),
             StopCriteria(max_tokens=10, ignore_eos=True),
-            spans=[[MediaSpan(position=0, length=ROWS, digest=one.digest)] for one in clips],
+            spans=[[MediaSpan(position=0, length=rows, digest=one.digest)] for one in clips],
         )
     for mel, sample in zip(mels, found, strict=True):
-        ids = torch.tensor([[START, *sample.token_ids[:-1]]])
+        ids = torch.tensor([[start, *sample.token_ids[:-1]]]).cuda()
         with torch.inference_mode():
-            logits = reference(input_features=torch.from_numpy(mel)[None], decoder_input_ids=ids)
-        check_choices(logits.logits[0], sample.token_ids, NEAR_TIE)
+            mel_on_gpu = torch.from_numpy(mel)[None].cuda()
+            logits = reference(input_features=mel_on_gpu, decoder_input_ids=ids).logits[0]
+        check_choices(logits.cpu(), sample.token_ids, NEAR_TIE)
 
 
 def test_words_are_spoken_when_transformers_says_so(tmp_path: Path) -> None:

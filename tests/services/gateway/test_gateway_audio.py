@@ -198,6 +198,33 @@ async def test_samples_that_go_round_in_circles_do_not_count(tmp_path: Path) -> 
     assert json.loads(answer.data)["text"] == "well said"
 
 
+@pytest.mark.parametrize(("logprob", "text"), [(-0.2, "likely"), (-0.9, "greedy")])
+async def test_samples_are_drawn_beside_a_text_that_is_not_sure(
+    tmp_path: Path, logprob: float, text: str
+) -> None:
+    """They count if they are more probable; the model is asked whether anyone speaks once."""
+    temperatures = []
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        if prompt[NUM_ROWS:] == [START]:
+            return Script(tokens=[[NO_SPEECH]], logprob=-9.0)
+        temperatures.append(submit.sampling.temperature)
+        is_first = len(temperatures) == 1
+        made = words(" greedy") if is_first else words(" likely")
+        samples = [[at(0), *made, at(2), END]] * submit.sampling.n
+        return Script(tokens=samples, logprob=-0.5 if is_first else logprob)
+
+    async with serving(tmp_path, script) as mesh:  # type: ignore[arg-type]
+        (answer,) = await ask(
+            mesh, language="en", file=wav(SAMPLES[:RATE]), response_format="verbose_json"
+        )
+    (segment,) = json.loads(answer.data)["segments"]
+    assert segment["text"].strip() == text
+    assert segment["no_speech_prob"] == pytest.approx(0, abs=1e-3)
+    assert len(temperatures) == 2
+    assert temperatures[0] == 0 < temperatures[1]
+
+
 async def test_of_doubtful_texts_the_most_probable_one_is_told(tmp_path: Path) -> None:
     def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
         if prompt[NUM_ROWS:] == [START]:

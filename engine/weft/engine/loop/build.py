@@ -372,6 +372,7 @@ def _load_parts(
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),
+        *_describe_media(config, loaded, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
         *([] if not config.bindings else unbound(config.bindings[0], "the engine")),
         *([] if ranks is None else ranks.notices),
@@ -601,8 +602,27 @@ def _encoder_digest(config: EngineConfig, loaded: LoadedModel, layout: CacheLayo
         return loaded.encoder.digest
     if not config.takes_media(loaded.config):
         return b""
-    lacks_rows = has_companions(layout) and not num_slot_rows(config, loaded, layout)
-    return b"" if lacks_rows else loaded.tower_digest
+    return b"" if _lacks_rows(config, loaded, layout) else loaded.tower_digest
+
+
+def _lacks_rows(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> bool:
+    return has_companions(layout) and not num_slot_rows(config, loaded, layout)
+
+
+def _describe_media(config: EngineConfig, loaded: LoadedModel, layout: CacheLayout) -> list[str]:
+    """A sentence that says why an owner without a tower takes no images, and what to do."""
+    is_filled = loaded.encoder is None and config.takes_media(loaded.config)
+    if not is_filled or not _lacks_rows(config, loaded, layout):
+        return []
+    if config.pp > 1:
+        problem, instead = f"stages (pp = {config.pp}) take no rows of images", "take pp = 1"
+    else:
+        problem = "a prompt's last tokens may begin inside of an image, all of which they attend to"
+        instead = "set window_pages to keep"
+    return [
+        f"images are refused: this worker has no image tower (language_model_only), and {problem}; "
+        f"{instead}, or load the tower"
+    ]
 
 
 def _encoder_facts(loaded: LoadedModel) -> EncoderFacts | None:

@@ -1,7 +1,9 @@
 """Transcribes a file, clip after clip: each is a request of its own to the model.
 
 A clip begins where the last complete segment of the one before has ended. Its text is drawn again
-at a higher temperature if it is improbable or repeats itself (arXiv 2212.04356, section 4.5).
+at a higher temperature if it is improbable or repeats itself (arXiv 2212.04356, section 4.5). Where
+the greedy text is only likely, samples are drawn beside it, and the most probable of all counts: a
+search by beams looks for the same.
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ from weft.gateway.text.speech import SpeechTokens
 _TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _NUM_SAMPLES = 5
 """Above temperature 0: the most probable text counts that does not repeat itself."""
+_SURE_LOGPROB, _BESIDE, _MOST_BESIDE = -0.3, 0.4, 48
+"""Mean log-probability from which a greedy text counts as it is, the temperature of the samples
+beside one below, and the most tokens of such a text: samples of longer ones would take most of a
+clip's time. Chosen with clips that bench/speech.py does not have (bench/notes/speech.md).
+"""
 _MOST_COMPRESSION = 2.4
 _LEAST_LOGPROB = -1.0
 _MOST_NO_SPEECH = 0.6
@@ -154,12 +161,22 @@ class Transcription:
             is_improbable = decoded.avg_logprob < _LEAST_LOGPROB
             if is_improbable or (body.is_verbose and decoded.no_speech is None):
                 decoded = replace(decoded, no_speech=await self._no_speech(clip, said))
-            if _is_silence(decoded) or not (is_improbable or _repeats(decoded)):
+            if _is_silence(decoded):
                 return decoded
+            if not (is_improbable or _repeats(decoded)):
+                is_sure = temperature or decoded.avg_logprob >= _SURE_LOGPROB
+                if is_sure or len(decoded.ids) > _MOST_BESIDE:
+                    return decoded
+                return await self._likelier(clip, said, decoded)
             tried.append(decoded)
         best = max(_without_repeats(tried), key=lambda one: one.avg_logprob)
         # The next clip is told nothing of a text that is as doubtful as this one.
         return replace(best, temperature=temperatures[-1])
+
+    async def _likelier(self, clip: Media, said: Sequence[int], decoded: Decoded) -> Decoded:
+        other = await self._draw(clip, said, _BESIDE)
+        best = max(_without_repeats([decoded, other]), key=lambda one: one.logprob)
+        return replace(best, no_speech=decoded.no_speech)
 
     async def _draw(self, clip: Media, said: Sequence[int], temperature: float) -> Decoded:
         speech, before = self._speech, self._prompt(said)
