@@ -192,7 +192,7 @@ class ExpertControl:
         """Begins new placements if the ranks' work was unequal enough since the last look."""
         assert self._counts is not None
         loads = self._loads()
-        if not _are_enough(loads):
+        if not any(map(_is_enough, loads.values())):
             return
         imbalance = self._imbalance(loads)
         self._note(imbalance=imbalance)
@@ -215,7 +215,7 @@ class ExpertControl:
         loads = self._recorded[0]
         if self._counts is not None and self._counts.every:
             loads = self._loads()
-        if not _are_enough(loads):
+        if not any(map(_is_enough, loads.values())):
             raise ExpertsFixed(
                 f"fewer than {_MIN_ROWS} rows for each expert have been counted: start counting, "
                 "and send requests, first",
@@ -228,6 +228,7 @@ class ExpertControl:
         wanted = {
             layer: balanced(old, loads[layer], self._read_rows)
             for layer, old in self.placements.items()
+            if _is_enough(loads[layer])
         }
         changed = {layer: new for layer, new in wanted.items() if new != self.placements[layer]}
         self.begin(changed, query)
@@ -321,6 +322,6 @@ class ExpertControl:
         return found
 
 
-def _are_enough(loads: Mapping[int, ExpertLoad]) -> bool:
-    means = [float(np.mean(load.rows)) for load in loads.values()]
-    return bool(means) and min(means) >= _MIN_ROWS
+def _is_enough(load: ExpertLoad) -> bool:
+    """The last layer computes only rows that draw tokens, which prompts have few of."""
+    return float(np.mean(load.rows)) >= _MIN_ROWS

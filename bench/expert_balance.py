@@ -1,0 +1,238 @@
+"""Experts of a router that is biased by Zipf's law: places of the start beside balanced ones.
+
+Popularities are those of Zipf 1. A draw gives them to the experts of each layer in random order,
+which is the same as giving the experts random places: so one model serves all draws. For each draw
+the engine counts experts where they are, balances them by that, and then prompts and decodes are
+timed with both placements in turns.
+
+    python bench/expert_balance.py                                    two ranks of a CPU
+    python bench/expert_balance.py --shape qwen3-30b --device cuda    two GPUs
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Harness, Run, in_turns, ratio_of, spread
+from safetensors.torch import save_file
+from weft.contract.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.engine.parallel.expert_places import READ_ROWS, UNUSED, ExpertLoad, Placement
+
+SHAPES: dict[str, dict[str, int]] = {
+    "small": {
+        **{"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 64},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
+    },
+    "qwen3-30b": {
+        **{"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    },
+}
+TOP_K, VOCAB = 8, 2048
+BIAS = 4.0
+"""Value of the stream's first column, which nothing changes, relative to the others' deviation."""
+PROMPT, NUM_PROMPTS = 512, 4
+SHORT, FEW, MANY = 8, 2, 34
+"""Tokens of prompts before decodes, and generated tokens without and with the timed ones."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def write_model(folder: Path, shape: Mapping[str, int], layers: int, dtype: torch.dtype) -> Path:
+    """A checkpoint of random numbers, but for the routers."""
+    hidden, inner, experts = (
+        shape[name] for name in ("hidden_size", "moe_intermediate_size", "num_experts")
+    )
+    config = {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **shape},
+        **{"num_hidden_layers": layers, "num_experts_per_tok": TOP_K, "vocab_size": VOCAB},
+        **{"intermediate_size": inner, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        **{"mlp_only_layers": [], "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
+        **{"rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu"},
+        **{"torch_dtype": str(dtype).removeprefix("torch."), "eos_token_id": 0},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    queries, keys = (
+        shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+
+    def noise(rows: int, columns: int, *, writes: bool = False) -> torch.Tensor:
+        found = torch.randn(rows, columns).mul_(0.02)
+        if writes:
+            found[0] = 0.0
+        return found.to(dtype)
+
+    embedding = torch.randn(VOCAB, hidden)
+    embedding[:, 0] = BIAS
+    top = {"model.embed_tokens.weight": embedding.to(dtype), "lm_head.weight": noise(VOCAB, hidden)}
+    top |= {"model.norm.weight": torch.ones(hidden, dtype=dtype)}
+    save_file(top, folder / "model-top.safetensors")
+    files = dict.fromkeys(top, "model-top.safetensors")
+    for layer in range(layers):
+        at, popularity = f"model.layers.{layer}.", 1.0 / torch.arange(1, experts + 1)
+        router = torch.randn(experts, hidden) / math.sqrt(hidden)
+        router[:, 0] = popularity.log() / BIAS
+        found = {
+            f"{at}input_layernorm.weight": torch.ones(hidden, dtype=dtype),
+            f"{at}post_attention_layernorm.weight": torch.ones(hidden, dtype=dtype),
+            f"{at}self_attn.q_norm.weight": torch.ones(shape["head_dim"], dtype=dtype),
+            f"{at}self_attn.k_norm.weight": torch.ones(shape["head_dim"], dtype=dtype),
+            f"{at}self_attn.q_proj.weight": noise(queries, hidden),
+            f"{at}self_attn.k_proj.weight": noise(keys, hidden),
+            f"{at}self_attn.v_proj.weight": noise(keys, hidden),
+            f"{at}self_attn.o_proj.weight": noise(hidden, queries, writes=True),
+            f"{at}mlp.gate.weight": router.to(dtype),
+        }
+        for expert in range(experts):
+            own = f"{at}mlp.experts.{expert}."
+            found[f"{own}gate_proj.weight"] = noise(inner, hidden)
+            found[f"{own}up_proj.weight"] = noise(inner, hidden)
+            found[f"{own}down_proj.weight"] = noise(hidden, inner, writes=True)
+        name = f"model-{layer}.safetensors"
+        save_file(found, folder / name)
+        files |= dict.fromkeys(found, name)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def random_start(old: Placement) -> Placement:
+    """Equal numbers of experts in random order, without copies."""
+    ranks, size = len(old.places), len(old.places[0])
+    order = random.sample(range(old.num_experts), old.num_experts)
+    share = old.num_experts // ranks
+    parts = (order[rank * share : (rank + 1) * share] for rank in range(ranks))
+    return Placement(tuple((*own, *[UNUSED] * (size - share)) for own in parts), old.num_experts)
+
+
+class Bench:
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.experts = llm.engine.experts
+
+    def generate(self, count: int, length: int, tokens: int) -> float:
+        """Seconds."""
+        prompts = [[random.randrange(1, VOCAB) for _ in range(length)] for _ in range(count)]
+        began = time.perf_counter()
+        self.llm.generate(prompts, GREEDY, StopCriteria(max_tokens=tokens, ignore_eos=True))
+        return time.perf_counter() - began
+
+    def prompts_s(self) -> float:
+        """Seconds of a prompt token."""
+        return self.generate(NUM_PROMPTS, PROMPT, 1) / (NUM_PROMPTS * PROMPT)
+
+    def decode_s(self, rows: int) -> float:
+        """Seconds of a step that decodes so many requests."""
+        whole = self.generate(rows, SHORT, MANY)
+        return (whole - self.generate(rows, SHORT, FEW)) / (MANY - FEW)
+
+    def time(self, wanted: Mapping[int, Placement], rows: int) -> float:
+        """As `decode_s`, or without rows as `prompts_s`, with these placements."""
+        self.put(wanted)
+        return self.decode_s(rows) if rows else self.prompts_s()
+
+    def put(self, wanted: Mapping[int, Placement]) -> None:
+        self.experts.begin(wanted)
+        while self.experts.job is not None:
+            self.llm.engine.turn()
+        balance = self.experts.balance
+        if balance is None or balance.num_failed:
+            raise RuntimeError(f"experts were not moved: {balance}")
+
+    def balance(self, rows: Mapping[str, int]) -> dict[str, float]:
+        """Counts what the timed work is, and balances by it. Returns the imbalance before."""
+        self.llm.command_experts("start")
+        for count in rows.values():
+            self.generate(*((count, SHORT, MANY) if count else (NUM_PROMPTS, PROMPT, 1)))
+        self.llm.command_experts("balance")
+        state = self.llm.command_experts("stop")
+        assert state.balance is not None
+        return {"imbalance": state.balance.imbalance}
+
+
+harness = Harness(__file__, __doc__, repeats=3)
+harness.flag("--shape", choices=SHAPES, default="small", help="of the model")
+harness.flag("--layers", type=int, default=4, help="of the model")
+harness.flag("--device", default="cpu", help="torch device")
+harness.flag("--dtype", default="float32", help="of the model; bfloat16 on GPUs")
+harness.flag("--draws", type=int, default=10, help="orders of experts")
+harness.flag("--redundant", type=int, default=4, help="--redundant-experts")
+harness.flag("--rows", type=int, nargs="+", default=[16, 32, 64], help="requests that decode")
+harness.flag("--folder", help="where the model is written; it is kept for further runs")
+
+
+@harness.part
+def expert_balance(run: Run) -> None:
+    """Each draw with both placements, in turns; then the gain over all draws."""
+    options = run.options
+    folder = Path(options.folder or run.stack.enter_context(tempfile.TemporaryDirectory()))
+    if not (folder / "model.safetensors.index.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        write_model(folder, SHAPES[options.shape], options.layers, dtype)
+    settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+    if options.device == "cpu":
+        settings |= {"num_threads": 1, "num_pages": 400, "max_running_requests": 64}
+        settings |= {"prefill_chunk_tokens": 512, "max_step_tokens": 512}
+    llm = run.stack.enter_context(
+        LLM(
+            folder,
+            **settings,
+            **{"tp": 2, "ep": 2, "balance_experts": "order", "prefix_cache": False},
+            redundant_experts=options.redundant,
+            rank_timeout_s=120.0,
+        )
+    )
+    bench = Bench(llm)
+    kinds = {"prompts": 0, **{f"{rows} decodes": rows for rows in options.rows}}
+    gains: dict[str, list[float]] = {name: [] for name in kinds}
+    for draw in range(options.draws):
+        for name, rows in kinds.items():
+            fixed = {layer: random_start(old) for layer, old in bench.experts.placements.items()}
+            bench.put(fixed)
+            before = bench.balance({name: rows})
+            placed = dict(bench.experts.placements)
+            counted = {layer.layer: layer for layer in llm.command_experts("dump").layers}
+
+            ways = {
+                "fixed": partial(bench.time, fixed, rows),
+                "placed": partial(bench.time, placed, rows),
+            }
+            times = in_turns(ways, options.repeats)
+            gain = ratio_of(times["fixed"], times["placed"])
+            gains[name].append(gain.median)
+            kind = "cpu" if options.device == "cpu" else "cuda"
+            after = [
+                placed[layer].imbalance(_load(found.rows, found.steps), READ_ROWS[kind])
+                for layer, found in counted.items()
+            ]
+            run.row(
+                table="draws",
+                draw=draw,
+                work=name,
+                fixed_us=spread(times["fixed"], 1e6),
+                placed_us=spread(times["placed"], 1e6),
+                gain=gain,
+                fixed_imbalance=before["imbalance"],
+                placed_imbalance=sum(after) / len(after),
+            )
+    for name, found in gains.items():
+        run.row(table="gains over all draws", work=name, gain=spread(found))
+
+
+def _load(rows: list[int], steps: list[int]) -> ExpertLoad:
+    return ExpertLoad(torch.tensor(rows).numpy(), torch.tensor(steps).numpy())
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main())
