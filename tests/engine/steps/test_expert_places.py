@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from weft.contract.errors import ConfigError, ExpertsFixed
-from weft.contract.messages import Inbox, Outbox
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.executor.expert_moves import ExpertMoves
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel.expert_places import UNUSED, Placement
+from weft.testing.engine.moved_experts import Shuffler, random_placement
 from weft.testing.models.choices import check_same
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import FAMILIES, make_family
@@ -60,45 +60,6 @@ def random_prompts() -> list[list[int]]:
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [sample.token_ids for sample in llm.generate(prompts, GREEDY, STOP)]
-
-
-def random_placement(old: Placement) -> Placement:
-    """Any experts anywhere, in any places, with as many copies as there happen to be."""
-    ranks, size = len(old.places), len(old.places[0])
-    order = random.sample(range(old.num_experts), old.num_experts)
-    packs: list[list[int]] = [[] for _ in range(ranks)]
-    for expert in order:
-        packs[random.choice([r for r in range(ranks) if len(packs[r]) < size])].append(expert)
-    for pack in packs:
-        others = [expert for expert in order if expert not in pack]
-        pack += random.sample(others, random.randint(0, size - len(pack)))
-        pack += [UNUSED] * (size - len(pack))
-        random.shuffle(pack)
-    return Placement(tuple(map(tuple, packs)), old.num_experts)
-
-
-class Shuffler:
-    """Orders random placements in the turns of an engine, one after another."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._engine, self._turn = llm.engine, llm.engine.turn
-        self.wanted: dict[int, Placement] = {}
-        llm.engine.turn = self.turn  # type: ignore[method-assign]
-
-    def turn(self, inbox: Inbox | None = None) -> Outbox:
-        experts = self._engine.experts
-        if experts.job is None:
-            assert self.wanted == {} or experts.placements == self.wanted
-            self.wanted = {n: random_placement(old) for n, old in experts.placements.items()}
-            experts.begin(self.wanted)
-        return self._turn(inbox)
-
-    @property
-    def num_changes(self) -> int:
-        balance = self._engine.experts.balance
-        assert balance is not None
-        assert balance.num_failed == 0
-        return balance.num_placements
 
 
 def check_shuffled(
@@ -166,7 +127,7 @@ FORMATS: dict[str, Callable[[Path, Path], Path]] = {
     "int8": quantised_copy,
     "int4": lambda source, path: packed_models(source, path, LAYOUTS["compressed-tensors"])[0],
     "int4 in order": lambda source, path: packed_models(source, path, LAYOUTS["gptq"])[0],
-    "nvfp4": lambda source, path: nvfp4_models(source, path)[0],
+    "nvfp4": lambda source, path: nvfp4_models(source, "compressed-tensors")[0],
 }
 
 

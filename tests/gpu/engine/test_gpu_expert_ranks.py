@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch._C import _distributed_c10d
 from weft.contract.request import StopCriteria
-from weft.testing.engine.ranked_texts import GREEDY, VOCAB, adapted_texts, make_llm, ranked
+from weft.testing.engine.ranked_texts import (
+    GREEDY,
+    VOCAB,
+    adapted_texts,
+    greedy_texts,
+    make_llm,
+    ranked,
+)
 from weft.testing.models.tiny_adapters import make_expert_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
@@ -58,6 +65,19 @@ def test_the_link_of_gpus_is_named() -> None:
     assert _distributed_c10d._detect_dma_connectivity(  # type: ignore[attr-defined]
         torch._C._autograd.DeviceType.CUDA, "nvlink"
     ).matrix
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_tokens_while_experts_move(
+    cuda_graphs: bool, divided: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, prompts = make_model(tmp_path / "model"), random_prompts()
+    with make_llm(folder, drafter="none") as llm:
+        right = [one["tokens"] for one in greedy_texts(llm, prompts)]
+    divided |= {"balance_experts": "order", "redundant_experts": 2, "cuda_graphs": cuda_graphs}
+    found = ranked("moved", folder, prompts, drafter="none", **divided)["texts"]
+    for number, one in enumerate(found):
+        assert one["tokens"] == right[number % len(right)]
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

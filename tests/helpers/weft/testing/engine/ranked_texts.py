@@ -1,6 +1,7 @@
 """An engine with ranks in a process of its own, since a process can have one on GPUs.
 
-    python -m weft.testing.engine.ranked_texts texts|greedy|company|adapted|drafted|killed|stopped \
+    python -m weft.testing.engine.ranked_texts \
+        texts|greedy|moved|company|adapted|drafted|killed|stopped \
         MODEL_DIR SETTINGS PROMPTS ADAPTERS
 
 Settings, prompts and folders of adapters are JSON, as are the results on standard output.
@@ -30,6 +31,7 @@ from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.engine.drafters import RandomGate
 from weft.testing.engine.eagle3_cases import NotedChains
+from weft.testing.engine.moved_experts import Shuffler
 from weft.testing.models.tiny_models import make_tiny
 
 VOCAB = 517
@@ -103,6 +105,14 @@ def greedy_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
         {"tokens": one.token_ids, "logprobs": [entry.logprob for entry in one.logprobs]}
         for one in llm.generate(prompts, GREEDY, stop, top_logprobs=1)
     ]
+
+
+def moved_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Greedy texts, again and again, until twelve layers of experts have got random places."""
+    shuffler, found = Shuffler(llm), list[dict[str, Any]]()
+    while shuffler.num_changes < 12:
+        found += greedy_texts(llm, prompts)
+    return found
 
 
 def company_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -188,6 +198,7 @@ def main(argv: list[str]) -> None:
         chosen["draft_dir"] = Path(chosen["draft_dir"])
     with make_llm(Path(folder), **chosen) as llm:
         makers = {"texts": texts_of, "greedy": greedy_texts, "company": company_texts}
+        makers["moved"] = moved_texts
         if what in makers:
             found["texts"] = makers[what](llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
