@@ -318,7 +318,9 @@ def streams(run: Run) -> None:
                 found = [stream.text_and_events() for stream in load.streams]
                 num_wrong = sum(text != wanted for text, _ in found)
                 num_events = sum(events for _, events in found)
-                run.row(row, tokens_an_event=count * num_tokens / max(1, num_events))
+                each = count * num_tokens / max(1, num_events)
+                events = {f"{name}_us_an_event": each * row[f"{name}_us"] for name in NAMES[:2]}
+                run.row(row, tokens_an_event=each, **events)
                 if num_wrong:
                     run.fail(f"{num_wrong} of {count} texts are wrong")
 
