@@ -7,16 +7,20 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.ranks import start
 from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.llm import LLM
+from weft.engine.parallel.shards import num_pages_here, num_pages_of_all
+from weft.kernels.ops.divided_pages import number_here
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench
 from weft.testing.models.choices import check_same
@@ -268,3 +272,17 @@ def test_what_is_not_divided_is_refused_with_the_reason(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             check_combination(EngineConfig(model_dir=folder, **settings))
     check_combination(EngineConfig(model_dir=two, tp=4, dcp=2))
+
+
+def test_pools_of_gpus_hold_all_pages_between_them() -> None:
+    for size in (1, 2, 4, 8):
+        here = random.randint(4, 1000)
+        of_all = num_pages_of_all(here, size)
+        # As many times more as there are ranks, but for the null pages.
+        assert of_all == (here if size == 1 else size * here - size)
+        assert num_pages_here(of_all, size) == here
+        asked = random.randint(4, 1000)
+        room = num_pages_here(asked, size)
+        assert room - asked // size <= 2 or size == 1
+        ranks: Any = SimpleNamespace(size=size, has_one_pool=size == 1)
+        assert int(number_here(torch.arange(asked), ranks).max()) < room

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from weft.kernels.ops.divided_pages.reference import merged_reference
+from weft.testing.kernels.divided_models import VOCAB, run_alone, run_divided
 from weft.testing.kernels.page_ranks import DIVIDE, HEADS, PAGES, cases_of, run_ranks
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.reference_models import make_reference
+from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.needs("triton-interpreter"), pytest.mark.full]
 
@@ -44,3 +48,22 @@ def test_pages_are_copied_between_ranks(tmp_path: Path) -> None:
         pages |= {into: pages[source] for source, into in ((2, 7), (3, 1), (4, 6), (5, 8))}
         for page, value in pages.items():
             assert found[first + page % DIVIDE].pages[1 + page // DIVIDE, 0] == value, page
+
+
+@pytest.mark.parametrize("kind", ["heads", "latents"])
+def test_models_of_ranks_that_divide_pages_have_the_logits_of_one_process(
+    kind: str, tmp_path: Path
+) -> None:
+    """By the operations and kernels of a GPU, each rank with a pool of its pages alone."""
+    seed = random.randrange(1 << 30)
+    folder, sizes = tmp_path / "model", {"num_attention_heads": 4, "num_hidden_layers": 2}
+    if kind == "heads":
+        make_tiny("llama", folder, seed, vocab_size=VOCAB, num_key_value_heads=1, **sizes)
+    else:
+        family, fields = MOE_FAMILIES["deepseek-v3"]
+        sizes |= {"head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+        make_reference(family, folder, seed, **{**fields, **sizes})
+    alone = run_alone(folder, seed)
+    together = run_divided(folder, seed, str(tmp_path / "store"))
+    for found, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

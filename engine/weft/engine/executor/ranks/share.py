@@ -274,11 +274,11 @@ def peers_of(
     peers = _device_peers(others, others.group, config, device)
     if config.dcp > 1:
         model = ModelConfig.load(config.model_dir)
-        peers.divide_pages(config.dcp, *_query_shape(config, model))
+        peers.divide_pages(config.dcp, *query_shape(config, model))
     return peers
 
 
-def _query_shape(config: EngineConfig, model: ModelConfig) -> tuple[int, int, int, int]:
+def query_shape(config: EngineConfig, model: ModelConfig) -> tuple[int, int, int, int]:
     """Query heads of a rank, elements of a query and of a result, and bytes of an element, as ranks
     that divide pages exchange them.
     """
