@@ -25,7 +25,8 @@ HIDDEN, INNER, EXPERTS, TOP_K = 2048, 192, 64, 8
 LIMIT_S = 60.0
 LAYERS = 5
 """Layers of one measurement."""
-FORMS = {"gathered": 2.0, "dispatched": 0.0}
+FORMS = {"gathered": 1 << 30, "dispatched": 0}
+"""Rows from which they are dispatched."""
 
 
 def worker(

@@ -25,7 +25,7 @@ from weft.engine.parallel.segment import Segment
 from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import ExpertWeights, Routing
-from weft.testing.models.choices import check_same
+from weft.testing.models.choices import check_same, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
@@ -46,6 +46,8 @@ EXPERTS: dict[str, tuple[str, int]] = {
 }
 """The field that counts experts, and a number that divides among 2 and 4 engines."""
 LIMIT_S = 60.0
+NEVER = 1 << 30
+"""Rows of a step that nobody has."""
 GREEDY = SamplingParams(temperature=0.0)
 SIZES: dict[str, Any] = {
     "dtype": "float32",
@@ -153,10 +155,8 @@ CASES = [
 
 
 def force_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    least = {"gathered": 2.0, "dispatched": 0.0}[form]
-    monkeypatch.setattr(
-        attention_dp, "ExpertDispatch", partial(ExpertDispatch, least_dispatched=least)
-    )
+    least = {"gathered": NEVER, "dispatched": 0}[form]
+    monkeypatch.setattr(attention_dp, "ExpertDispatch", partial(ExpertDispatch, least_rows=least))
 
 
 @pytest.mark.parametrize(("name", "size", "form"), CASES)
@@ -186,7 +186,9 @@ def test_texts_are_those_of_one_engine(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["drafts", "constraints", "drawn", "scored", "fp8", "load int8"])
+@pytest.mark.parametrize(
+    "kind", ["drafts", "constraints", "drawn", "scored", "routes", "fp8", "load int8"]
+)
 def test_texts_with_everything_else_are_those_of_one_engine(
     kind: str, tmp_path: Path, seed: int
 ) -> None:
@@ -208,6 +210,8 @@ def test_texts_with_everything_else_are_those_of_one_engine(
         params = SamplingParams(temperature=0.8, top_k=20, seed=random.randrange(1 << 60))
     elif kind == "scored":
         more = {"prompt_logprobs": 1, "top_logprobs": 2}
+    elif kind == "routes":
+        settings, more = {"enable_return_routed_experts": True}, {"routes_from": 0}
     elif kind == "fp8":
         folder = fp8_copy(folder, tmp_path / "fp8", "blocks")[0]
     else:
@@ -226,8 +230,13 @@ def test_texts_with_everything_else_are_those_of_one_engine(
     assert kind != "drafts" or all(accepted > 0 for _, accepted in together)
     for prompts, (found, _), expected in zip(shares, together, alone, strict=True):
         for prompt, one, other in zip(prompts, found, expected, strict=True):
-            check_same(partial(load_reference, folder), prompt, one.token_ids, other.token_ids,
-                       params)  # fmt: skip
+            load = partial(load_reference, folder)
+            check_same(load, prompt, one.token_ids, other.token_ids, params)
+            assert bool(one.routes) == (kind == "routes")
+            if one.token_ids == other.token_ids and kind == "routes":
+                with where_experts_are_sure(load, [*prompt, *one.token_ids]):
+                    for mine, right in zip(one.routes, other.routes, strict=True):
+                        assert (mine == right).all()
 
 
 @pytest.mark.full
@@ -263,7 +272,7 @@ def test_adapters_of_all_but_experts_are_served(tmp_path: Path, seed: int) -> No
 class Ranks:
     """Exchanges of one layer, between threads."""
 
-    def __init__(self, size: int, share: float) -> None:
+    def __init__(self, size: int, least_rows: int) -> None:
         self.size, self.top_k, self.experts, self.hidden, inner = size, 3, 4 * size, 48, 32
         shape = ExchangeShape(size, self.hidden, self.top_k, self.experts)
         segment = Segment.create(shape.num_bytes, "test")
@@ -288,7 +297,7 @@ class Ranks:
                 pack_experts([all_w[one] for one in own], 4, placement=placement) for _ in range(2)
             ]
             lockstep = Lockstep(segment, rank, size, LIMIT_S, self.woken[rank].set)
-            dispatch = ExpertDispatch(lockstep, segment, shape, share)
+            dispatch = ExpertDispatch(lockstep, segment, shape, least_rows)
             dispatch.layers = layers
             self.layers.append(layers)
             self.locksteps.append(lockstep)
@@ -305,12 +314,12 @@ class Ranks:
 
 
 @pytest.fixture
-def make_ranks(seed: int) -> Iterator[Callable[[int, float], Ranks]]:
+def make_ranks(seed: int) -> Iterator[Callable[[int, int], Ranks]]:
     torch.manual_seed(seed)
     made: list[Ranks] = []
 
-    def make(size: int, share: float) -> Ranks:
-        made.append(Ranks(size, share))
+    def make(size: int, least_rows: int) -> Ranks:
+        made.append(Ranks(size, least_rows))
         return made[-1]
 
     yield make
@@ -320,13 +329,13 @@ def make_ranks(seed: int) -> Iterator[Callable[[int, float], Ranks]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_both_forms_add_what_all_experts_add(
-    size: int, make_ranks: Callable[[int, float], Ranks]
+    size: int, make_ranks: Callable[[int, int], Ranks]
 ) -> None:
     """Rows that one rank alone has, none, and more than one meeting takes; the last layer of some
     ranks has no rows.
     """
     counts = random.sample((0, 1, 7, PIECE_ROWS + 5), size)
-    forms = [make_ranks(size, share) for share in (0.0, 2.0)]
+    forms = [make_ranks(size, least) for least in (0, NEVER)]
     rows = [forms[0].random_rows(count) for count in counts]
     residuals = [torch.randn(count, forms[0].hidden) for count in counts]
 
@@ -354,9 +363,9 @@ def test_both_forms_add_what_all_experts_add(
 
 
 def test_a_rank_is_woken_by_steps_of_others_and_by_the_end(
-    make_ranks: Callable[[int, float], Ranks],
+    make_ranks: Callable[[int, int], Ranks],
 ) -> None:
-    ranks = make_ranks(2, 2.0)
+    ranks = make_ranks(2, NEVER)
     (first, second), (_, woken) = ranks.locksteps, ranks.woken
     for lockstep in ranks.locksteps:
         lockstep.begin_together()
@@ -377,9 +386,9 @@ def test_a_rank_is_woken_by_steps_of_others_and_by_the_end(
 
 
 def test_a_rank_that_does_not_come_ends_the_group(
-    make_ranks: Callable[[int, float], Ranks],
+    make_ranks: Callable[[int, int], Ranks],
 ) -> None:
-    ranks = make_ranks(2, 2.0)
+    ranks = make_ranks(2, NEVER)
     first, second = ranks.locksteps
     for lockstep in ranks.locksteps:
         lockstep.begin_together()
@@ -390,8 +399,8 @@ def test_a_rank_that_does_not_come_ends_the_group(
     assert second.is_stopped
 
 
-def test_a_drain_and_a_hand_back_reach_all(make_ranks: Callable[[int, float], Ranks]) -> None:
-    first, second = make_ranks(2, 2.0).locksteps
+def test_a_drain_and_a_hand_back_reach_all(make_ranks: Callable[[int, int], Ranks]) -> None:
+    first, second = make_ranks(2, NEVER).locksteps
     first.set_drain(True)
     assert second.drains
     assert not first.all_idle(True)

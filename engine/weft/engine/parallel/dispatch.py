@@ -23,8 +23,10 @@ from weft.kernels.ops.moe.spec import ExpertWeights, Routing
 
 PIECE_ROWS = 256
 """Most rows that a rank brings to one meeting. Longer steps meet several times a layer."""
-LEAST_DISPATCHED = 0.5
-"""Share of (row, rank) pairs without an expert from which rows are dispatched."""
+LEAST_RANKS, LEAST_ROWS = 4, 32
+"""Ranks and rows from which rows are dispatched (`bench/expert_exchange.py`): with fewer ranks
+nearly every row has experts on each, and fewer rows cost less than choosing among them.
+"""
 _PAGE = 4096
 
 
@@ -96,7 +98,7 @@ class ExpertDispatch:
     """Implements `weft.kernels.ops.moe.spec.ExpertExchange`.
 
     Args:
-        least_dispatched: As `LEAST_DISPATCHED`; 0: rows are always dispatched, above 1: never.
+        least_rows: Rows of a meeting from which they are dispatched; None: as measured.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class ExpertDispatch:
         lockstep: Lockstep,
         segment: Segment,
         shape: ExchangeShape,
-        least_dispatched: float = LEAST_DISPATCHED,
+        least_rows: int | None = None,
     ) -> None:
         self.lockstep = lockstep
         self.layers: Sequence[ExpertWeights] = ()
@@ -115,8 +117,9 @@ class ExpertDispatch:
         self._parts = [_Part(segment, rank, shape) for rank in range(shape.size)]
         self._own = self._parts[lockstep.rank]
         self._num_done = 0
-        missing = (1 - 1 / shape.size) ** shape.top_k
-        self._dispatches = shape.size > 1 and missing >= least_dispatched
+        if least_rows is None:
+            least_rows = LEAST_ROWS if shape.size >= LEAST_RANKS else PIECE_ROWS + 1
+        self._least_rows = least_rows
 
     @property
     def rank(self) -> int:
@@ -178,7 +181,7 @@ class ExpertDispatch:
         """Writes the rows for other ranks. Returns the numbers of each rank's rows; None: all."""
         own, (ids, shares) = self._own, routing
         count, size = x.shape[0], self._shape.size
-        if not self._dispatches:
+        if count < self._least_rows:
             own.header[1:] = [0, count] * size
             own.x(x.dtype)[:count], own.ids[:count], own.shares[:count] = x, ids, shares
             self.num_gathered_rows += count * (size - 1)
