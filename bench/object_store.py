@@ -3,21 +3,27 @@
     python bench/object_store.py
     python bench/object_store.py --gib 4 --repeats 5
 
-The store is a process that serves ranges of files with `sendfile`; fsspec reaches it by a small
-file system over `http.client`, as it reaches others by their libraries. `store` reads all bytes
-over as many connections as `object_store.fetch` has, and drops them; `fetch` is that function with
-an empty cache on disk, its checks included. Both in turns; goal: 0.8 of the store's rate.
+The store is a process that serves ranges of files with `sendfile`. `store` reads all bytes over as
+many connections as `object_store.fetch` has, into the same memory, and drops them; goal: 0.8 of its
+rate. `store, kept` has new memory for each byte, which some virtual machines give slowly. `curl`
+writes the same ranges to files. `fetch` is `object_store.fetch` with an empty cache on
+disk, its checks included, by the store's links to files; `fetch, no links` by the library of the
+store, here a small file system over `http.client`. All in turns. Processor time is that of the
+reader alone, of 1 GiB.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import mmap
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,20 +49,23 @@ class Ranges(BaseHTTPRequestHandler):
         path = self.root / self.path.lstrip("/")
         if path.is_dir():
             sizes = {one.name: one.stat().st_size for one in path.iterdir()}
-            self._head(200, body := json.dumps(sizes).encode(), len(body))
+            body = json.dumps(sizes).encode()
+            self._head(200, len(body))
             self.wfile.write(body)
             return
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
         at, end = int(first), int(last) + 1
-        self._head(206, b"", end - at)
+        self._head(206, end - at, f"bytes {first}-{last}/{path.stat().st_size}")
         self.wfile.flush()
         with path.open("rb") as file:
             while at < end:
                 at += os.sendfile(self.connection.fileno(), file.fileno(), at, end - at)
 
-    def _head(self, status: int, body: bytes, size: int) -> None:
+    def _head(self, status: int, size: int, part: str = "") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(size))
+        if part:
+            self.send_header("Content-Range", part)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -68,6 +77,7 @@ class HttpStore(fsspec.AbstractFileSystem):
 
     protocol = "bench"
     address: ClassVar[str]
+    has_links: ClassVar[bool] = True
     _threads: ClassVar[threading.local] = threading.local()
 
     def ls(self, path: str, detail: bool = True, **_: object) -> Any:
@@ -93,6 +103,11 @@ class HttpStore(fsspec.AbstractFileSystem):
     def get_file(self, rpath: str, lpath: str, **_: object) -> None:
         Path(lpath).write_bytes(self.cat_file(rpath))
 
+    def sign(self, path: str, expiration: int = 100, **_: object) -> str:
+        if not self.has_links:
+            raise NotImplementedError
+        return f"http://{self.address}/{path.strip('/')}"
+
     def _get(self, path: str, headers: dict[str, str]) -> bytes:
         connection = getattr(self._threads, "connection", None)
         if connection is None:
@@ -108,16 +123,53 @@ def serve(folder: Path) -> None:
     server.serve_forever()
 
 
-def read_all(store: HttpStore, files: dict[str, int]) -> None:
-    """Reads all bytes and drops them."""
-    pieces = [
+def pieces_of(files: dict[str, int]) -> list[tuple[str, int, int]]:
+    """Names, begins and ends of the pieces that `fetch` asks for."""
+    return [
         (name, at, min(at + PIECE_BYTES, size))
         for name, size in files.items()
         for at in range(0, size, PIECE_BYTES)
     ]
+
+
+def read_all(files: dict[str, int], *, is_kept: bool) -> None:
+    """Reads all bytes, and drops them or has memory for all of them."""
+    kept = threading.local()
+    memory = {
+        name: memoryview(mmap.mmap(-1, size if is_kept else 1)) for name, size in files.items()
+    }
+
+    def read(piece: tuple[str, int, int]) -> int:
+        name, at, end = piece
+        if not hasattr(kept, "connection"):
+            kept.connection = http.client.HTTPConnection(HttpStore.address)
+            kept.buffer = memoryview(bytearray(1 << 20))
+        kept.connection.request("GET", f"/{name}", headers={"Range": f"bytes={at}-{end - 1}"})
+        response, count = kept.connection.getresponse(), 0
+        into = memory[name][at:end] if is_kept else kept.buffer
+        while more := response.readinto(into[count:] if is_kept else into):
+            count += more
+        return count
+
     with ThreadPoolExecutor(THREADS) as threads:
-        lengths = threads.map(lambda one: len(store.cat_file(*one)), pieces)
-        assert sum(lengths) == sum(files.values())
+        assert sum(threads.map(read, pieces_of(files))) == sum(files.values())
+
+
+def read_by_curl(files: dict[str, int], to: str) -> None:
+    """Writes each piece to a file of its own, all by one process."""
+    lines = [
+        f'next\nurl = "http://{HttpStore.address}/{name}"\nrange = "{at}-{end - 1}"\n'
+        f'output = "{to}/{name.replace("/", "-")}-{at}"\n'
+        for name, at, end in pieces_of(files)
+    ]
+    command = ["curl", "--silent", "--fail", "--parallel", "--parallel-max", str(THREADS)]
+    config = "".join(lines).removeprefix("next\n")
+    subprocess.run([*command, "--config", "-"], input=config, text=True, check=True)
+
+
+def processor_s() -> float:
+    """Seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 harness = Harness(__file__, __doc__, repeats=3)
@@ -144,22 +196,41 @@ def rates(run: Run) -> None:
     fsspec.register_implementation("bench", HttpStore)
     store = fsspec.filesystem("bench")
     files = {one["name"]: one["size"] for one in store.ls("model")}
-    taken: dict[str, list[float]] = {"store": [], "fetch": []}
-    for turn in range(options.repeats + 1):
-        with tempfile.TemporaryDirectory(dir=folder) as cache:
-            os.environ["WEFT_CACHE_DIR"] = cache
-            of_store = timed(lambda: read_all(store, files))
-            of_fetch = timed(lambda: object_store.fetch("bench://model"))
-        if turn:  # The first turn fills the page cache.
-            taken["store"].append(of_store)
-            taken["fetch"].append(of_fetch)
     size = sum(files.values())
+
+    def fetch(*, has_links: bool) -> None:
+        HttpStore.has_links = has_links
+        object_store.fetch("bench://model")
+
+    def ways(to: str) -> dict[str, Callable[[], object]]:
+        return {
+            "store": lambda: read_all(files, is_kept=False),
+            "store, kept": lambda: read_all(files, is_kept=True),
+            "curl": lambda: read_by_curl(files, to),
+            "fetch": lambda: fetch(has_links=True),
+            "fetch, no links": lambda: fetch(has_links=False),
+        }
+
+    taken: dict[str, list[float]] = {way: [] for way in ways("")}
+    cores: dict[str, list[float]] = {way: [] for way in taken}
+    for turn in range(options.repeats + 1):
+        # A way whose memory another has just given back is faster on some virtual machines.
+        for way in random.sample(list(taken), len(taken)):
+            with tempfile.TemporaryDirectory(dir=folder) as cache:
+                os.environ["WEFT_CACHE_DIR"] = cache
+                begin = processor_s()
+                seconds = timed(ways(cache)[way])
+            if turn:  # The first turn fills the page cache.
+                taken[way].append(seconds)
+                cores[way].append((processor_s() - begin) * GIB / size)
+            os.sync()  # Nobody else pays for what this way has left to be written.
     for way, found in taken.items():
         run.row(
             way=way,
             s=spread(found),
             gib_per_s=spread([size / one / GIB for one in found]),
             to_store=ratio_of(taken["store"], found),
+            processor_s_per_gib=spread(cores[way]),
         )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
-from weft.checkpoint import object_store
+from weft.checkpoint import http_ranges, object_store
 from weft.checkpoint.resolve import default_name, resolve_model
 from weft.contract.errors import ModelError
 from weft.engine.model.loader import load_model
@@ -117,3 +120,82 @@ def test_large_files_come_in_pieces(source: Path, monkeypatch: pytest.MonkeyPatc
     (folder / weights[0].name).unlink()
     object_store.fetch(URL)
     assert (folder / weights[0].name).read_bytes() == weights[0].read_bytes()
+
+
+class _Links(BaseHTTPRequestHandler):
+    """Ranges of a file; `wrong` names what it does otherwise."""
+
+    protocol_version = "HTTP/1.1"
+    wrong: ClassVar[str]
+    content: ClassVar[bytes]
+
+    def do_GET(self) -> None:
+        content = self.content if self.path == "/links/m/model.safetensors?signature=1" else b""
+        begin, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        is_later = begin > 0
+        if self.wrong == "forbids later" and is_later:
+            self.send_error(403)
+            return
+        self.send_response(200 if self.wrong == "ignores ranges" else 206)
+        if self.wrong == "ignores ranges":
+            begin, last = 0, len(content) - 1
+        if self.wrong == "another range":
+            begin, last = begin + 1, last + 1
+        size = len(content) + (self.wrong == "another file")
+        self.send_header("Content-Range", f"bytes {begin}-{last}/{size}")
+        part = content[begin : last + 1]
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        is_cut = self.wrong == "cuts" and is_later
+        self.wfile.write(part[: len(part) // 2] if is_cut else part)
+        self.close_connection = is_cut
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "num_by_library"),
+    [
+        ("", range(1)),
+        ("ignores ranges", range(2, 9)),
+        ("another range", range(2, 9)),
+        ("another file", range(2, 9)),
+        ("forbids later", range(1, 9)),
+        ("cuts", range(1, 9)),
+    ],
+)
+def test_pieces_come_by_links_or_else_by_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, num_by_library: range
+) -> None:
+    content, piece = os.urandom(3 * (1 << 20) + 5), 1 << 20
+    monkeypatch.setattr(object_store, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(object_store, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(http_ranges, "_BUFFER_BYTES", piece // 3)
+    monkeypatch.setattr(_Links, "wrong", wrong, raising=False)
+    monkeypatch.setattr(_Links, "content", content, raising=False)
+    store, by_library = fsspec.filesystem("memory"), list[int]()
+    store.pipe({"/links/m/config.json": b"{}", "/links/m/model.safetensors": content})
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Links) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        link = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(
+            type(store), "sign", lambda self, path, expiration: f"{link}{path}?signature=1"
+        )
+        cat_file = type(store).cat_file
+
+        def record(self: Any, path: str, start: int, end: int) -> Any:
+            by_library.append(start)
+            return cat_file(self, path, start, end)
+
+        monkeypatch.setattr(type(store), "cat_file", record)
+        try:
+            folder = object_store.fetch("memory://links/m")
+        finally:
+            server.shutdown()
+            thread.join(10)
+            store.rm("/links", recursive=True)
+    assert (folder / "model.safetensors").read_bytes() == content
+    assert len(by_library) in num_by_library
+    assert len(set(by_library)) == len(by_library)
