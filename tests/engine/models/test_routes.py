@@ -148,6 +148,44 @@ def test_requests_that_are_preempted_keep_their_routes(small: Family) -> None:
         assert llm.engine.counters()["preemptions"] > 0
 
 
+RANKS = (
+    {"tp": 2},
+    {"tp": 2, "ep": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 2, "tp": 2},
+    {"cp": 2},
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        pytest.param(kind, ranks, marks=() if at in (1, 3) and not second else pytest.mark.full)
+        for second, kind in enumerate(("qwen2-moe", "deepseek-v3", "gpt-oss"))
+        for at, ranks in enumerate(RANKS)
+    ],
+    ids=str,
+)
+def test_ranks_and_stages(tmp_path: Path, seed: int, kind: str, ranks: dict[str, int]) -> None:
+    name, overrides = MOE_FAMILIES[kind]
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in kind else 4}
+    experts = {"n_routed_experts": 12} if "deepseek" in kind else {"num_experts": 8}
+    if kind == "gpt-oss":
+        experts = {"num_local_experts": 8}
+    reference = make_reference(name, tmp_path, seed, **{**overrides, **heads, **experts})
+    prompts = [[random.randrange(3, VOCAB) for _ in range(count)] for count in (5, 150, 33)]
+    settings = {"prefill_chunk_tokens": 96, "max_step_tokens": 128, "host_cache_bytes": 8 << 20}
+    with LLM(tmp_path, **(SETTINGS | settings | ranks)) as llm:
+        for begin in (0, 3):  # The second time from the cache.
+            samples = llm.generate(prompts, stop=STOP, routes_from=begin)
+            for prompt, sample in zip(prompts, samples, strict=True):
+                check(reference, prompt + sample.token_ids, sample.routes, begin)
+        texts = [sample.token_ids for sample in samples]
+    with LLM(tmp_path, **{**SETTINGS, **settings, "enable_return_routed_experts": False}) as llm:
+        assert [one.token_ids for one in llm.generate(prompts, stop=STOP)] == texts
+
+
 def test_what_is_refused(small: Family, tmp_path: Path) -> None:
     (prompt,) = small.prompts
     with LLM(small.path, dtype="float32", page_size=PAGE, num_pages=60) as llm:
@@ -162,5 +200,3 @@ def test_what_is_refused(small: Family, tmp_path: Path) -> None:
     dense = make_tiny("llama", tmp_path / "dense")
     with pytest.raises(ConfigError, match="no experts"):
         LLM(dense, **SETTINGS)
-    with pytest.raises(ConfigError, match="tp = 2"):
-        LLM(small.path, **SETTINGS, tp=2)

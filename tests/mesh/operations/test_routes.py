@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,9 +76,38 @@ def test_both_dialects_return_what_transformers_routers_choose(mesh: TinyMesh) -
         found = np.load(file, allow_pickle=False)
         assert found.dtype == np.uint8
         check(reference, prompt + choice["token_ids"], found, 3 * turn)
-    body |= {"stream": True}
-    refused = post(mesh, "inference/v1/generate", body)
-    assert (refused.status_code, "not streamed" in refused.text) == (400, True), refused.text
+        body["stream"] = True
+        events = streamed(post(mesh, "inference/v1/generate", body))
+        choices = [choice for event in events for choice in event["choices"]]
+        *others, last = choices
+        assert len(choices) > 1
+        assert not any("routed_experts" in choice for choice in others)
+        found = np.load(io.BytesIO(base64.b64decode(last["routed_experts"])), allow_pickle=False)
+        tokens = [token for choice in choices for token in choice["token_ids"]]
+        check(reference, prompt + tokens, found, 3 * turn)
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {**limits, "n": 2, "max_new_tokens": NUM_TOKENS},
+        "return_routed_experts": True,
+        "stream": True,
+    }
+    ended = [
+        event
+        for event in streamed(post(mesh, "generate", body))
+        if "routed_experts" in event["meta_info"]
+    ]
+    assert sorted(event["index"] for event in ended) == [0, 1]
+    for event in ended:
+        assert event["meta_info"]["finish_reason"] is not None
+        numbers = base64.b64decode(event["meta_info"]["routed_experts"])
+        check(reference, prompt + event["output_ids"], np.frombuffer(numbers, "<i4"), 0)
+
+
+def streamed(answer: httpx.Response) -> list[Any]:
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def check(reference: Any, tokens: list[int], flat: np.ndarray, begin: int) -> None:

@@ -119,7 +119,7 @@ class RankPool(NamedTuple):
     pages: DevicePages | None = None
     """Pages over all ranks, mapped by rank 0, where each rank allocates a separate pool."""
     memory: torch.Tensor | None = None
-    """[num_pages, bytes of a page] uint8, where pages have more than `whole`; None: they do not."""
+    """[num_pages, bytes of a page] uint8, of which `whole` is a view; None: pages have no more."""
     of_ranks: Sequence[torch.Tensor] = ()
     """The pools of all ranks, where each has all pages and all map them."""
     divided: DividedPool | None = None
@@ -223,7 +223,6 @@ class LocalExecutor:
         self._lora = lora
         self.has_adapters, self.has_head = lora is not None, drafted is not None
         self._page_size = layout.page_size
-        shared = () if pool is None or rank else (pool.whole,)
         is_own = is_own_pool = pool is None
         with nullcontext() if sleep.pools is None else sleep.pools.taking():
             if pool is None:
@@ -233,8 +232,6 @@ class LocalExecutor:
                 for group, count in enumerate(window_pages, 1)
             ]
         of_windows = [one.whole for one in further]
-        if window_pools:
-            shared = (*shared, *(() if rank else of_windows))
         self.pool, self._own_pool, pages, memory, _, self._divided = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
         self.page_rows = _rows(self.pool) if memory is None else memory
@@ -250,6 +247,10 @@ class LocalExecutor:
             self.routes = PageRoutes(*routes)
         recorded = None if self.routes is None else self.routes.memory
         own = (*([self.page_rows] if is_own else []), *([] if window_pools else of_windows))
+        shared = (
+            *([] if is_own_pool or rank else [self.page_rows]),
+            *(of_windows if window_pools and not rank else []),
+        )
         self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device, beside)
         self.states: StateMemory | None = None
         """None: the model has no recurrent layers."""

@@ -192,8 +192,10 @@ def _check_routes(config: EngineConfig, model: ModelConfig, task: Task) -> None:
             param="enable_return_routed_experts",
         )
     refused = (
-        ("tp", config.tp > 1, "1: ranks divide pages"),
-        ("pp", config.pp > 1, "1: stages divide pages"),
+        ("tp", config.tp > 1 and config.is_on_gpu, "1 on GPUs: ranks divide pages"),
+        ("dcp", config.dcp > 1, "1: ranks divide pages"),
+        ("pp", config.pp > 1 and config.is_on_gpu, "1 on GPUs: stages divide pages"),
+        ("hosts", config.hosts > 1, "1: each host has separate pages"),
         ("draft_width", config.draft_width > 1, "1: rows of trees move between pages"),
         ("task", task != "generate", "generate"),
     )

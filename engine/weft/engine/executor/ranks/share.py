@@ -21,6 +21,7 @@ from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.ranks.context import DeviceGather, HostGather
 from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES
+from weft.engine.executor.routes import by_page
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
 from weft.engine.model.decoder_only import DecoderOnlyLM
@@ -411,11 +412,12 @@ def pool_of(
     if config.is_on_gpu:
         return _mapped_pool(shared, layout, num_pages)
     segment = others.share(num_pages * layout.page_bytes)
-    whole = segment.tensor(layout.pool_shape(num_pages), dtype_of(layout.plane))
+    memory = segment.tensor((num_pages, layout.page_bytes), torch.uint8)
+    whole = by_page(memory.view(dtype_of(layout.plane)), layout.page_shape)
     if shared.size == 1:
-        return layout, RankPool(whole, whole)
+        return layout, RankPool(whole, whole, memory=memory)
     heads = kv_heads_of(layout.plane.heads, shared.rank, shared.size)
-    return layout, RankPool(whole, whole[:, heads])
+    return layout, RankPool(whole, whole[:, heads], memory=memory)
 
 
 def window_pools_of(

@@ -239,7 +239,7 @@ class SglangWriter(_Writer):
             **({"weight_versions": spans} if spans else {}),
             "e2e_latency": time.monotonic() - self._begin,
         }
-        if output.routes is not None:
+        if output.routes is not None and sample.last is not None:
             routes = self._routes(number)
             told["routed_experts"] = (
                 None if routes is None else _base64(routes.astype("<i4").tobytes())
@@ -363,7 +363,7 @@ class VllmWriter(_Writer):
             "stop_reason": None if last is None else last.stop_reason,
         }
         output = self._place(number)[1]
-        if output.routes is not None:
+        if output.routes is not None and reason is not None:
             choice["routed_experts"] = _npy(self._routes(number))
         spans = _spans(output)
         return {**choice, **({"weight_versions": spans} if spans and reason is not None else {})}

@@ -79,7 +79,7 @@ class GenerateTokensBody(_SglangBody):
     return_routed_experts: bool | None = Field(
         None,
         description="return which experts each token was routed to; needs workers with "
-        "--enable-return-routed-experts, not streamed",
+        "--enable-return-routed-experts; streams have them in a sample's last event",
     )
     routed_experts_start_len: Int | None = Field(
         None, description="position of the first token whose experts are returned; default 0"
@@ -185,7 +185,8 @@ class ContinueTokensBody(_VllmBody):
     return_routed_experts: bool | None = Field(
         None,
         description="return which experts each token was routed to; needs workers with "
-        "--enable-return-routed-experts, not streamed; `routed_experts_prompt_start` asks too",
+        "--enable-return-routed-experts; streams have them in a sample's last event; "
+        "`routed_experts_prompt_start` asks too",
     )
     routed_experts_prompt_start: Int | None = Field(
         None, description="position of the first token whose experts are returned; default 0"

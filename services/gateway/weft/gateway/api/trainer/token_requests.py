@@ -81,7 +81,6 @@ def generate_request(body: GenerateTokensBody, facts: CallFacts) -> RawRequest:
     routes_from = None
     if body.return_routed_experts:
         routes_from = _routes_from("routed_experts_start_len", body.routed_experts_start_len)
-        _check_routes(is_streamed=bool(body.stream))
     rid = body.rid
     if isinstance(rid, list) and len(rid) != len(prompts):
         raise invalid("rid", f"{len(rid)} names for {len(prompts)} prompts")
@@ -107,11 +106,6 @@ def _routes_from(name: str, given: int | None) -> int:
     start = given or 0
     check_range(name, start, 0, MAX_TOKENS)
     return start
-
-
-def _check_routes(*, is_streamed: bool) -> None:
-    if is_streamed:
-        raise invalid("return_routed_experts", "experts are not streamed; leave out stream")
 
 
 def _prompts(body: GenerateTokensBody) -> tuple[Prompt, ...]:
@@ -155,7 +149,6 @@ def continue_request(body: ContinueTokensBody, facts: CallFacts) -> RawRequest:
     start, routes_from = body.routed_experts_prompt_start, None
     if body.return_routed_experts or (body.return_routed_experts is None and start is not None):
         routes_from = _routes_from("routed_experts_prompt_start", start)
-        _check_routes(is_streamed=bool(body.stream))
     if body.request_id:
         check_client_id("request_id", body.request_id)
     names, constraint = dict(VLLM_NAMES), None
