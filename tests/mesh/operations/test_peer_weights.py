@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
+import httpx
 import pytest
 from weft.common.worker.kernel_files import KernelFolders, KernelKeeper, kernel_version
 from weft.contract.cache_folder import cache_folder
+from weft.contract.request import StopCriteria
+from weft.engine.loop.llm import LLM
 from weft.testing.meshes.local_mesh import wait_until
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.secure_mesh import SecureMesh
-from weft.testing.meshes.tiny_mesh import Greedy
+from weft.testing.meshes.tiny_mesh import MODEL, SHAPE, VOCAB, Greedy, TinyMesh
+from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import weights_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600)]
@@ -62,6 +70,74 @@ def test_a_worker_that_starts_again_copies_its_weights(tmp_path: Path, rest_bina
         check_kernels(mesh, tmp_path / "kernels")
     finally:
         assert mesh.stop() == 0, mesh.text
+
+
+@pytest.mark.full
+def test_two_workers_of_a_mesh_copy_a_third_at_once(tmp_path: Path, rest_binary: Path) -> None:
+    """A decode and a prefill worker copy, over REST, while the mesh answers."""
+    workers = ("--decode", "2", "--prefill", "1", "--local-prefill-max-tokens", "0")
+    mesh = TinyMesh(tmp_path, *workers, "--decode-args", PATIENT, "--gateway-args", "--rl")
+    try:
+        mesh.wait_ready()
+        mesh.wait_healthy()
+        sizes = {"max_position_embeddings": 2048, "num_attention_heads": 6, **SHAPE}
+        other = make_tiny("llama", tmp_path / "other", 91, tokenizer=True, **sizes)
+        prompts = [[random.randrange(3, VOCAB) for _ in range(70)] for _ in range(4)]
+        before, right = (greedy_tokens(folder, prompts) for folder in (mesh.model_dir, other))
+        assert before != right
+        headers = {"Authorization": f"Bearer {(mesh.state / 'admin-token').read_text().strip()}"}
+
+        def post(path: str, body: object) -> httpx.Response:
+            url = f"{mesh.url}/{path}"
+            return httpx.post(url, json=body, headers=headers, timeout=120, trust_env=False)
+
+        def answer(prompt: list[int]) -> list[int]:
+            body = {
+                **{"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW, "ignore_eos": True},
+                **{"temperature": 0, "return_token_ids": True},
+            }
+            done = post("v1/completions", body)
+            assert done.status_code == 200, done.text
+            found: list[int] = done.json()["choices"][0]["token_ids"]
+            return found
+
+        def weights() -> dict[str, Any]:
+            done = post("weights_checker", {"action": "checksum"})
+            assert done.status_code == 200, done.text
+            found: dict[str, Any] = done.json()["workers"]
+            return found
+
+        assert [answer(prompt) for prompt in prompts] == before
+        first = weights()
+        assert len(first) == 3
+        with mesh.operators("decode-0") as (stub, metadata):
+            request = weights_pb2.RefitRequest(folder=str(other), version="2")
+            stub.Refit(request, metadata=metadata, timeout=120)
+        second = weights()
+        (source,) = (name for name in second if second[name] != first[name])
+        with ThreadPoolExecutor(4) as threads:
+            # Long enough to go on across the copies.
+            asked = [threads.submit(answer, prompt) for prompt in prompts * 4]
+            copied = post("update_weights_from_peer", {"worker": source})
+            assert copied.status_code == 200, copied.text
+            assert all(len(one.result(120)) == NUM_NEW for one in asked)
+        told = copied.json()
+        assert sorted(told["workers"]) == sorted(set(first) - {source})
+        assert {one["version"] for one in told["workers"].values()} == {"2"}
+        assert len({one["packed_digest"] for one in weights().values()}) == 1
+        for _ in range(2):
+            with ThreadPoolExecutor(4) as threads:
+                assert list(threads.map(answer, prompts)) == right
+        unknown = post("update_weights_from_peer", {"worker": "nobody"})
+        assert (unknown.status_code, source in unknown.text) == (400, True), unknown.text
+    finally:
+        assert mesh.stop() == 0, mesh.text
+
+
+def greedy_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    with LLM(folder, dtype="float32", num_pages=64) as fresh:
+        return [one.token_ids for one in fresh.generate(prompts, stop=stop)]
 
 
 def check_kernels(mesh: SecureMesh, folder: Path) -> None:

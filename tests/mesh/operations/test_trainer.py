@@ -198,20 +198,22 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
         "init_weights_update_group",
         place | {"group_name": name},
     )
-    mesh.post("flush_cache")
+    # As slime's `update_weight_from_distributed.py` calls its `SGLangEngine` (624b824a).
+    mesh.post("pause_generation", {})
+    assert mesh.call("GET", "flush_cache").status_code == 200
     names = list(new)
     for part in (names[:4], names[4:]):
         sent = [new[one] for one in part]
         body = {
             "names": part,
-            "dtypes": [str(one.dtype).removeprefix("torch.") for one in sent],
+            "dtypes": [str(one.dtype).replace("torch.", "") for one in sent],
             "shapes": [list(one.shape) for one in sent],
             "group_name": name,
             "flush_cache": False,
-            "abort_all_requests": True,
             "weight_version": "3",
         }
         beside(partial(sender.send, sent), "update_weights_from_distributed", body)
+    mesh.post("continue_generation", {})
     mesh.post("destroy_weights_update_group", {"group_name": name})
     sender.close()
     assert mesh.texts() == right
@@ -265,22 +267,23 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
 
 
 def test_slimes_engine_gets_what_it_reads(mesh: TrainedMesh, tmp_path: Path) -> None:
-    """The requests of slime's SGLang engine and of its rollouts, beside those of a group."""
+    """The requests of slime's `SGLangEngine` and of its rollouts (THUDM/slime at 624b824a), beside
+    those of a group.
+    """
     sizes = {"max_position_embeddings": 2048, "num_attention_heads": 6, **SHAPE}
     other = make_tiny("llama", tmp_path / "other", 31, tokenizer=True, **sizes)
+    assert mesh.call("GET", "health_generate").status_code == 200
     mesh.post("pause_generation", {})
     assert mesh.call("GET", "flush_cache").status_code == 200
-    told = mesh.post(
-        "update_weights_from_disk",
-        {"model_path": str(other), "weight_version": "7", "flush_cache": True},
-    )
-    assert told["success"]
+    body: dict[str, Any] = {"model_path": str(other), "load_format": "auto", "weight_version": "7"}
+    assert mesh.post("update_weights_from_disk", body)["success"]
     mesh.post("continue_generation", {})
     assert mesh.call("GET", "get_weight_version").json()["weight_version"] == "7"
     mesh.post("weights_checker", {"action": "snapshot"})
-    mesh.post("release_memory_occupation")
+    mesh.post("release_memory_occupation", {})
     mesh.post("resume_memory_occupation", {"tags": ["weights"]})
     mesh.post("resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    mesh.post("resume_memory_occupation", {"tags": None})
     mesh.post("weights_checker", {"action": "compare"})
     answer = mesh.post(
         "generate",
@@ -304,6 +307,11 @@ def test_slimes_engine_gets_what_it_reads(mesh: TrainedMesh, tmp_path: Path) -> 
     assert meta["finish_reason"]["type"] in ("stop", "length")
     assert meta["weight_version"] == "7"
     assert [one[1] for one in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(one[0] <= 0 for one in meta["output_token_logprobs"])
+    assert isinstance(answer["text"], str)
+    # What it asks for only with formats and channels of its own is not there, and says so.
+    for path in ("post_process_weights", "pull_weights"):
+        assert mesh.call("POST", path, {}).status_code == 404
 
 
 def test_trls_client_gets_what_it_reads(mesh: TrainedMesh) -> None:
