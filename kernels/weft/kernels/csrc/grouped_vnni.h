@@ -7,8 +7,9 @@
  * instead of 16 over the same numbers.
  *
  * Where the weights have groups of 16, which are of NVFP4, four of them share a scale of the row, and
- * their sums begin at less the bias times the sum of the row. So a group costs fewer operations.
- * Columns of such weights are a multiple of 16. */
+ * their sums begin at less the bias times the sum of the row. So a group costs fewer operations, and
+ * rows have 15 bits: 128 times a number in int8, plus another. The weights are taken out of their 4
+ * bits once for both. Columns of such weights are a multiple of 16. */
 #ifndef WEFT_GROUPED_VNNI_H
 #define WEFT_GROUPED_VNNI_H
 
@@ -17,19 +18,23 @@
 /* Rows in int8, tile by tile. The two words of an eight hold the numbers that the lower and the
  * upper halves of a panel's bytes are multiplied by. */
 typedef struct {
-  int32_t *words; /* of a tile [eights along K][rows][2] */
+  int32_t *words; /* of a tile [eights along K][rows][2]; of groups of 16 [2], then the lower parts */
   float *scales;  /* of a tile [groups, or blocks of four groups of 16][rows] */
   float *sums;    /* of a tile [groups][rows], of the rounded numbers with their scales; of groups of
                    * 16 int32: less the bias times the sums of the rounded numbers */
   long group, groups;
 } GroupedRows;
 
+#define SHORT_GROUP 16
+
+/* Words of an eight of a row. */
+static long words_of_eight(long group) { return group == SHORT_GROUP ? 4 : 2; }
+
 /* Bytes of memory for `rows` rows of n numbers. */
 static long grouped_rows_bytes(long rows, long n, long group) {
-  return rows * (eights_of(n) * 8 + groups_along(n, group) * 8) + 64;
+  return rows * (eights_of(n) * 4 * words_of_eight(group) + groups_along(n, group) * 8) + 64;
 }
 
-#define SHORT_GROUP 16
 #define SHORT_BLOCK 64 /* numbers of a row that share its scale, where groups have 16 */
 
 static long short_blocks(const GroupedRows *x) {
@@ -40,16 +45,18 @@ static long short_blocks(const GroupedRows *x) {
 static GroupedRows grouped_rows_in(void *memory, long rows, long n, long group) {
   GroupedRows x = {.group = group, .groups = groups_along(n, group)};
   x.words = (int32_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
-  x.scales = (float *)(x.words + 2 * rows * eights_of(n));
+  x.scales = (float *)(x.words + words_of_eight(group) * rows * eights_of(n));
   x.sums = x.scales + rows * x.groups;
   return x;
 }
 
 #if HAS_VNNI
-/* Rounds n <= LARGEST_GROUP numbers to `out`, each eight in the order in which a panel has its
- * bytes; returns their sum, and writes that of each sixteen to `sums` unless it is null. `out` has
- * room for whole sixteens. `scale` is NaN if a number is not finite. */
-INLINE int32_t round_eights(const bf16 *x, long n, float *scale, char *out, int32_t *sums) {
+/* Rounds n <= LARGEST_GROUP numbers to whole ones of at most `most`, each eight in the order in which
+ * a panel has its bytes; returns their sum. `out` has room for whole sixteens. With `low`, `most` is
+ * 127 * 128, `out` has what is left of them by 128, `low` the rest, and `sums` the sum of each
+ * sixteen. `scale` is NaN if a number is not finite. */
+INLINE int32_t round_eights(const bf16 *x, long n, float most, float *scale, char *out, char *low,
+                            int32_t *sums) {
   __m512 values[LARGEST_GROUP / 16];
   const long vectors = (n + 15) / 16;
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -60,43 +67,54 @@ INLINE int32_t round_eights(const bf16 *x, long n, float *scale, char *out, int3
     highest = _mm512_max_epi32(highest, _mm512_and_si512((__m512i)values[i], magnitude));
   }
   union { int32_t bits; float value; } largest = {.bits = _mm512_reduce_max_epi32(highest)};
-  *scale = largest.value <= FLT_MAX ? largest.value / 127.0f : NAN;
+  *scale = largest.value <= FLT_MAX ? largest.value / most : NAN;
   const __m512 factor = _mm512_set1_ps(*scale > FLT_MIN ? 1.0f / *scale : 0.0f);
   const __m128i order = _mm_set_epi8(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
   __m512i sum = _mm512_setzero_si512();
   for (long i = 0; i < vectors; i++) {
     const __m512i whole = _mm512_sub_epi32((__m512i)_mm512_fmadd_ps(values[i], factor, shift),
                                            (__m512i)shift);
-    const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(whole), order);
-    if (sums != NULL)
+    __m512i upper = whole;
+    if (low != NULL) {
+      upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
+      const __m512i rest = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 7));
+      const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(rest), order);
+      _mm_storeu_si128((__m128i *)(low + 16 * i), bytes);
       sums[i] = _mm512_reduce_add_epi32(whole);
-    else
-      sum = _mm512_add_epi32(sum, whole);
+    }
+    sum = _mm512_add_epi32(sum, whole);
+    const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(upper), order);
     _mm_storeu_si128((__m128i *)(out + 16 * i), bytes);
   }
   return _mm512_reduce_add_epi32(sum);
 }
 
 #define E2M1_BIAS 12
+#define MOST_IN_BYTE 127.0f
+#define MOST_IN_TWO (127.0f * 128)
 
 /* `round_to_grouped` of groups of 16. */
 static void round_to_short(const bf16 *x, const GroupedRows *to, long rows, long n, long begin,
                            long end) {
-  ALIGNED char eights[SHORT_BLOCK];
+  ALIGNED char upper[SHORT_BLOCK], lower[SHORT_BLOCK];
   int32_t sums[SHORT_BLOCK / SHORT_GROUP];
   for (long row = begin; row < end; row++) {
     const TileRows tile = tile_with(rows, row);
     const long place = row - tile.first;
-    int32_t *out = to->words + 2 * (tile.first * eights_of(n) + place);
+    int32_t *out = to->words + 4 * (tile.first * eights_of(n) + place);
     int32_t *starts = (int32_t *)to->sums + tile.first * to->groups + place;
     float *scales = to->scales + tile.first * short_blocks(to) + place;
     for (long b = 0; b < short_blocks(to); b++) {
       const long from = b * SHORT_BLOCK, numbers = at_most(n - from, SHORT_BLOCK);
-      round_eights(x + row * n + from, numbers, scales + b * tile.count, eights, sums);
+      round_eights(x + row * n + from, numbers, MOST_IN_TWO, scales + b * tile.count, upper, lower,
+                   sums);
       for (long i = 0; i < numbers / SHORT_GROUP; i++)
         starts[(from / SHORT_GROUP + i) * tile.count] = -E2M1_BIAS * sums[i];
-      for (long i = 0; i < eights_of(numbers); i++)
-        memcpy(out + 2 * (from / 8 + i) * tile.count, eights + 8 * i, 8);
+      for (long i = 0; i < eights_of(numbers); i++) {
+        int32_t *words = out + 4 * (from / 8 + i) * tile.count;
+        memcpy(words, upper + 8 * i, 8);
+        memcpy(words + 2, lower + 8 * i, 8);
+      }
     }
   }
 }
@@ -115,7 +133,8 @@ static void round_to_grouped(const bf16 *x, const GroupedRows *to, long rows, lo
     for (long g = 0; g < to->groups; g++) {
       const long from = g * to->group, numbers = at_most(n - from, (int)to->group);
       const long at = tile.first * to->groups + g * tile.count + (row - tile.first);
-      const int32_t sum = round_eights(x + row * n + from, numbers, to->scales + at, eights, NULL);
+      const int32_t sum = round_eights(x + row * n + from, numbers, MOST_IN_BYTE, to->scales + at,
+                                       eights, NULL, NULL);
       to->sums[at] = to->scales[at] * (float)sum;
       for (long i = 0; i < eights_of(numbers); i++)
         memcpy(out + 2 * (from / 8 + i) * tile.count, eights + 8 * i, 8);
@@ -208,12 +227,47 @@ INLINE void grouped_columns(const int rows, const int vectors, const int is_e2m1
     for (int v = 0; v < vectors; v++) *(vf *)(c + r * PANEL + (first + v) * 16) = total[r][v];
 }
 
+/* sum [rows][vectors] = starts [rows] + two eights of rows in 15 bits times those of a panel. */
+INLINE void short_steps(const int rows, const int vectors, const int32_t *words,
+                        const uint32_t *panel, const int32_t *starts, __m512i sum[TILE_ROWS][2]) {
+  const __m512i lower = _mm512_set1_epi8(15), table = e2m1_table();
+  __m512i parts[2][4];
+#pragma GCC unroll 2
+  for (int s = 0; s < 2; s++)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) {
+      const __m512i fours = _mm512_loadu_si512(panel + s * PANEL + v * 16);
+      const __m512i first = _mm512_and_si512(fours, lower);
+      const __m512i second = _mm512_and_si512(_mm512_srli_epi16(fours, 4), lower);
+      parts[v][2 * s] = _mm512_shuffle_epi8(table, first);
+      parts[v][2 * s + 1] = _mm512_shuffle_epi8(table, second);
+    }
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) {
+      const int32_t *of_row = words + 4 * r;
+      __m512i both = _mm512_setzero_si512();
+#pragma GCC unroll 2
+      for (int low = 0; low < 2; low++) {
+        if (low)
+          both = _mm512_add_epi32(_mm512_slli_epi32(both, 7), _mm512_set1_epi32(starts[r]));
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          const int32_t word = of_row[i / 2 * 4 * rows + 2 * low + i % 2];
+          both = _mm512_dpbusd_epi32(both, parts[v][i], _mm512_set1_epi32(word));
+        }
+      }
+      sum[r][v] = both;
+    }
+}
+
 /* `grouped_columns` of groups of 16 in e2m1, without what is added to all columns. Totals lie in c,
  * as registers hold the sums of one group and of one block. */
 INLINE void short_columns(const int rows, const int vectors, int first, const GroupedRows *x,
                           long row, long n, const uint32_t *panel, const uint8_t *scales, float *c,
                           Prefetch *ahead) {
-  const int32_t *words = x->words + 2 * row * eights_of(n);
+  const int32_t *words = x->words + 4 * row * eights_of(n);
   const float *row_scales = x->scales + row * short_blocks(x);
   const int32_t *starts = (const int32_t *)x->sums + row * x->groups;
   panel += first * 16, scales += first * 16, c += first * 16;
@@ -231,10 +285,8 @@ INLINE void short_columns(const int rows, const int vectors, int first, const Gr
     for (int r = 0; r < rows; r++) part[r][0] = part[r][1] = (vf){0};
     for (long from = 0; from < numbers; from += SHORT_GROUP) {
       __m512i sum[TILE_ROWS][2];
-#pragma GCC unroll 12
-      for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_set1_epi32(starts[r]);
       const long eights = SHORT_GROUP / 8;
-      grouped_steps(rows, vectors, 1, 0, eights, words, panel, NULL, sum);
+      short_steps(rows, vectors, words, panel, starts, sum);
 #pragma GCC unroll 2
       for (int v = 0; v < vectors; v++) {
         const vf of_group = load_byte_scales(scales + v * 16);
@@ -242,7 +294,7 @@ INLINE void short_columns(const int rows, const int vectors, int first, const Gr
         for (int r = 0; r < rows; r++)
           part[r][v] = vf_fma((vf)_mm512_cvtepi32_ps(sum[r][v]), of_group, part[r][v]);
       }
-      words += 2 * eights * rows, panel += eights * PANEL, starts += rows, scales += PANEL;
+      words += 4 * eights * rows, panel += eights * PANEL, starts += rows, scales += PANEL;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)

@@ -51,7 +51,7 @@ def draw_nvfp4(rows: int, columns: int, device: str = "cpu") -> IntGroups:
 def rows_as_multiplied(x: torch.Tensor, matrix: IntGroups) -> torch.Tensor:
     """The rows that a matrix is multiplied by: without AMX those of bfloat16 are rounded group by
     group, with NVFP4 in blocks of 64. With AVX512-VNNI they are rounded to 255 numbers where the
-    matrix has 4 bits, and to 65,535 where it has 8.
+    matrix has 4 bits, with NVFP4 to 32,513, and to 65,535 where it has 8.
     """
     native = cpu.native_cpu()
     if x.dtype != torch.bfloat16 or native is None or native.has_amx:
@@ -59,6 +59,7 @@ def rows_as_multiplied(x: torch.Tensor, matrix: IntGroups) -> torch.Tensor:
     if matrix.bits == 4 and not native.takes_int8_rows:
         return x
     k, most = x.shape[1], 127 if matrix.bits == 4 else 32767
+    most *= 128 if matrix.is_nvfp4 else 1
     group = 64 if matrix.is_nvfp4 else matrix.group
     groups = F.pad(x.float(), (0, -k % group)).unflatten(1, (-1, group))
     largest = groups.abs().amax(2, keepdim=True)
