@@ -213,6 +213,29 @@ def test_an_image_seen_before_is_found_again(mesh: LocalMesh, reference: Referen
     assert cached(fresh) < num_tokens // 4
 
 
+@pytest.mark.full
+def test_pages_of_images_come_back_from_the_store(mesh: LocalMesh, reference: Reference) -> None:
+    """When neither worker has them any more. Another image in the same place finds none."""
+    content: list[str | Image.Image] = [picture(150, 150), "What is it?"]
+    num_tokens = reference.check(content, tokens_of(ask(mesh, content)))
+    num_pages = num_tokens // 16 - 1
+
+    def are_stored() -> bool:
+        with mesh.operators("prefill-0") as (stub, metadata):
+            stub.FlushCache(admin_pb2.FlushCacheRequest(), metadata=metadata, timeout=30)
+        with mesh.operators("decode-0") as (stub, metadata):
+            stub.FlushCache(admin_pb2.FlushCacheRequest(), metadata=metadata, timeout=30)
+        before = mesh.counters("decode-0")["store_hit_pages"]
+        reference.check(content, tokens_of(ask(mesh, content)))
+        return bool(mesh.counters("decode-0")["store_hit_pages"] >= before + num_pages)
+
+    wait_until(are_stored, 60, "the store has the pages")
+    found = mesh.counters("decode-0")["store_hit_pages"]
+    other: list[str | Image.Image] = [picture(150, 150), "What is it?"]
+    reference.check(other, tokens_of(ask(mesh, other)))
+    assert mesh.counters("decode-0")["store_hit_pages"] < found + num_pages
+
+
 @pytest.mark.parametrize(
     ("victim", "process"),
     [

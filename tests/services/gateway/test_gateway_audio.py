@@ -258,7 +258,9 @@ async def test_what_a_model_or_a_file_cannot_do_is_refused(tmp_path: Path) -> No
 
 
 async def test_a_file_that_unpacks_to_much_is_refused_as_in_chats(tmp_path: Path) -> None:
-    """Minutes of silence are a few bytes, and a header may say that they are seconds."""
+    """Minutes of silence are a few bytes, and a header may say that they are seconds. So is a file
+    of too many bytes.
+    """
     out = io.BytesIO()
     soundfile.write(out, np.zeros(60 * RATE, np.float32), RATE, format="FLAC")
     forged = bytearray(wav(np.zeros(RATE, np.float32)))
@@ -270,8 +272,9 @@ async def test_a_file_that_unpacks_to_much_is_refused_as_in_chats(tmp_path: Path
         max_context_tokens=CONTEXT_TOKENS,
         change_model=add_speech,
         max_audio_seconds=20.0,
+        max_audio_bytes=150_000,
     ) as mesh:
-        for file in (out.getvalue(), bytes(forged)):
+        for file in (out.getvalue(), bytes(forged), wav(SAMPLES)):
             error = await refusal(mesh, file=file, language="en")
             assert isinstance(error, InvalidRequest)
             assert error.param == "file"
