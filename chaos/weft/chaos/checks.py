@@ -11,6 +11,7 @@ from weft.chaos.inject import Injection
 from weft.chaos.load import Violation
 from weft.chaos.mesh import Absence, ChaosMesh, MeshNotReady
 from weft.chaos.requests import ChaosRequest, Pace, Reply, send
+from weft.chaos.schedule import RANK_TIMEOUT_S
 
 IDLE_TIMEOUT_S = 45.0
 SECONDS_TO_LEARN = 2.0
@@ -20,21 +21,42 @@ MIN_HIT_SHARE = 0.6
 for a moment, so that one or two of six prompts miss.
 """
 _POLL_S = 0.2
+_LIMITS_S = 2 * RANK_TIMEOUT_S
+"""Time in which workers notice that one with which they share experts has stopped."""
 _NUM_PROBES, _MAX_PROBE_TOKENS = 6, 300
 
 
-def check_ends(absences: Sequence[Absence], injections: Sequence[Injection]) -> list[Violation]:
+def check_ends(
+    absences: Sequence[Absence], injections: Sequence[Injection], num_together: int = 1
+) -> list[Violation]:
     """Checks that each service that ended did so because of a fault, or of a quarantine that faults
     have filled.
+
+    Args:
+        num_together: Consecutive workers that end together, since they share experts.
     """
     return [
         Violation(invariant=1, what=f"{absence.name} {absence.how} without a fault of its own")
         for absence in absences
         if not absence.is_last_fence
         and not any(
-            each.overlaps((absence.name,), absence.since_s, absence.since_s) for each in injections
+            each.overlaps(
+                _together(absence.name, num_together),
+                absence.since_s - _LIMITS_S * (num_together > 1),
+                absence.since_s,
+            )
+            for each in injections
         )
     ]
+
+
+def _together(name: str, count: int) -> list[str]:
+    """A service and those that end with it."""
+    stem, _, number = name.rpartition("-")
+    if count == 1 or not number.isdecimal():
+        return [name]
+    first = int(number) // count * count
+    return [f"{stem}-{first + index}" for index in range(count)]
 
 
 async def check_pages(mesh: ChaosMesh) -> list[Violation]:

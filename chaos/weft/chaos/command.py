@@ -195,6 +195,7 @@ def _plan(arguments: argparse.Namespace) -> ChaosPlan:
         sabotage=arguments.sabotage,
         only=arguments.only,
         num_ranks=arguments.tp,
+        num_together=arguments.attention_dp,
         checks_hit_rate=arguments.hit_rate,
         has_images=arguments.images,
     )

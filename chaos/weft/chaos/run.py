@@ -66,6 +66,8 @@ class ChaosPlan:
     only: Only | None = None
     """The parts that are disturbed; None: all parts."""
     num_ranks: int = 1
+    num_together: int = 1
+    """Consecutive workers that share experts, and end together."""
     checks_hit_rate: bool = True
     has_images: bool = False
     """Whether half of the requests have an image, which the model must take."""
@@ -138,7 +140,8 @@ async def run_on(
                 await _inject(plan, sabotage, injector, result, tell)
             await injector.settle()
             await mesh.wait_healthy()
-            result.violations += check_ends(mesh.absences[num_before:], injector.done)
+            ended = mesh.absences[num_before:]
+            result.violations += check_ends(ended, injector.done, plan.num_together)
             result.violations += await _look_again(plan, mesh, known)
             result.speculated_steps = await _speculated_steps(mesh)
         except MeshNotReady as error:

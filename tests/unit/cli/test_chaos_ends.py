@@ -83,3 +83,13 @@ def test_a_service_that_ends_by_itself_is_found() -> None:
     assert found(KILLED, kill("decode-0", 49.9, None)) == []
     (what,) = found(KILLED, kill("decode-1", 49.9, None), kill("decode-0", 30.0, 40.0))
     assert what == "decode-0 was killed by SIGKILL without a fault of its own"
+
+
+def test_workers_that_share_experts_end_with_one_another_alone() -> None:
+    absence = Absence(name="decode-0", how=KILLED, since_s=50.0, until_s=60.0)
+
+    def found(name: str) -> int:
+        return len(check_ends([absence], [kill(name, 49.9, None)], num_together=2))
+
+    assert [found(f"decode-{number}") for number in range(4)] == [0, 0, 1, 1]
+    assert found("prefill-1") == 1
