@@ -269,8 +269,9 @@ class GetInfoResponse(_message.Message):
     has all experts, or its model has none.
     """
     expert_group_rank: _builtins.int
-    """Its number among these, and how many they are."""
+    """Its number among these."""
     expert_group_size: _builtins.int
+    """How many they are."""
     @_builtins.property
     def planes(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Plane]: ...
     @_builtins.property
