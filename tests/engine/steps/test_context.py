@@ -6,7 +6,9 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.device_copies import Mark
 from weft.engine.executor.local import LocalExecutor, RankPool
+from weft.engine.executor.ranks import context
 from weft.engine.executor.ranks.context import (
     LEAST_ROWS,
     DeviceGather,
@@ -29,6 +33,7 @@ from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.engine import Engine
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
+from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
@@ -55,6 +60,7 @@ class Divided:
         one = {"num_threads": 1} | settings
         clock = ManualClock()
         own = {"worker_id": "p0", "prefill_chunk_tokens": 128, "max_step_tokens": 256}
+        own |= {"cp_least_tokens": 2 * LEAST_ROWS * cp}
         self.filler = make_engine(folder, "prefill", clock, cp=cp, **own, **one)
         self.pair = EnginePair(make_engine(folder, "decode", clock, **one), [self.filler], clock)
         self.rows = list[int]()
@@ -158,6 +164,52 @@ def test_prompts_with_adapters(tmp_path: Path, seed: int) -> None:
         workers.pair.close()
 
 
+class _Clocked:
+    """An executor whose chunks take as long as a function of their rows says."""
+
+    def __init__(self, alone: Any, together: Any) -> None:
+        self.now = 0.0
+        self.gather = None
+        self.page_table = PageTable(2, 4, keeps_changes=False)
+        self._took = alone, together
+
+    def launch(self, step: StepInput) -> None:
+        self.now += self._took[step.is_divided](step.num_rows)
+
+    def mark(self) -> Any:
+        return Mark(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("slope", "least"), [(0.4, 256), (0.9, 1024), (1.1, None)])
+def test_chunks_are_divided_from_where_on_that_is_faster(
+    slope: float, least: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together two ranks take 100 and `slope` for each row of the whole chunk, one takes 1 each."""
+    size, most = 2, 1504
+    executor = _Clocked(lambda rows: rows, lambda rows: 100 + slope * size * rows)
+    monkeypatch.setattr(context.time, "perf_counter", lambda: executor.now)
+    ranks = SimpleNamespace(rank=0, size=size, agree=lambda phase, number=0, text="": number)
+    config = EngineConfig(
+        model_dir=tmp_path, cp=size, prefill_chunk_tokens=most, max_step_tokens=most
+    )
+    found = context.least_divided(config, executor, ranks)  # type: ignore[arg-type]
+    assert found == (most + 1 if least is None else least)
+    config = replace(config, cp_least_tokens=99)
+    assert context.least_divided(config, executor, ranks) == 99  # type: ignore[arg-type]
+
+
+@FULL
+def test_a_worker_times_at_its_start_from_where_on_it_divides(tmp_path: Path, seed: int) -> None:
+    folder = make_tiny("llama", tmp_path, seed)
+    sizes = {"prefill_chunk_tokens": 512, "max_step_tokens": 512}
+    engine = make_engine(folder, "prefill", ManualClock(), cp=2, num_threads=1, **sizes)
+    try:
+        (told,) = (one for one in engine.info.notices if "divided from" in one)
+        assert int(told.split()[6]) in (64, 128, 256, 512, 513)
+    finally:
+        engine.close()
+
+
 @FULL
 def test_a_lost_rank_ends_the_worker(tmp_path: Path, seed: int) -> None:
     folder, before = make_tiny("llama", tmp_path, seed), psutil.Process().children()
@@ -186,11 +238,12 @@ def test_ranks_have_all_rows_between_them_and_about_as_much_attention(size: int)
         recomputed_rows=np.array([0, 0, 60, 0]),
         tokens=tokens,
     )
-    assert is_divided(step, size)
-    assert not is_divided(StepInput(**{**_fields(step), "counts": np.minimum(counts, 20)}), size)
+    least = 2 * size * LEAST_ROWS
+    assert is_divided(step, least)
+    assert not is_divided(StepInput(**{**_fields(step), "counts": np.minimum(counts, 20)}), least)
     found, attended = list[tuple[int, int, int]](), list[int]()
     for rank in range(size):
-        share = share_of(step, rank, size)
+        share = share_of(step, rank, size, least)
         assert share is not None
         own = [
             (slot, int(position))
@@ -213,7 +266,7 @@ def test_ranks_have_all_rows_between_them_and_about_as_much_attention(size: int)
     assert max(attended) < 1.1 * min(attended)
     recomputed = 0
     for rank in range(size):
-        share = share_of(step, rank, size)
+        share = share_of(step, rank, size, least)
         assert share is not None
         recomputed += int(share.recomputed_rows.sum())
     assert recomputed == 60
@@ -297,10 +350,11 @@ def test_ranks_with_pools_of_their_own_have_the_same_whole_pages(
         _step((1, 130, 1), (0, 484, 20), draws=(0,), decodes=1),
         _step((1, 131, 128), draws=(1,)),
     ]
+    least = 2 * size * LEAST_ROWS
     for step in steps:
-        other = threading.Thread(target=launch_share, args=(ranks[1], step, 1, size))
+        other = threading.Thread(target=launch_share, args=(ranks[1], step, 1, size, least))
         other.start()
-        launched = launch_share(ranks[0], step, 0, size)
+        launched = launch_share(ranks[0], step, 0, size, least)
         other.join(60.0)
         wanted = alone.launch(step).logits
         assert launched is not None

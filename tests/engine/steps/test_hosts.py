@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,9 +16,9 @@ from typing import Any
 
 import pytest
 from weft.cli.certs import files_of
-from weft.cli.up.ports import free_ports
 from weft.engine.loop.llm import LLM
 from weft.testing.engine import host_process
+from weft.testing.engine.host_network import Network
 from weft.testing.models.families import make_family
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.services.certificates import make_certificates
@@ -35,57 +33,6 @@ def random_prompts() -> list[list[int]]:
     shared = [random.randrange(3, VOCAB) for _ in range(40)]
     lengths = (5, 60, 33)
     return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
-
-
-class Network:
-    """Addresses of hosts, and commands in front of a host's own: namespaces with a bridge where
-    the machine allows them, else loopback.
-    """
-
-    def __init__(self, count: int, stack: ExitStack) -> None:
-        self.name = uuid.uuid4().hex[:6]
-        self.has_namespaces = self._try(count, stack)
-        (self.port,) = free_ports("127.0.0.1", 1)
-
-    def address(self, host: int) -> str:
-        return f"10.213.77.{host + 1}" if self.has_namespaces else "127.0.0.1"
-
-    def before(self, host: int) -> list[str]:
-        return ["ip", "netns", "exec", self._host(host)] if self.has_namespaces else []
-
-    def cut(self, host: int) -> None:
-        """Takes a host from the network: nothing arrives any more, and nobody is told."""
-        self._ip("netns", "exec", self._host(host), "ip", "link", "set", "eth0", "down")
-
-    def _host(self, host: int) -> str:
-        return f"weft-{self.name}-{host}"
-
-    def _try(self, count: int, stack: ExitStack) -> bool:
-        if shutil.which("ip") is None or os.geteuid() != 0:
-            return False
-        bridge = f"wb{self.name}"
-        try:
-            self._ip("link", "add", bridge, "type", "bridge")
-            stack.callback(self._ip, "link", "del", bridge)
-            self._ip("link", "set", bridge, "up")
-            for host in range(count):
-                space, end = self._host(host), f"wv{self.name}{host}"
-                self._ip("netns", "add", space)
-                stack.callback(self._ip, "netns", "del", space)
-                self._ip("link", "add", end, "type", "veth", "peer", "eth0", "netns", space)
-                self._ip("link", "set", end, "master", bridge, "up")
-                inside = ("netns", "exec", space, "ip")
-                self._ip(*inside, "addr", "add", f"10.213.77.{host + 1}/24", "dev", "eth0")
-                self._ip(*inside, "link", "set", "eth0", "up")
-                self._ip(*inside, "link", "set", "lo", "up")
-        except (OSError, subprocess.SubprocessError):
-            stack.close()
-            return False
-        return True
-
-    @staticmethod
-    def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
 
 
 class Hosts:

@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {
     "prefill_chunk_tokens": 256,
     "max_step_tokens": 384,
     "num_pages": 160,
+    "cp_least_tokens": 64,
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from weft.contract.errors import RanksLost
 from weft.contract.give_way import HostPriority
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ class BackgroundThread:
             self._num_begun += 1
             try:
                 move.run()
+            except RanksLost:
+                return  # The engine ends, and says why.
             except Exception:
                 logger.exception("a page was not moved")
             self.current = None

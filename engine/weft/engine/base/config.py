@@ -111,6 +111,12 @@ class EngineConfig(PageConfig):
         ge=1,
         le=64,
     )
+    cp_least_tokens: int | None = setting(
+        "with cp: tokens of the shortest chunk of a prompt that the ranks divide, at least 32 a "
+        "rank; none = from where on dividing was faster when both were timed at the start",
+        None,
+        ge=64,
+    )
     dcp: int = setting(
         "ranks among which the pages of a KV head are divided that tp would give each of them: "
         "decode context parallelism, for latents and models with fewer KV heads than ranks",
@@ -837,6 +843,11 @@ class EngineConfig(PageConfig):
     def _relations_of_context(self) -> list[tuple[str, bool, str]]:
         return [
             ("cp", self.tp == self.pp == 1, "1 with tp or pp"),
+            (
+                "cp_least_tokens",
+                self.cp_least_tokens is None or self.cp_least_tokens >= 32 * self.cp,
+                f">= {32 * self.cp}, 32 for each rank",
+            ),
             ("cp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             (
                 "cp",

@@ -48,7 +48,7 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.ranks.attention_dp import AttentionGroup, LockstepExecutor
-from weft.engine.executor.ranks.context import ContextExecutor
+from weft.engine.executor.ranks.context import ContextExecutor, least_divided
 from weft.engine.executor.ranks.host_memory import Mirror, spread
 from weft.engine.executor.ranks.hosts import HostRanks
 from weft.engine.executor.ranks.leader import RankLeader
@@ -276,7 +276,10 @@ def _load_parts(
         hosts = ranks.memory if isinstance(ranks, HostRanks) else None
         ranked = StagedExecutor(executor, ranks, config.pp, hosts)
     elif ranks is not None and config.cp > 1:
-        ranked = ContextExecutor(executor, ranks, context)
+        progress(0, 0, "timing divided prompts")
+        least = least_divided(config, executor, ranks)
+        shards += [f"chunks of prompts are divided from {least} tokens on"]
+        ranked = ContextExecutor(executor, ranks, context, least)
     elif ranks is not None:
         ranked = RankedExecutor(executor, ranks, _device_peers(peers))
     elif group is not None:

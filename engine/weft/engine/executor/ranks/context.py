@@ -10,14 +10,16 @@ https://arxiv.org/abs/2411.01783 (section 3.5) has this order of segments.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from weft.contract.arrays import NO_NUMBERS, Int64Array
 from weft.contract.errors import RanksLost
+from weft.engine.base.config import EngineConfig
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.local import LocalExecutor
@@ -34,20 +36,78 @@ if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
 
 LEAST_ROWS = 16
-"""Rows of the shortest segment. Shorter chunks are computed by rank 0 alone."""
+"""Rows of the shortest segment."""
+MOST_TRIED = 4096
+"""Longest chunk that is timed at the start. Longer ones are divided whatever its time."""
 
 
-def is_divided(step: StepInput, size: int) -> bool:
-    """Whether the ranks divide a step among them; else rank 0 computes it alone."""
+class Ranks(Protocol):
+    """One rank's interface to the others during the start."""
+
+    rank: int
+    size: int
+
+    def agree(self, phase: str, number: int = 0, text: str = "") -> int:
+        """Waits for all ranks. Returns the least number of all."""
+        ...
+
+
+def least_divided(config: EngineConfig, executor: LocalExecutor, ranks: Ranks) -> int:
+    """Rows of the shortest chunk that the ranks divide: as configured, else of the shortest one
+    that they computed faster together than rank 0 alone. Chunks twice as long are tried in turn.
+    All ranks must call it together, while no step is under way.
+    """
+    if config.cp_least_tokens is not None:
+        return config.cp_least_tokens
+    rows = 2 * ranks.size * LEAST_ROWS
+    never = max(rows, min(config.prefill_chunk_tokens, MOST_TRIED)) + 1
+    while rows < never:
+        alone, together = (
+            min(_time(executor, ranks, rows, least) for _ in range(2)) for least in (never, rows)
+        )
+        is_faster = ranks.rank == 0 and together < alone
+        if ranks.agree("division", rows if is_faster else never) == rows:
+            return rows
+        rows *= 2
+    return never
+
+
+def _time(executor: LocalExecutor, ranks: Ranks, rows: int, least: int) -> float:
+    """Seconds of a chunk in the null page."""
+    slots = np.array([len(executor.page_table.pages) - 1])
+    nothing = np.zeros(1, np.int64)
+    step = StepInput(
+        slots=slots,
+        starts=nothing,
+        max_starts=nothing,
+        counts=np.array([rows]),
+        draws=nothing,
+        recomputed_rows=nothing,
+        tokens=np.zeros(rows, np.int64),
+    )
+    ranks.agree("chunk")
+    began = time.perf_counter()
+    launch_share(executor, step, ranks.rank, ranks.size, least)
+    executor.mark().wait()
+    return time.perf_counter() - began
+
+
+def is_divided(step: StepInput, least: int) -> bool:
+    """Whether the ranks divide a step among them, since it has a chunk of at least so many rows;
+    else rank 0 computes it alone.
+    """
     if step.scores or step.pooled or step.has_media:
         return False
     chunks = step.counts[step.num_decodes + step.num_verified :]
-    return bool((chunks >= 2 * size * LEAST_ROWS).any())
+    return bool((chunks >= least).any())
 
 
-def share_of(step: StepInput, rank: int, size: int) -> StepInput | None:
+def share_of(step: StepInput, rank: int, size: int, least: int) -> StepInput | None:
     """A rank's part of a step that is divided; None: it has no rows. Rank 0 has all rows that
     draw, in their order.
+
+    Args:
+        least: Rows of the shortest chunk that is divided.
     """
     num_first = step.num_decodes + step.num_verified
     first_rows = int(step.counts[step.num_decodes : num_first].sum())
@@ -60,7 +120,7 @@ def share_of(step: StepInput, rank: int, size: int) -> StepInput | None:
         start, count = int(step.starts[index]), int(step.counts[index])
         number = index - num_first
         draws, recomputed = int(step.draws[number]), int(step.recomputed_rows[number])
-        for begin, end in _segments(count, rank, size):
+        for begin, end in _segments(count, rank, size, least):
             known = min(max(recomputed - begin, 0), end - begin)
             is_last = draws and end == count
             pieces.append((start + begin, end - begin, is_last, known))
@@ -86,8 +146,8 @@ def share_of(step: StepInput, rank: int, size: int) -> StepInput | None:
     )
 
 
-def _segments(count: int, rank: int, size: int) -> Sequence[tuple[int, int]]:
-    if count < 2 * size * LEAST_ROWS:
+def _segments(count: int, rank: int, size: int, least: int) -> Sequence[tuple[int, int]]:
+    if count < least:
         return [(0, count)] if rank == 0 else []
     borders = [count * number // (2 * size) for number in range(2 * size + 1)]
     first, last = rank, 2 * size - 1 - rank
@@ -135,10 +195,13 @@ class ContextExecutor:
     Args:
         local: Rank 0's own executor, whose pool has all pages.
         peers: The ranks' GPUs; None: the ranks are on a CPU.
+        least: Rows of the shortest chunk that is divided.
     """
 
-    def __init__(self, local: LocalExecutor, ranks: RankLeader, peers: DevicePeers | None) -> None:
-        self._local = local
+    def __init__(
+        self, local: LocalExecutor, ranks: RankLeader, peers: DevicePeers | None, least: int
+    ) -> None:
+        self._local, self._least = local, least
         self._ranks = ranks
         self._peers = peers
         self.page_table, self.window_tables = local.page_table, local.window_tables
@@ -151,7 +214,7 @@ class ContextExecutor:
         group = self._ranks.group
         group.post(encode_step(step, self._sent_pages.take()))
         try:
-            launched = launch_share(self._local, step, 0, self._ranks.size)
+            launched = launch_share(self._local, step, 0, self._ranks.size, self._least)
         except RanksLost:
             raise
         except Exception as error:
@@ -182,14 +245,16 @@ class ContextExecutor:
             self._peers.close()
 
 
-def launch_share(executor: LocalExecutor, step: StepInput, rank: int, size: int) -> Launched | None:
+def launch_share(
+    executor: LocalExecutor, step: StepInput, rank: int, size: int, least: int
+) -> Launched | None:
     """Runs a rank's part of a step; None: the rank has none."""
     gather = executor.gather
     if isinstance(gather, DeviceGather):
         # Others may still read, zero or copy pages that this step writes to in their pools.
         gather.meet()
-    if is_divided(step, size):
-        share = share_of(step, rank, size)
+    if is_divided(step, least):
+        share = share_of(step, rank, size, least)
         assert share is not None, "each rank has two segments of a chunk"
         return executor.launch(share)
     if rank:

@@ -40,7 +40,7 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.orders import PageOrder
 from weft.engine.executor.port import Launched, Logits
-from weft.engine.executor.ranks.context import launch_share
+from weft.engine.executor.ranks.context import launch_share, least_divided
 from weft.engine.executor.ranks.frames import (
     Barrier,
     DraftOrder,
@@ -181,8 +181,10 @@ class Drafting(NamedTuple):
         return LaterChains(self.captured, counts, requests, to_host=False)
 
 
-def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Drafting | None]:
-    """Loads this rank's share, in the same phases as rank 0."""
+def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Drafting | None, int]:
+    """Loads this rank's share, in the same phases as rank 0. The last value is as that of
+    `least_divided`.
+    """
     assert config.num_threads is not None
     torch.set_num_threads(config.num_threads)
     device = find_device(config)
@@ -267,6 +269,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         assert isinstance(others.group, HostGroup)
         serve(others.memory, others.group, memories_of(executor, layouts, stage, shared.rows))
     others.agree("pool")
+    least = 0 if config.cp == 1 else least_divided(config, executor, others)
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     if media is not None and config.is_on_gpu:
         has_steps = not loaded.config.attends_to_clips
@@ -279,7 +282,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         drafting = Drafting(executor.chains(drafted), graphs)
     ways = others.agree("drawing", len(WAYS))
     executor.capture_draws(None, WAYS[:ways])
-    return executor, drafting
+    return executor, drafting, least
 
 
 def follow(
@@ -336,7 +339,7 @@ def _launch_stage(executor: LocalExecutor, neighbours: SocketStages, step: StepI
 
 def take_part(config: EngineConfig, others: FollowerGroup) -> None:
     """Loads this rank's share and runs frames until the group ends, which raises RanksLost."""
-    executor, drafting = load(config, others)
+    executor, drafting, least = load(config, others)
     gc.collect()
     gc.freeze()
     others.agree("ready")
@@ -344,7 +347,8 @@ def take_part(config: EngineConfig, others: FollowerGroup) -> None:
     others.begin(2 * config.rank_timeout_s)
     launch: Callable[[StepInput], Launched | None] = executor.launch
     if config.cp > 1:
-        launch = partial(launch_share, executor, rank=others.rank, size=others.size)
+        rank, size = others.rank, others.size
+        launch = partial(launch_share, executor, rank=rank, size=size, least=least)
     elif isinstance(others.neighbours, SocketStages):
         launch = partial(_launch_stage, executor, others.neighbours)
     # Between hosts such orders are frames, which the first rank of a host does alone.
