@@ -23,6 +23,7 @@ from weft.engine.executor.layer_pools import HostLayers
 from weft.engine.executor.port import Launched
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop import pipeline
+from weft.engine.loop.llm import LLM
 from weft.engine.sources.tiers.layer_loads import LayerPolicy
 from weft.pages.tiers.tier import PageLoad
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
@@ -367,3 +368,23 @@ def test_other_requests_share_pages_that_came_by_layer(llama: Model) -> None:
 def test_loads_go_by_layer_where_it_pays(load_s: float, compute_s: float, *, pays: bool) -> None:
     assert LayerPolicy(is_forced=False).pays(load_s, compute_s) == pays
     assert LayerPolicy(is_forced=True).pays(load_s, compute_s)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("llama", {}, "there is no tier"),
+        ("llama", {"host_cache_bytes": 1 << 20, "tp": 2}, "ranks or stages"),
+        ("llama", {"host_cache_bytes": 1 << 20}, ""),
+        ("qwen3_moe", {"host_cache_bytes": 1 << 20, "enable_return_routed_experts": True}, "rout"),
+    ],
+)
+def test_loads_that_stay_whole_say_why(
+    tmp_path: Path, kind: str, settings: dict[str, Any], said: str
+) -> None:
+    folder = make_tiny(kind, tmp_path)
+    sizes: dict[str, Any] = {"dtype": "float32", "num_pages": 16, "load_by_layer": "always"}
+    with LLM(folder, **sizes, **settings) as llm:
+        notices = [one for one in llm.engine.info.notices if "load_by_layer" in one]
+    assert len(notices) == bool(said)
+    assert all(said in one for one in notices)

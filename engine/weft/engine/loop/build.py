@@ -80,6 +80,7 @@ from weft.engine.features.speculative.build import make_drafter, make_gate
 from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
 from weft.engine.loop.carriers import (
     CompanionPacker,
+    describe_layer_loads,
     describe_recurrent,
     describe_store,
     keeps_in_store,
@@ -375,6 +376,7 @@ def _load_parts(
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),
+        *describe_layer_loads(config, layout, is_by_layer=by_layer is not None),
         *_describe_media(config, loaded, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
         *([] if not config.bindings else unbound(config.bindings[0], "the engine")),

@@ -443,3 +443,21 @@ def describe_store(config: EngineConfig, layout: CacheLayout) -> list[str]:
         f"pages a block, at most {MAX_STORED_BLOCK_PAGES:,}; set a larger page_size "
         f"({config.page_size} tokens now)"
     ]
+
+
+def describe_layer_loads(
+    config: EngineConfig, layout: CacheLayout, *, is_by_layer: bool
+) -> list[str]:
+    """A sentence that says why pages are loaded whole although `load_by_layer` is always."""
+    if config.load_by_layer != "always" or is_by_layer:
+        return []
+    reasons = (
+        (not config.has_tiers, "there is no tier: set host_cache_bytes or disk_cache_dir"),
+        (config.num_ranks > 1, "ranks or stages divide the work"),
+        (layout.states is not None, "its recurrent layers continue from states"),
+        (len(layout.groups) > 1, "its windows have pages of their own"),
+        (layout.routes is not None, "its pages have routes of experts"),
+        (True, "its layers, or this device, need whole pages"),
+    )
+    reason = next(text for is_so, text in reasons if is_so)
+    return [f"load_by_layer = always: pages are loaded whole all the same: {reason}"]
