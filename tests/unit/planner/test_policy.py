@@ -106,6 +106,19 @@ def test_steady_load_changes_nothing_in_an_hour() -> None:
     assert outcome.tally.goodput > 0.95
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("seed", "rate"),
+    [(1001, 5.438), (1008, 2.3729), (1014, 2.3426), (1020, 0.7008), (1022, 0.7435)],
+)
+def test_steady_load_near_a_border_is_accepted(seed: int, rate: float) -> None:
+    """Days on which a planner that looks for ever changes numbers in the second hour or later."""
+    day = made_day("steady", requests_per_s=rate, hours=2.5, seed=seed)
+    outcome = replay(day, SPEED, TARGETS, first=(3, 2))
+    assert [change for change in outcome.changes if change.time_s > 0.5 * 3600] == []
+    assert outcome.tally.goodput > 0.95
+
+
 def test_somebody_elses_change_is_told_and_not_fought() -> None:
     """dynamo#4420, #13238."""
     told = Told(prefill=2, decode=1)

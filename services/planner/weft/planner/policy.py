@@ -2,6 +2,8 @@
 
 demand of the last minute misses with what is there          -> more, at once
 the worst demand of a window would be met with one less      -> less
+some time has passed without a change      -> its arrivals decide once more, more precisely, and are
+                                              accepted: only a load that surely differs changes more
 one role has too many and the other too few                  -> roles change, at once
 the workers there surely suffice with a role each            -> they are apart; else, at once, not
 no data | a change had no effect | somebody else changed it  -> nothing changes, and it is told
@@ -13,11 +15,12 @@ import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weft.planner.forecast import (
     Counts,
     Demand,
+    Need,
     Speed,
     Targets,
     meets_first_token,
@@ -54,6 +57,9 @@ class Rules:
     """The same by which it is taken to be higher before fewer are enough."""
     reserve: float = 0.5
     """The same by which it is taken to be higher to say how many more."""
+    settle_s: float = 600.0
+    """Time without a change after which its load is accepted. Else steady load that is near a
+    border would pass it at some time, however sure one is each time: it is looked at for ever."""
     least_prefill: int = 1
     least_decode: int = 1
     budget: int = 0
@@ -124,6 +130,20 @@ class _Past:
     time_s: float
     prefill: int
     decode: int
+    likely: Counts
+    """The same at the demand itself."""
+
+
+class _Load(NamedTuple):
+    """Tokens a second."""
+
+    prefill: float
+    decode: float
+
+    @classmethod
+    def of(cls, demand: Demand) -> _Load:
+        rate = demand.requests_per_s
+        return cls(rate * demand.prompt_tokens, rate * demand.output_tokens)
 
 
 @dataclass(slots=True)
@@ -146,6 +166,10 @@ class ModelPlanner:
     """When the workers there last did not surely suffice with a role each."""
     _was_doubted: bool = False
     """Whether they had a role each, and that became unsure."""
+    _since: tuple[float, int] | None = None
+    """Time and count of requests at the last change; None: it is noted with the next news."""
+    _accepted: tuple[_Load, _Load] | None = None
+    """The accepted load, a deviation low and high; None: the last change was lately."""
     num_changes: int = 0
     """Times that the wanted numbers changed."""
 
@@ -169,7 +193,10 @@ class ModelPlanner:
         self._count(seen)
         rules = self.rules
         lasting = self._demand(seen, seen.lengths[0], max(rules.demand_s), rules.caution)
-        calm = need(replace(lasting, queued_tokens=0.0), seen.speed, self.targets)
+        calm = self._need(lasting, seen.speed)
+        likely = self._need(
+            self._demand(seen, seen.lengths[0], max(rules.demand_s), 0.0), seen.speed
+        )
         if self._plan is None:
             self._take(now_s, *there, "as found")
         assert self._plan is not None
@@ -180,19 +207,32 @@ class ModelPlanner:
                 meets_first_token(low, seen.speed, self.targets, self._plan.prefill),
                 meets_inter_token(low, seen.speed, self.targets, self._plan.decode),
             )
+            if self._accepted is not None:
+                is_met = self._met_or_accepted(low, seen.speed, is_met)
             if all(is_met):
                 continue
             high = self._demand(seen, lengths, span_s, rules.reserve)
-            found = need(replace(high, queued_tokens=0.0), seen.speed, self.targets)
+            found = self._need(high, seen.speed)
             why = found.why
             if not is_met[0]:
                 fast_prefill = max(fast_prefill, found.prefill, self._plan.prefill + 1)
             if not is_met[1]:
                 fast_decode = max(fast_decode, found.decode, self._plan.decode + 1)
+        settled = self._settled(seen)
+        if settled is not None:
+            least, most = settled
+            fast_prefill = max(fast_prefill, least.prefill)
+            fast_decode = max(fast_decode, least.decode)
         # What made more necessary keeps them for as long as what is calm.
-        self._remember(now_s, max(calm.prefill, fast_prefill), max(calm.decode, fast_decode))
-        prefill = self._next("prefill", now_s, self._plan.prefill, fast_prefill)
-        decode = self._next("decode", now_s, self._plan.decode, fast_decode)
+        needed = Counts(max(calm.prefill, fast_prefill), max(calm.decode, fast_decode))
+        self._remember(now_s, needed, Counts(likely.prefill, likely.decode))
+        fallen = self._fallen(seen)
+        prefill = self._next("prefill", now_s, self._plan.prefill, fast_prefill, fallen[0])
+        decode = self._next("decode", now_s, self._plan.decode, fast_decode, fallen[1])
+        if settled is not None:
+            lately = [one.likely for one in self._past]
+            prefill = min(prefill, max(most.prefill, *(one.prefill for one in lately)))
+            decode = min(decode, max(most.decode, *(one.decode for one in lately)))
         prefill, decode = self._convert(now_s, prefill, decode)
         prefill = max(prefill, self.rules.least_prefill)
         decode = max(decode, self.rules.least_decode)
@@ -244,6 +284,53 @@ class ModelPlanner:
                 return False
         return True
 
+    def _met_or_accepted(
+        self, low: Demand, speed: Speed, is_met: tuple[bool, bool]
+    ) -> tuple[bool, bool]:
+        """Whether each role meets its target at this demand, or arrivals are no more than accepted
+        ones. A queue is not accepted.
+        """
+        assert self._plan is not None
+        assert self._accepted is not None
+        load, known = _Load.of(low), self._accepted[1]
+        alone = replace(low, queued_tokens=0.0)
+        is_queue = meets_first_token(alone, speed, self.targets, self._plan.prefill)
+        return (
+            is_met[0] or (load.prefill <= known.prefill and not is_queue),
+            is_met[1] or load.decode <= known.decode,
+        )
+
+    def _fallen(self, seen: Observation) -> tuple[bool, bool]:
+        """Whether each role's load is surely below the accepted one, or none is accepted."""
+        if self._accepted is None:
+            return True, True
+        rules, known = self.rules, self._accepted[0]
+        high = self._demand(seen, seen.lengths[0], max(rules.demand_s), rules.sureness)
+        load = _Load.of(high)
+        return load.prefill < known.prefill, load.decode < known.decode
+
+    def _need(self, demand: Demand, speed: Speed) -> Need:
+        """By arrivals alone."""
+        return need(replace(demand, queued_tokens=0.0), speed, self.targets)
+
+    def _settled(self, seen: Observation) -> tuple[Counts, Counts] | None:
+        """What the load since the last change surely needs, and surely not more than, when that is
+        long enough ago. The load is then accepted.
+        """
+        if self._since is None or seen.requests < self._since[1]:
+            self._since, self._accepted = (seen.time_s, seen.requests), None
+        span_s, lengths = seen.time_s - self._since[0], seen.lengths[0]
+        if self._accepted is not None or span_s < self.rules.settle_s:
+            return None
+        arrived, caution = seen.requests - self._since[1], self.rules.caution
+        low, below, above, high = (
+            self._scattered(seen, lengths, arrived, span_s, deviations)
+            for deviations in (-caution, -1.0, 1.0, caution)
+        )
+        self._accepted = _Load.of(below), _Load.of(above)
+        least, most = (self._need(one, seen.speed) for one in (low, high))
+        return Counts(least.prefill, least.decode), Counts(most.prefill, most.decode)
+
     def _count(self, seen: Observation) -> None:
         self._counts.append((seen.time_s, seen.requests))
         if self._counts[0][1] > seen.requests:
@@ -264,18 +351,22 @@ class ModelPlanner:
             (one for one in reversed(self._counts) if seen.time_s - one[0] >= span_s),
             self._counts[0],
         )
-        arrived = seen.requests - before
+        span_s = max(seen.time_s - began_s, 1.0)
+        return self._scattered(seen, lengths, seen.requests - before, span_s, deviations)
+
+    def _scattered(
+        self, seen: Observation, lengths: Lengths, arrived: int, span_s: float, deviations: float
+    ) -> Demand:
         deviation = math.hypot(math.sqrt(1 / max(arrived, 1)), lengths.deviation)
-        rate = arrived / max(seen.time_s - began_s, 1.0)
         return Demand(
-            requests_per_s=rate * max(0.0, 1 + deviations * deviation),
+            requests_per_s=arrived / span_s * max(0.0, 1 + deviations * deviation),
             sizes=lengths.sizes,
             output_tokens=lengths.output_tokens,
             queued_tokens=seen.queued_tokens,
         )
 
-    def _remember(self, now_s: float, prefill: int, decode: int) -> None:
-        self._past.append(_Past(now_s, prefill, decode))
+    def _remember(self, now_s: float, needed: Counts, likely: Counts) -> None:
+        self._past.append(_Past(now_s, *needed, likely))
         while self._past and now_s - self._past[0].time_s > self.rules.hold_s:
             self._past.popleft()
 
@@ -288,10 +379,15 @@ class ModelPlanner:
         return max(one.prefill if role == "prefill" else one.decode for one in recent)
 
     def _next(
-        self, role: Literal["prefill", "decode"], now_s: float, have: int, wanted: int
+        self,
+        role: Literal["prefill", "decode"],
+        now_s: float,
+        have: int,
+        wanted: int,
+        may_fall: bool,
     ) -> int:
-        if wanted > have:
-            return wanted
+        if wanted > have or not may_fall:
+            return max(wanted, have)
         calm = self._most(role, now_s, self.rules.hold_s)
         return have if calm is None else min(have, calm)
 
@@ -369,6 +465,7 @@ class ModelPlanner:
             self._effective_at = now_s
         apart = self._plan is None or self._plan.apart
         self._plan = Plan(prefill=prefill, decode=decode, why=why, apart=apart)
+        self._since = self._accepted = None
         self._wanted.append((now_s, Counts(prefill, decode)))
 
     def _alarmed(self, name: AlarmName, text: str, seen: Observation | None) -> Plan:
