@@ -3,7 +3,8 @@
 Popularities are those of Zipf 1. A draw gives them to the experts of each layer in random order,
 which is the same as giving the experts random places: so one model serves all draws. For each draw
 the engine counts experts where they are, balances them by that, and then prompts and decodes are
-timed with both placements in turns.
+timed with both placements in turns. On a CPU the processor time of the busiest rank is told beside
+the time, since others may use the cores too: the ranks wait for that one in each layer.
 
     python bench/expert_balance.py                                    two ranks of a CPU
     python bench/expert_balance.py --shape qwen3-30b --device cuda    two GPUs
@@ -20,10 +21,13 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import psutil
 import torch
 from harness import Harness, Run, in_turns, ratio_of, spread
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
@@ -115,31 +119,46 @@ def random_start(old: Placement) -> Placement:
     return Placement(tuple((*own, *[UNUSED] * (size - share)) for own in parts), old.num_experts)
 
 
+class Taken(NamedTuple):
+    """Seconds that work took."""
+
+    wall: float
+    busiest: float
+    """Processor time of the rank with most."""
+
+
 class Bench:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.experts = llm.engine.experts
+        own = psutil.Process()
+        ranks = [
+            one for one in own.children() if any("rank_process" in word for word in one.cmdline())
+        ]
+        self._ranks = [own, *ranks]
 
-    def generate(self, count: int, length: int, tokens: int) -> float:
-        """Seconds."""
+    def _processor_s(self) -> NDArray[np.float64]:
+        times = [one.cpu_times() for one in self._ranks]
+        return np.array([one.user + one.system for one in times])
+
+    def generate(self, count: int, length: int, tokens: int) -> NDArray[np.float64]:
+        """Seconds, and the processor time of each rank."""
         prompts = [[random.randrange(1, VOCAB) for _ in range(length)] for _ in range(count)]
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self._processor_s()
         self.llm.generate(prompts, GREEDY, StopCriteria(max_tokens=tokens, ignore_eos=True))
-        return time.perf_counter() - began
+        return np.array([time.perf_counter() - began, *(self._processor_s() - before)])
 
-    def prompts_s(self) -> float:
-        """Seconds of a prompt token."""
-        return self.generate(NUM_PROMPTS, PROMPT, 1) / (NUM_PROMPTS * PROMPT)
-
-    def decode_s(self, rows: int) -> float:
-        """Seconds of a step that decodes so many requests."""
-        whole = self.generate(rows, SHORT, MANY)
-        return (whole - self.generate(rows, SHORT, FEW)) / (MANY - FEW)
-
-    def time(self, wanted: Mapping[int, Placement], rows: int) -> float:
-        """As `decode_s`, or without rows as `prompts_s`, with these placements."""
+    def time(self, wanted: Mapping[int, Placement], rows: int) -> Taken:
+        """A step that decodes so many requests, or without rows a prompt token, with these
+        placements.
+        """
         self.put(wanted)
-        return self.decode_s(rows) if rows else self.prompts_s()
+        if rows:
+            more, fewer = self.generate(rows, SHORT, MANY), self.generate(rows, SHORT, FEW)
+            each = (more - fewer) / (MANY - FEW)
+        else:
+            each = self.generate(NUM_PROMPTS, PROMPT, 1) / (NUM_PROMPTS * PROMPT)
+        return Taken(float(each[0]), float(each[1:].max()))
 
     def put(self, wanted: Mapping[int, Placement]) -> None:
         self.experts.begin(wanted)
@@ -195,7 +214,7 @@ def expert_balance(run: Run) -> None:
     )
     bench = Bench(llm)
     kinds = {"prompts": 0, **{f"{rows} decodes": rows for rows in options.rows}}
-    gains: dict[str, list[float]] = {name: [] for name in kinds}
+    gains: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for draw in range(options.draws):
         for name, rows in kinds.items():
             fixed = {layer: random_start(old) for layer, old in bench.experts.placements.items()}
@@ -209,8 +228,11 @@ def expert_balance(run: Run) -> None:
                 "placed": partial(bench.time, placed, rows),
             }
             times = in_turns(ways, options.repeats)
-            gain = ratio_of(times["fixed"], times["placed"])
-            gains[name].append(gain.median)
+            wall = {way: [one.wall for one in found] for way, found in times.items()}
+            busiest = {way: [one.busiest for one in found] for way, found in times.items()}
+            gain = ratio_of(wall["fixed"], wall["placed"])
+            work_gain = ratio_of(busiest["fixed"], busiest["placed"])
+            gains[name].append((gain.median, work_gain.median))
             kind = "cpu" if options.device == "cpu" else "cuda"
             after = [
                 placed[layer].imbalance(_load(found.rows, found.steps), READ_ROWS[kind])
@@ -220,14 +242,17 @@ def expert_balance(run: Run) -> None:
                 table="draws",
                 draw=draw,
                 work=name,
-                fixed_us=spread(times["fixed"], 1e6),
-                placed_us=spread(times["placed"], 1e6),
+                fixed_us=spread(wall["fixed"], 1e6),
+                placed_us=spread(wall["placed"], 1e6),
                 gain=gain,
+                busiest_gain=work_gain,
                 fixed_imbalance=before["imbalance"],
                 placed_imbalance=sum(after) / len(after),
             )
     for name, found in gains.items():
-        run.row(table="gains over all draws", work=name, gain=spread(found))
+        both = (spread(own) for own in zip(*found, strict=True))
+        names = ("gain", "busiest_gain")
+        run.row(table="gains over all draws", work=name, **dict(zip(names, both, strict=True)))
 
 
 def _load(rows: list[int], steps: list[int]) -> ExpertLoad:

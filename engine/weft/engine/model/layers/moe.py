@@ -83,7 +83,9 @@ class SparseMLP:
         return cls(layer, weight, shared, weights.linear(gate))
 
     def __call__(self, x: Normed, step: Step) -> Combine | SharedCombine:
-        record, chosen = step.record_of(self.layer), step.chosen_of(self.layer)
+        record = step.record_of(self.layer)
+        # Nobody counts, as a rule; a call for each layer would then cost microseconds a step.
+        chosen = None if step.chosen is None else step.chosen_of(self.layer)
         routed = Combine(x, self.weight, step.lora, self.layer, record=record, chosen=chosen)
         if self.shared is None:
             return routed
