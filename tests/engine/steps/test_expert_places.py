@@ -251,18 +251,6 @@ def test_a_copy_that_comes_damaged_leaves_the_old_placement(
 
 
 @pytest.mark.full
-def test_experts_get_other_ranks_by_themselves(model: Path) -> None:
-    auto = {"balance_experts": "auto", "balance_interval_s": 0.05, "balance_above": 1.0}
-    prompts = random_prompts()
-    with make_llm(model, **BALANCED | auto | {"redundant_experts": 2}) as llm:
-        right, load = tokens_of(llm, prompts), partial(load_reference, model)
-        while not (balance := llm.engine.experts.balance) or not balance.num_placements:
-            for prompt, found, its in zip(prompts, tokens_of(llm, prompts), right, strict=True):
-                check_same(load, prompt, found, its)
-        assert balance.imbalance >= 1.0
-
-
-@pytest.mark.full
 def test_other_weights_come_to_where_experts_were_at_the_start(
     model: Path, tmp_path: Path, seed: int
 ) -> None:
