@@ -63,7 +63,7 @@ def test_ranks_with_a_share_record_the_numbers_of_all(monkeypatch: pytest.Monkey
     assert (own.ids == placement[whole.ids]).all()
     # The GPU's way takes the same steps.
     found.zero_()
-    monkeypatch.setattr(gpu, "route", lambda *given: whole if len(given) == 4 else own)
+    monkeypatch.setattr(gpu, "route", lambda *given, **_: whole if len(given) == 4 else own)
     ids, shares = gpu.recorded_route(logits, 2, True, SOFTMAX, placement, record)
     assert (ids == own.ids).all()
     assert (shares == whole.weights).all()
