@@ -93,5 +93,5 @@ class ExpertCounts:
 
     def read(self) -> tuple[Int64Array, Int64Array]:
         """[layers, E]: rows that chose each expert, and steps in which some row did."""
-        rows, steps = (np.asarray(each[:, 1:].cpu()) for each in (self._rows, self._steps))
+        rows, steps = (np.array(each[:, 1:].cpu()) for each in (self._rows, self._steps))
         return rows, steps
