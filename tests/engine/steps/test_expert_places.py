@@ -251,6 +251,25 @@ def test_a_copy_that_comes_damaged_leaves_the_old_placement(
 
 
 @pytest.mark.full
+def test_experts_get_other_ranks_by_themselves(model: Path) -> None:
+    """Out of places that leave one rank with a quarter of the experts."""
+    auto = {"balance_experts": "auto", "balance_interval_s": 0.05, "balance_above": 1.0}
+    prompts = random_prompts()
+    with make_llm(model, **BALANCED | auto | {"redundant_experts": 2}) as llm:
+        experts, load = llm.engine.experts, partial(load_reference, model)
+        right = tokens_of(llm, prompts)
+        uneven = Placement(((0, 1, 2, 3, 4, 5), (6, 7, *[UNUSED] * 4)), 8)
+        experts.begin(dict.fromkeys(experts.placements, uneven))
+        while experts.job is not None or uneven in experts.placements.values():
+            for prompt, found, its in zip(prompts, tokens_of(llm, prompts), right, strict=True):
+                check_same(load, prompt, found, its)
+        balance = experts.balance
+        assert balance is not None
+        assert balance.imbalance > 1.0
+        assert balance.num_failed == 0
+
+
+@pytest.mark.full
 def test_other_weights_come_to_where_experts_were_at_the_start(
     model: Path, tmp_path: Path, seed: int
 ) -> None:

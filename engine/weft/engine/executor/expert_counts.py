@@ -7,7 +7,6 @@ worker was started so that they do, and the pass is launched only while counts a
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from weft.checkpoint.config import ModelConfig
 from weft.contract.arrays import Int64Array
@@ -93,5 +92,5 @@ class ExpertCounts:
 
     def read(self) -> tuple[Int64Array, Int64Array]:
         """[layers, E]: rows that chose each expert, and steps in which some row did."""
-        rows, steps = (np.array(each[:, 1:].cpu()) for each in (self._rows, self._steps))
+        rows, steps = (each[:, 1:].cpu().numpy().copy() for each in (self._rows, self._steps))
         return rows, steps
