@@ -187,10 +187,6 @@ SGLANG: list[tuple[str, dict[str, Any]]] = [
     ("input_ids", {}),
     ("input_ids", {"text": "x", "input_ids": [1]}),
     ("input_ids", {"input_ids": [10**6]}),
-    (
-        "return_routed_experts",
-        {"text": "x", "return_routed_experts": True, "stream": True},
-    ),
     ("return_hidden_states", {"text": "x", "return_hidden_states": True}),
     ("image_data", {"text": "x", "image_data": ["a"]}),
     ("data_parallel_rank", {"text": "x", "data_parallel_rank": 1}),
