@@ -280,10 +280,10 @@ ONLY_AFTER_A_FAILURE = {"weft_rest_stream_failures_total"}
 ONLY_WITH_DRAFTS = {"weft_draft_tokens"}
 ONLY_ELSEWHERE = (
     *("weft_kvstore_backend_", "weft_engine_adapter_", "weft_kv_window_pages"),
-    *("weft_state_blocks", "vllm:lora_requests_info"),
+    *("weft_state_blocks", "vllm:lora_requests_info", "weft_expert_"),
 )
-"""With Valkey, where adapters are served, where pages are freed behind windows, and where layers
-are recurrent.
+"""With Valkey, where adapters are served, where pages are freed behind windows, where layers are
+recurrent, and where experts have ranks.
 """
 
 
