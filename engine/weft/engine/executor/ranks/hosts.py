@@ -355,9 +355,11 @@ def join(config: EngineConfig) -> Joined:
             }
         )
         _check_answer(link.receive()[0])
-        frames, memory = (connect(rendezvous, tls, deadline, is_patient=False) for _ in _ENDS)
-        send_message(frames, {_KIND: _FRAMES, _NUMBER: number})
-        send_message(memory, {_KIND: _MEMORY, _NUMBER: number})
+        ends: dict[str, socket.socket] = {}
+        for kind in _ENDS:
+            # Host 0 takes one connection after another, with its message.
+            ends[kind] = connect(rendezvous, tls, deadline, is_patient=False)
+            send_message(ends[kind], {_KIND: kind, _NUMBER: number})
         hello = _check_answer(link.receive()[0])
         to, before = Address(*hello[_ROWS_AT]), None
         try:
@@ -381,8 +383,8 @@ def join(config: EngineConfig) -> Joined:
     told = config_of_json(hello["config"])
     local = {name: getattr(config, name) for name in _LOCAL}
     config = replace(told, **local)
-    group, rows = HostGroup({0: frames}, START_LIMIT_S), StageEnds(before, after)
-    return Joined(config, link, group, memory, rows)
+    group, rows = HostGroup({0: ends[_FRAMES]}, START_LIMIT_S), StageEnds(before, after)
+    return Joined(config, link, group, ends[_MEMORY], rows)
 
 
 def _check_answer(message: dict[str, Any]) -> dict[str, Any]:
