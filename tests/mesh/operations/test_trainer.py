@@ -16,6 +16,7 @@ import httpx
 import pytest
 from weft.contract.request import StopCriteria
 from weft.engine.loop.llm import LLM
+from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, SHAPE, TinyMesh
 from weft.testing.models.lenders import lent_by_host
@@ -266,6 +267,12 @@ def test_a_mesh_is_one_member_of_a_trainers_group_in_two_dialects(
         assert (refused.status_code, "pickled" in refused.text) == (400, True), refused.text
 
 
+def num_requests(mesh: TrainedMesh) -> int:
+    """As slime's `server_control.py` counts them."""
+    loads = mesh.call("GET", "v1/loads?include=core").json()["loads"]
+    return sum(one["num_running_reqs"] + one["num_waiting_reqs"] for one in loads)
+
+
 def test_slimes_engine_gets_what_it_reads(mesh: TrainedMesh, tmp_path: Path) -> None:
     """The requests of slime's `SGLangEngine` and of its rollouts (THUDM/slime at 624b824a), beside
     those of a group.
@@ -309,6 +316,21 @@ def test_slimes_engine_gets_what_it_reads(mesh: TrainedMesh, tmp_path: Path) -> 
     assert [one[1] for one in meta["output_token_logprobs"]] == answer["output_ids"]
     assert all(one[0] <= 0 for one in meta["output_token_logprobs"])
     assert isinstance(answer["text"], str)
+    # Its rollouts end what still runs, and wait until nothing does.
+    long = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 1900}}
+    found: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: found.append(mesh.post("generate", long)))
+    thread.start()
+    wait_until(lambda: num_requests(mesh) == 1, LONG_S)
+    assert mesh.post("abort_request", {"abort_all": True})["success"]
+    wait_until(lambda: num_requests(mesh) == 0, LONG_S)
+    thread.join(LONG_S)
+    (cut,) = found
+    assert cut["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(cut["output_ids"]) < 1900
+    assert mesh.call("GET", "is_paused").json() == {"is_paused": False}
+    refused = mesh.call("POST", "abort_request", {"rid": "a", "abort_all": True})
+    assert (refused.status_code, "rid" in refused.text) == (400, True), refused.text
     # What it asks for only with formats and channels of its own is not there, and says so.
     for path in ("post_process_weights", "pull_weights"):
         assert mesh.call("POST", path, {}).status_code == 404

@@ -229,6 +229,26 @@ class GetWorldSizeRequest(_message.Message):
 Global___GetWorldSizeRequest: _TypeAlias = GetWorldSizeRequest  # noqa: Y015
 
 @_typing.final
+class ShowLoadsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCLUDE_FIELD_NUMBER: _builtins.int
+    include: _builtins.str
+    """Without effect: the core section is the only one."""
+    def __init__(
+        self,
+        *,
+        include: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include", b"include"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowLoadsRequest: _TypeAlias = ShowLoadsRequest  # noqa: Y015
+
+@_typing.final
 class SleepWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1386,6 +1386,16 @@ class TrainerServiceStub:
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.AbortRequests = channel.unary_unary(
+                '/weft.v1.TrainerService/AbortRequests',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
+        self.ShowLoads = channel.unary_unary(
+                '/weft.v1.TrainerService/ShowLoads',
+                request_serializer=weft_dot_v1_dot_dialects__pb2.ShowLoadsRequest.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.UpdateWeightsFromDisk = channel.unary_unary(
                 '/weft.v1.TrainerService/UpdateWeightsFromDisk',
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
@@ -1553,6 +1563,20 @@ class TrainerServiceServicer:
 
     def ContinueGeneration(self, request, context):
         """ResumeWorkers with SGLang's body.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortRequests(self, request, context):
+        """Ends the requests of all workers with what they have so far, in SGLang's form. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShowLoads(self, request, context):
+        """Counts the requests of each worker, in SGLang's form.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1769,6 +1793,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
             'ContinueGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.ContinueGeneration,
                     request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'AbortRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRequests,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'ShowLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowLoads,
+                    request_deserializer=weft_dot_v1_dot_dialects__pb2.ShowLoadsRequest.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
             'UpdateWeightsFromDisk': grpc.unary_unary_rpc_method_handler(
@@ -2038,6 +2072,60 @@ class TrainerService:
             target,
             '/weft.v1.TrainerService/ContinueGeneration',
             google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.TrainerService/AbortRequests',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.TrainerService/ShowLoads',
+            weft_dot_v1_dot_dialects__pb2.ShowLoadsRequest.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,
             channel_credentials,

@@ -474,6 +474,10 @@ class TrainerServiceStub:
     """PauseWorkers with SGLang's body."""
     ContinueGeneration: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """ResumeWorkers with SGLang's body."""
+    AbortRequests: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Ends the requests of all workers with what they have so far, in SGLang's form. Idempotent."""
+    ShowLoads: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.ShowLoadsRequest, _httpbody_pb2.HttpBody]
+    """Counts the requests of each worker, in SGLang's form."""
     UpdateWeightsFromDisk: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Changes the weights of all workers to those in a folder, which each worker's host must have."""
     InitWeightsUpdateGroup: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
@@ -550,6 +554,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """PauseWorkers with SGLang's body."""
     ContinueGeneration: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """ResumeWorkers with SGLang's body."""
+    AbortRequests: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Ends the requests of all workers with what they have so far, in SGLang's form. Idempotent."""
+    ShowLoads: _aio.UnaryUnaryMultiCallable[_dialects_pb2.ShowLoadsRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Counts the requests of each worker, in SGLang's form."""
     UpdateWeightsFromDisk: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Changes the weights of all workers to those in a folder, which each worker's host must have."""
     InitWeightsUpdateGroup: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -653,6 +661,22 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """ResumeWorkers with SGLang's body."""
+
+    @_abc_1.abstractmethod
+    def AbortRequests(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Ends the requests of all workers with what they have so far, in SGLang's form. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ShowLoads(
+        self,
+        request: _dialects_pb2.ShowLoadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Counts the requests of each worker, in SGLang's form."""
 
     @_abc_1.abstractmethod
     def UpdateWeightsFromDisk(

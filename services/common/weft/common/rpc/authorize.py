@@ -102,6 +102,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.TrainerService/IsPaused": _CONSOLE,
     "/weft.v1.TrainerService/PauseGeneration": _CONSOLE,
     "/weft.v1.TrainerService/ContinueGeneration": _CONSOLE,
+    "/weft.v1.TrainerService/AbortRequests": _CONSOLE,
+    "/weft.v1.TrainerService/ShowLoads": _CONSOLE,
     "/weft.v1.TrainerService/UpdateWeightsFromDisk": _CONSOLE,
     "/weft.v1.TrainerService/InitWeightsUpdateGroup": _CONSOLE,
     "/weft.v1.TrainerService/DestroyWeightsUpdateGroup": _CONSOLE,

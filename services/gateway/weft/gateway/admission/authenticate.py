@@ -47,6 +47,8 @@ KEYLESS = frozenset(
         "/weft.v1.TrainerService/IsPaused",
         "/weft.v1.TrainerService/PauseGeneration",
         "/weft.v1.TrainerService/ContinueGeneration",
+        "/weft.v1.TrainerService/AbortRequests",
+        "/weft.v1.TrainerService/ShowLoads",
         "/weft.v1.TrainerService/UpdateWeightsFromDisk",
         "/weft.v1.TrainerService/InitWeightsUpdateGroup",
         "/weft.v1.TrainerService/DestroyWeightsUpdateGroup",

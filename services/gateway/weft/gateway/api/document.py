@@ -34,6 +34,7 @@ from weft.gateway.api.responses.bodies import ResponsesBody
 from weft.gateway.api.server import answers as server
 from weft.gateway.api.server.profiles import ProfileBody, StopProfileBody
 from weft.gateway.api.trainer.bodies import (
+    AbortRequestsBody,
     BeginUpdateBody,
     CheckWeightsBody,
     ContinueGenerationBody,
@@ -43,6 +44,7 @@ from weft.gateway.api.trainer.bodies import (
     FlushedAnswer,
     InitGroupBody,
     InitTransferBody,
+    LoadsAnswer,
     MemoryBody,
     NoBody,
     PausedAnswer,
@@ -435,6 +437,20 @@ _DIALECTS = (
                 "Leaves the group, as vLLM has it.",
                 TrainerAnswer,
                 NoBody,
+            ),
+            Route(
+                "post",
+                "/abort_request",
+                "Ends all requests of all workers, as SGLang has it.",
+                TrainerAnswer,
+                AbortRequestsBody,
+            ),
+            Route(
+                "get",
+                "/v1/loads",
+                "Counts the requests of each worker, as SGLang has it.",
+                LoadsAnswer,
+                query=("include",),
             ),
             Route(
                 "get",

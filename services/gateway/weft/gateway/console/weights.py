@@ -20,7 +20,7 @@ from weft.contract.experts import ExpertAction, ExpertState
 from weft.contract.weights import MAX_LIMIT_S, PauseMode, SentTensor, WeightGroup, WeightStatus
 from weft.gateway.console.relay import OperatorsRelay
 from weft.gateway.fleet.fleet import Fleet
-from weft.v1 import admin_pb2, experts_pb2, weights_pb2
+from weft.v1 import admin_pb2, experts_pb2, weights_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +87,11 @@ class MeshWeights:
         found = await self._call_all(method, request(), token, limit_s)
         decode: Callable[[Any], ExpertState] = EXPERT_STATE.decode
         return {worker: decode(answer.state) for worker, answer in found.items()}
+
+    def loads(self) -> Mapping[str, worker_pb2.WatchLoadResponse]:
+        """Each worker's newest report; known without asking."""
+        found = [(one.info, one.report) for one in self.fleet.workers()]
+        return {info.worker_id: report for info, report in found if info and report}
 
     async def join(self, group: WeightGroup, token: str) -> Mapping[str, WeightStatus]:
         """Joins a trainer's group with all ranks of all workers, the first as `group.rank`. Raises

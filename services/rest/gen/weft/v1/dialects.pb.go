@@ -474,6 +474,51 @@ func (x *GetWorldSizeRequest) GetIncludeDp() bool {
 	return false
 }
 
+type ShowLoadsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Without effect: the core section is the only one.
+	Include       string `protobuf:"bytes,1,opt,name=include,proto3" json:"include,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ShowLoadsRequest) Reset() {
+	*x = ShowLoadsRequest{}
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ShowLoadsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ShowLoadsRequest) ProtoMessage() {}
+
+func (x *ShowLoadsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ShowLoadsRequest.ProtoReflect.Descriptor instead.
+func (*ShowLoadsRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ShowLoadsRequest) GetInclude() string {
+	if x != nil {
+		return x.Include
+	}
+	return ""
+}
+
 type SleepWorkersRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 1 or 2; default 1. 0 is a pause.
@@ -488,7 +533,7 @@ type SleepWorkersRequest struct {
 
 func (x *SleepWorkersRequest) Reset() {
 	*x = SleepWorkersRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	mi := &file_weft_v1_dialects_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -500,7 +545,7 @@ func (x *SleepWorkersRequest) String() string {
 func (*SleepWorkersRequest) ProtoMessage() {}
 
 func (x *SleepWorkersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[8]
+	mi := &file_weft_v1_dialects_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -513,7 +558,7 @@ func (x *SleepWorkersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SleepWorkersRequest.ProtoReflect.Descriptor instead.
 func (*SleepWorkersRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{8}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *SleepWorkersRequest) GetLevel() uint32 {
@@ -547,7 +592,7 @@ type WakeWorkersRequest struct {
 
 func (x *WakeWorkersRequest) Reset() {
 	*x = WakeWorkersRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[9]
+	mi := &file_weft_v1_dialects_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -559,7 +604,7 @@ func (x *WakeWorkersRequest) String() string {
 func (*WakeWorkersRequest) ProtoMessage() {}
 
 func (x *WakeWorkersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[9]
+	mi := &file_weft_v1_dialects_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -572,7 +617,7 @@ func (x *WakeWorkersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WakeWorkersRequest.ProtoReflect.Descriptor instead.
 func (*WakeWorkersRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{9}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WakeWorkersRequest) GetTags() []string {
@@ -592,7 +637,7 @@ type ShowServerRequest struct {
 
 func (x *ShowServerRequest) Reset() {
 	*x = ShowServerRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[10]
+	mi := &file_weft_v1_dialects_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -604,7 +649,7 @@ func (x *ShowServerRequest) String() string {
 func (*ShowServerRequest) ProtoMessage() {}
 
 func (x *ShowServerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[10]
+	mi := &file_weft_v1_dialects_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -617,7 +662,7 @@ func (x *ShowServerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShowServerRequest.ProtoReflect.Descriptor instead.
 func (*ShowServerRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{10}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ShowServerRequest) GetConfigFormat() string {
@@ -637,7 +682,7 @@ type TokenizerInfoRequest struct {
 
 func (x *TokenizerInfoRequest) Reset() {
 	*x = TokenizerInfoRequest{}
-	mi := &file_weft_v1_dialects_proto_msgTypes[11]
+	mi := &file_weft_v1_dialects_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +694,7 @@ func (x *TokenizerInfoRequest) String() string {
 func (*TokenizerInfoRequest) ProtoMessage() {}
 
 func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_dialects_proto_msgTypes[11]
+	mi := &file_weft_v1_dialects_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +707,7 @@ func (x *TokenizerInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizerInfoRequest.ProtoReflect.Descriptor instead.
 func (*TokenizerInfoRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{11}
+	return file_weft_v1_dialects_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TokenizerInfoRequest) GetModel() string {
@@ -727,7 +772,9 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"clearCache\"4\n" +
 	"\x13GetWorldSizeRequest\x12\x1d\n" +
 	"\n" +
-	"include_dp\x18\x01 \x01(\bR\tincludeDp\"b\n" +
+	"include_dp\x18\x01 \x01(\bR\tincludeDp\",\n" +
+	"\x10ShowLoadsRequest\x12\x18\n" +
+	"\ainclude\x18\x01 \x01(\tR\ainclude\"b\n" +
 	"\x13SleepWorkersRequest\x12\x19\n" +
 	"\x05level\x18\x01 \x01(\rH\x00R\x05level\x88\x01\x01\x12\x12\n" +
 	"\x04mode\x18\x02 \x01(\tR\x04mode\x12\x12\n" +
@@ -783,14 +830,16 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\x10DumpExpertRecord\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"L\x82\xd3\xe4\x93\x02FZ\"\x12 /dump_expert_distribution_record\" /dump_expert_distribution_record\x12X\n" +
 	"\x0eBalanceExperts\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\"\x10/balance_experts\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
-	"\x12\b/metrics2\xef\x17\n" +
+	"\x12\b/metrics2\x98\x19\n" +
 	"\x0eTrainerService\x12R\n" +
 	"\fPauseWorkers\x12\x1c.weft.v1.PauseWorkersRequest\x1a\x14.google.api.HttpBody\"\x0e\x82\xd3\xe4\x93\x02\b\"\x06/pause\x12N\n" +
 	"\rResumeWorkers\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\"\a/resume\x12L\n" +
 	"\bIsPaused\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\f\x12\n" +
 	"/is_paused\x12[\n" +
 	"\x0fPauseGeneration\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1c\x82\xd3\xe4\x93\x02\x16:\x01*\"\x11/pause_generation\x12a\n" +
-	"\x12ContinueGeneration\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/continue_generation\x12i\n" +
+	"\x12ContinueGeneration\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/continue_generation\x12V\n" +
+	"\rAbortRequests\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/abort_request\x12O\n" +
+	"\tShowLoads\x12\x19.weft.v1.ShowLoadsRequest\x1a\x14.google.api.HttpBody\"\x11\x82\xd3\xe4\x93\x02\v\x12\t/v1/loads\x12i\n" +
 	"\x15UpdateWeightsFromDisk\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"$\x82\xd3\xe4\x93\x02\x1e:\x01*\"\x19/update_weights_from_disk\x12k\n" +
 	"\x16InitWeightsUpdateGroup\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"%\x82\xd3\xe4\x93\x02\x1f:\x01*\"\x1a/init_weights_update_group\x12q\n" +
 	"\x19DestroyWeightsUpdateGroup\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"(\x82\xd3\xe4\x93\x02\":\x01*\"\x1d/destroy_weights_update_group\x12`\n" +
@@ -847,7 +896,7 @@ func file_weft_v1_dialects_proto_rawDescGZIP() []byte {
 	return file_weft_v1_dialects_proto_rawDescData
 }
 
-var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_weft_v1_dialects_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_weft_v1_dialects_proto_goTypes = []any{
 	(*ErrorShape)(nil),                  // 0: weft.v1.ErrorShape
 	(*ErrorType)(nil),                   // 1: weft.v1.ErrorType
@@ -857,148 +906,153 @@ var file_weft_v1_dialects_proto_goTypes = []any{
 	(*CancelResponseRequest)(nil),       // 5: weft.v1.CancelResponseRequest
 	(*PauseWorkersRequest)(nil),         // 6: weft.v1.PauseWorkersRequest
 	(*GetWorldSizeRequest)(nil),         // 7: weft.v1.GetWorldSizeRequest
-	(*SleepWorkersRequest)(nil),         // 8: weft.v1.SleepWorkersRequest
-	(*WakeWorkersRequest)(nil),          // 9: weft.v1.WakeWorkersRequest
-	(*ShowServerRequest)(nil),           // 10: weft.v1.ShowServerRequest
-	(*TokenizerInfoRequest)(nil),        // 11: weft.v1.TokenizerInfoRequest
-	(*descriptorpb.ServiceOptions)(nil), // 12: google.protobuf.ServiceOptions
-	(*httpbody.HttpBody)(nil),           // 13: google.api.HttpBody
-	(*emptypb.Empty)(nil),               // 14: google.protobuf.Empty
+	(*ShowLoadsRequest)(nil),            // 8: weft.v1.ShowLoadsRequest
+	(*SleepWorkersRequest)(nil),         // 9: weft.v1.SleepWorkersRequest
+	(*WakeWorkersRequest)(nil),          // 10: weft.v1.WakeWorkersRequest
+	(*ShowServerRequest)(nil),           // 11: weft.v1.ShowServerRequest
+	(*TokenizerInfoRequest)(nil),        // 12: weft.v1.TokenizerInfoRequest
+	(*descriptorpb.ServiceOptions)(nil), // 13: google.protobuf.ServiceOptions
+	(*httpbody.HttpBody)(nil),           // 14: google.api.HttpBody
+	(*emptypb.Empty)(nil),               // 15: google.protobuf.Empty
 }
 var file_weft_v1_dialects_proto_depIdxs = []int32{
 	1,  // 0: weft.v1.ErrorShape.types:type_name -> weft.v1.ErrorType
-	12, // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
+	13, // 1: weft.v1.error_shape:extendee -> google.protobuf.ServiceOptions
 	0,  // 2: weft.v1.error_shape:type_name -> weft.v1.ErrorShape
-	13, // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
+	14, // 3: weft.v1.ResponsesService.CreateResponse:input_type -> google.api.HttpBody
 	2,  // 4: weft.v1.ResponsesService.RetrieveResponse:input_type -> weft.v1.RetrieveResponseRequest
 	3,  // 5: weft.v1.ResponsesService.ListInputItems:input_type -> weft.v1.ListInputItemsRequest
-	13, // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
+	14, // 6: weft.v1.ResponsesService.CountInputTokens:input_type -> google.api.HttpBody
 	4,  // 7: weft.v1.ResponsesService.DeleteResponse:input_type -> weft.v1.DeleteResponseRequest
 	5,  // 8: weft.v1.ResponsesService.CancelResponse:input_type -> weft.v1.CancelResponseRequest
-	13, // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
-	13, // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
-	13, // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
-	13, // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
-	13, // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
-	13, // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
-	14, // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
-	13, // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
-	14, // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
-	14, // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
-	14, // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
-	14, // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
-	14, // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
-	11, // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
-	13, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
-	13, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
-	14, // 25: weft.v1.ServerService.StartExpertRecord:input_type -> google.protobuf.Empty
-	14, // 26: weft.v1.ServerService.StopExpertRecord:input_type -> google.protobuf.Empty
-	14, // 27: weft.v1.ServerService.DumpExpertRecord:input_type -> google.protobuf.Empty
-	14, // 28: weft.v1.ServerService.BalanceExperts:input_type -> google.protobuf.Empty
-	14, // 29: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
+	14, // 9: weft.v1.AnthropicService.CreateMessage:input_type -> google.api.HttpBody
+	14, // 10: weft.v1.AnthropicService.CountTokens:input_type -> google.api.HttpBody
+	14, // 11: weft.v1.OllamaService.Chat:input_type -> google.api.HttpBody
+	14, // 12: weft.v1.OllamaService.Generate:input_type -> google.api.HttpBody
+	14, // 13: weft.v1.OllamaService.Embed:input_type -> google.api.HttpBody
+	14, // 14: weft.v1.OllamaService.EmbedPrompt:input_type -> google.api.HttpBody
+	15, // 15: weft.v1.OllamaService.ListTags:input_type -> google.protobuf.Empty
+	14, // 16: weft.v1.OllamaService.ShowModel:input_type -> google.api.HttpBody
+	15, // 17: weft.v1.OllamaService.ListRunning:input_type -> google.protobuf.Empty
+	15, // 18: weft.v1.OllamaService.GetVersion:input_type -> google.protobuf.Empty
+	15, // 19: weft.v1.ServerService.ShowVersion:input_type -> google.protobuf.Empty
+	15, // 20: weft.v1.ServerService.Ping:input_type -> google.protobuf.Empty
+	15, // 21: weft.v1.ServerService.HealthGenerate:input_type -> google.protobuf.Empty
+	12, // 22: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
+	14, // 23: weft.v1.ServerService.StartProfile:input_type -> google.api.HttpBody
+	14, // 24: weft.v1.ServerService.StopProfile:input_type -> google.api.HttpBody
+	15, // 25: weft.v1.ServerService.StartExpertRecord:input_type -> google.protobuf.Empty
+	15, // 26: weft.v1.ServerService.StopExpertRecord:input_type -> google.protobuf.Empty
+	15, // 27: weft.v1.ServerService.DumpExpertRecord:input_type -> google.protobuf.Empty
+	15, // 28: weft.v1.ServerService.BalanceExperts:input_type -> google.protobuf.Empty
+	15, // 29: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
 	6,  // 30: weft.v1.TrainerService.PauseWorkers:input_type -> weft.v1.PauseWorkersRequest
-	14, // 31: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
-	14, // 32: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
-	13, // 33: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
-	13, // 34: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
-	13, // 35: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
-	13, // 36: weft.v1.TrainerService.InitWeightsUpdateGroup:input_type -> google.api.HttpBody
-	13, // 37: weft.v1.TrainerService.DestroyWeightsUpdateGroup:input_type -> google.api.HttpBody
-	13, // 38: weft.v1.TrainerService.BeginWeightUpdate:input_type -> google.api.HttpBody
-	13, // 39: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
-	13, // 40: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
-	13, // 41: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
-	13, // 42: weft.v1.TrainerService.UpdateWeightsFromPeer:input_type -> google.api.HttpBody
-	13, // 43: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
-	13, // 44: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
-	13, // 45: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
-	13, // 46: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
-	13, // 47: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
-	13, // 48: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
-	7,  // 49: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
-	14, // 50: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
-	14, // 51: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
-	8,  // 52: weft.v1.TrainerService.SleepWorkers:input_type -> weft.v1.SleepWorkersRequest
-	9,  // 53: weft.v1.TrainerService.WakeWorkers:input_type -> weft.v1.WakeWorkersRequest
-	14, // 54: weft.v1.TrainerService.IsSleeping:input_type -> google.protobuf.Empty
-	13, // 55: weft.v1.TrainerService.ReleaseMemory:input_type -> google.api.HttpBody
-	13, // 56: weft.v1.TrainerService.ResumeMemory:input_type -> google.api.HttpBody
-	13, // 57: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
-	13, // 58: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
-	13, // 59: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
-	10, // 60: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
-	13, // 61: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	13, // 62: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
-	13, // 63: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	13, // 64: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	13, // 65: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	13, // 66: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	13, // 67: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	13, // 68: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	13, // 69: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
-	13, // 70: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
-	13, // 71: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	13, // 72: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	13, // 73: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	13, // 74: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	13, // 75: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	13, // 76: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	13, // 77: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
-	13, // 78: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
-	13, // 79: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	13, // 80: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	13, // 81: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	13, // 82: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	13, // 83: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	13, // 84: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	13, // 85: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	13, // 86: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	13, // 87: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
-	13, // 88: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
-	13, // 89: weft.v1.ServerService.StartExpertRecord:output_type -> google.api.HttpBody
-	13, // 90: weft.v1.ServerService.StopExpertRecord:output_type -> google.api.HttpBody
-	13, // 91: weft.v1.ServerService.DumpExpertRecord:output_type -> google.api.HttpBody
-	13, // 92: weft.v1.ServerService.BalanceExperts:output_type -> google.api.HttpBody
-	13, // 93: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	13, // 94: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
-	13, // 95: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
-	13, // 96: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
-	13, // 97: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
-	13, // 98: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
-	13, // 99: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
-	13, // 100: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
-	13, // 101: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
-	13, // 102: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
-	13, // 103: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
-	13, // 104: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
-	13, // 105: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
-	13, // 106: weft.v1.TrainerService.UpdateWeightsFromPeer:output_type -> google.api.HttpBody
-	13, // 107: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
-	13, // 108: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
-	13, // 109: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
-	13, // 110: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
-	13, // 111: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
-	13, // 112: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
-	13, // 113: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
-	13, // 114: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
-	13, // 115: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
-	13, // 116: weft.v1.TrainerService.SleepWorkers:output_type -> google.api.HttpBody
-	13, // 117: weft.v1.TrainerService.WakeWorkers:output_type -> google.api.HttpBody
-	13, // 118: weft.v1.TrainerService.IsSleeping:output_type -> google.api.HttpBody
-	13, // 119: weft.v1.TrainerService.ReleaseMemory:output_type -> google.api.HttpBody
-	13, // 120: weft.v1.TrainerService.ResumeMemory:output_type -> google.api.HttpBody
-	13, // 121: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
-	13, // 122: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
-	13, // 123: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
-	13, // 124: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
-	13, // 125: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	13, // 126: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
-	13, // 127: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	13, // 128: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	13, // 129: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	13, // 130: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	67, // [67:131] is the sub-list for method output_type
-	3,  // [3:67] is the sub-list for method input_type
+	15, // 31: weft.v1.TrainerService.ResumeWorkers:input_type -> google.protobuf.Empty
+	15, // 32: weft.v1.TrainerService.IsPaused:input_type -> google.protobuf.Empty
+	14, // 33: weft.v1.TrainerService.PauseGeneration:input_type -> google.api.HttpBody
+	14, // 34: weft.v1.TrainerService.ContinueGeneration:input_type -> google.api.HttpBody
+	14, // 35: weft.v1.TrainerService.AbortRequests:input_type -> google.api.HttpBody
+	8,  // 36: weft.v1.TrainerService.ShowLoads:input_type -> weft.v1.ShowLoadsRequest
+	14, // 37: weft.v1.TrainerService.UpdateWeightsFromDisk:input_type -> google.api.HttpBody
+	14, // 38: weft.v1.TrainerService.InitWeightsUpdateGroup:input_type -> google.api.HttpBody
+	14, // 39: weft.v1.TrainerService.DestroyWeightsUpdateGroup:input_type -> google.api.HttpBody
+	14, // 40: weft.v1.TrainerService.BeginWeightUpdate:input_type -> google.api.HttpBody
+	14, // 41: weft.v1.TrainerService.UpdateWeightsFromDistributed:input_type -> google.api.HttpBody
+	14, // 42: weft.v1.TrainerService.EndWeightUpdate:input_type -> google.api.HttpBody
+	14, // 43: weft.v1.TrainerService.UpdateWeightsFromTensor:input_type -> google.api.HttpBody
+	14, // 44: weft.v1.TrainerService.UpdateWeightsFromPeer:input_type -> google.api.HttpBody
+	14, // 45: weft.v1.TrainerService.UpdateWeightsFromIpc:input_type -> google.api.HttpBody
+	14, // 46: weft.v1.TrainerService.InitWeightTransferEngine:input_type -> google.api.HttpBody
+	14, // 47: weft.v1.TrainerService.StartWeightUpdate:input_type -> google.api.HttpBody
+	14, // 48: weft.v1.TrainerService.UpdateWeights:input_type -> google.api.HttpBody
+	14, // 49: weft.v1.TrainerService.FinishWeightUpdate:input_type -> google.api.HttpBody
+	14, // 50: weft.v1.TrainerService.ShutdownWeightTransferEngine:input_type -> google.api.HttpBody
+	7,  // 51: weft.v1.TrainerService.GetWorldSize:input_type -> weft.v1.GetWorldSizeRequest
+	15, // 52: weft.v1.TrainerService.GetWeightVersion:input_type -> google.protobuf.Empty
+	15, // 53: weft.v1.TrainerService.FlushCache:input_type -> google.protobuf.Empty
+	9,  // 54: weft.v1.TrainerService.SleepWorkers:input_type -> weft.v1.SleepWorkersRequest
+	10, // 55: weft.v1.TrainerService.WakeWorkers:input_type -> weft.v1.WakeWorkersRequest
+	15, // 56: weft.v1.TrainerService.IsSleeping:input_type -> google.protobuf.Empty
+	14, // 57: weft.v1.TrainerService.ReleaseMemory:input_type -> google.api.HttpBody
+	14, // 58: weft.v1.TrainerService.ResumeMemory:input_type -> google.api.HttpBody
+	14, // 59: weft.v1.TrainerService.CheckWeights:input_type -> google.api.HttpBody
+	14, // 60: weft.v1.TrainerService.GenerateTokens:input_type -> google.api.HttpBody
+	14, // 61: weft.v1.TrainerService.ContinueTokens:input_type -> google.api.HttpBody
+	11, // 62: weft.v1.TrainerService.ShowServer:input_type -> weft.v1.ShowServerRequest
+	14, // 63: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
+	14, // 64: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	14, // 65: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	14, // 66: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	14, // 67: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	14, // 68: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	14, // 69: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	14, // 70: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	14, // 71: weft.v1.ResponsesService.ListInputItems:output_type -> google.api.HttpBody
+	14, // 72: weft.v1.ResponsesService.CountInputTokens:output_type -> google.api.HttpBody
+	14, // 73: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	14, // 74: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	14, // 75: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	14, // 76: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	14, // 77: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	14, // 78: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	14, // 79: weft.v1.OllamaService.Embed:output_type -> google.api.HttpBody
+	14, // 80: weft.v1.OllamaService.EmbedPrompt:output_type -> google.api.HttpBody
+	14, // 81: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	14, // 82: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	14, // 83: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	14, // 84: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	14, // 85: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	14, // 86: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	14, // 87: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	14, // 88: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	14, // 89: weft.v1.ServerService.StartProfile:output_type -> google.api.HttpBody
+	14, // 90: weft.v1.ServerService.StopProfile:output_type -> google.api.HttpBody
+	14, // 91: weft.v1.ServerService.StartExpertRecord:output_type -> google.api.HttpBody
+	14, // 92: weft.v1.ServerService.StopExpertRecord:output_type -> google.api.HttpBody
+	14, // 93: weft.v1.ServerService.DumpExpertRecord:output_type -> google.api.HttpBody
+	14, // 94: weft.v1.ServerService.BalanceExperts:output_type -> google.api.HttpBody
+	14, // 95: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	14, // 96: weft.v1.TrainerService.PauseWorkers:output_type -> google.api.HttpBody
+	14, // 97: weft.v1.TrainerService.ResumeWorkers:output_type -> google.api.HttpBody
+	14, // 98: weft.v1.TrainerService.IsPaused:output_type -> google.api.HttpBody
+	14, // 99: weft.v1.TrainerService.PauseGeneration:output_type -> google.api.HttpBody
+	14, // 100: weft.v1.TrainerService.ContinueGeneration:output_type -> google.api.HttpBody
+	14, // 101: weft.v1.TrainerService.AbortRequests:output_type -> google.api.HttpBody
+	14, // 102: weft.v1.TrainerService.ShowLoads:output_type -> google.api.HttpBody
+	14, // 103: weft.v1.TrainerService.UpdateWeightsFromDisk:output_type -> google.api.HttpBody
+	14, // 104: weft.v1.TrainerService.InitWeightsUpdateGroup:output_type -> google.api.HttpBody
+	14, // 105: weft.v1.TrainerService.DestroyWeightsUpdateGroup:output_type -> google.api.HttpBody
+	14, // 106: weft.v1.TrainerService.BeginWeightUpdate:output_type -> google.api.HttpBody
+	14, // 107: weft.v1.TrainerService.UpdateWeightsFromDistributed:output_type -> google.api.HttpBody
+	14, // 108: weft.v1.TrainerService.EndWeightUpdate:output_type -> google.api.HttpBody
+	14, // 109: weft.v1.TrainerService.UpdateWeightsFromTensor:output_type -> google.api.HttpBody
+	14, // 110: weft.v1.TrainerService.UpdateWeightsFromPeer:output_type -> google.api.HttpBody
+	14, // 111: weft.v1.TrainerService.UpdateWeightsFromIpc:output_type -> google.api.HttpBody
+	14, // 112: weft.v1.TrainerService.InitWeightTransferEngine:output_type -> google.api.HttpBody
+	14, // 113: weft.v1.TrainerService.StartWeightUpdate:output_type -> google.api.HttpBody
+	14, // 114: weft.v1.TrainerService.UpdateWeights:output_type -> google.api.HttpBody
+	14, // 115: weft.v1.TrainerService.FinishWeightUpdate:output_type -> google.api.HttpBody
+	14, // 116: weft.v1.TrainerService.ShutdownWeightTransferEngine:output_type -> google.api.HttpBody
+	14, // 117: weft.v1.TrainerService.GetWorldSize:output_type -> google.api.HttpBody
+	14, // 118: weft.v1.TrainerService.GetWeightVersion:output_type -> google.api.HttpBody
+	14, // 119: weft.v1.TrainerService.FlushCache:output_type -> google.api.HttpBody
+	14, // 120: weft.v1.TrainerService.SleepWorkers:output_type -> google.api.HttpBody
+	14, // 121: weft.v1.TrainerService.WakeWorkers:output_type -> google.api.HttpBody
+	14, // 122: weft.v1.TrainerService.IsSleeping:output_type -> google.api.HttpBody
+	14, // 123: weft.v1.TrainerService.ReleaseMemory:output_type -> google.api.HttpBody
+	14, // 124: weft.v1.TrainerService.ResumeMemory:output_type -> google.api.HttpBody
+	14, // 125: weft.v1.TrainerService.CheckWeights:output_type -> google.api.HttpBody
+	14, // 126: weft.v1.TrainerService.GenerateTokens:output_type -> google.api.HttpBody
+	14, // 127: weft.v1.TrainerService.ContinueTokens:output_type -> google.api.HttpBody
+	14, // 128: weft.v1.TrainerService.ShowServer:output_type -> google.api.HttpBody
+	14, // 129: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	14, // 130: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	14, // 131: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	14, // 132: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	14, // 133: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	14, // 134: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	69, // [69:135] is the sub-list for method output_type
+	3,  // [3:69] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name
@@ -1010,14 +1064,14 @@ func file_weft_v1_dialects_proto_init() {
 		return
 	}
 	file_weft_v1_dialects_proto_msgTypes[3].OneofWrappers = []any{}
-	file_weft_v1_dialects_proto_msgTypes[8].OneofWrappers = []any{}
+	file_weft_v1_dialects_proto_msgTypes[9].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_dialects_proto_rawDesc), len(file_weft_v1_dialects_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   13,
 			NumExtensions: 1,
 			NumServices:   6,
 		},

@@ -1409,6 +1409,8 @@ const (
 	TrainerService_IsPaused_FullMethodName                     = "/weft.v1.TrainerService/IsPaused"
 	TrainerService_PauseGeneration_FullMethodName              = "/weft.v1.TrainerService/PauseGeneration"
 	TrainerService_ContinueGeneration_FullMethodName           = "/weft.v1.TrainerService/ContinueGeneration"
+	TrainerService_AbortRequests_FullMethodName                = "/weft.v1.TrainerService/AbortRequests"
+	TrainerService_ShowLoads_FullMethodName                    = "/weft.v1.TrainerService/ShowLoads"
 	TrainerService_UpdateWeightsFromDisk_FullMethodName        = "/weft.v1.TrainerService/UpdateWeightsFromDisk"
 	TrainerService_InitWeightsUpdateGroup_FullMethodName       = "/weft.v1.TrainerService/InitWeightsUpdateGroup"
 	TrainerService_DestroyWeightsUpdateGroup_FullMethodName    = "/weft.v1.TrainerService/DestroyWeightsUpdateGroup"
@@ -1454,6 +1456,10 @@ type TrainerServiceClient interface {
 	PauseGeneration(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// ResumeWorkers with SGLang's body.
 	ContinueGeneration(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Ends the requests of all workers with what they have so far, in SGLang's form. Idempotent.
+	AbortRequests(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Counts the requests of each worker, in SGLang's form.
+	ShowLoads(ctx context.Context, in *ShowLoadsRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Changes the weights of all workers to those in a folder, which each worker's host must have.
 	UpdateWeightsFromDisk(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Joins a trainer's process group with all ranks of all workers, in SGLang's form.
@@ -1563,6 +1569,26 @@ func (c *trainerServiceClient) ContinueGeneration(ctx context.Context, in *httpb
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
 	err := c.cc.Invoke(ctx, TrainerService_ContinueGeneration_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) AbortRequests(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_AbortRequests_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *trainerServiceClient) ShowLoads(ctx context.Context, in *ShowLoadsRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, TrainerService_ShowLoads_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -1864,6 +1890,10 @@ type TrainerServiceServer interface {
 	PauseGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// ResumeWorkers with SGLang's body.
 	ContinueGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Ends the requests of all workers with what they have so far, in SGLang's form. Idempotent.
+	AbortRequests(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Counts the requests of each worker, in SGLang's form.
+	ShowLoads(context.Context, *ShowLoadsRequest) (*httpbody.HttpBody, error)
 	// Changes the weights of all workers to those in a folder, which each worker's host must have.
 	UpdateWeightsFromDisk(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Joins a trainer's process group with all ranks of all workers, in SGLang's form.
@@ -1943,6 +1973,12 @@ func (UnimplementedTrainerServiceServer) PauseGeneration(context.Context, *httpb
 }
 func (UnimplementedTrainerServiceServer) ContinueGeneration(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method ContinueGeneration not implemented")
+}
+func (UnimplementedTrainerServiceServer) AbortRequests(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method AbortRequests not implemented")
+}
+func (UnimplementedTrainerServiceServer) ShowLoads(context.Context, *ShowLoadsRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method ShowLoads not implemented")
 }
 func (UnimplementedTrainerServiceServer) UpdateWeightsFromDisk(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method UpdateWeightsFromDisk not implemented")
@@ -2129,6 +2165,42 @@ func _TrainerService_ContinueGeneration_Handler(srv interface{}, ctx context.Con
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(TrainerServiceServer).ContinueGeneration(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_AbortRequests_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).AbortRequests(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_AbortRequests_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).AbortRequests(ctx, req.(*httpbody.HttpBody))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _TrainerService_ShowLoads_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ShowLoadsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TrainerServiceServer).ShowLoads(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TrainerService_ShowLoads_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TrainerServiceServer).ShowLoads(ctx, req.(*ShowLoadsRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -2613,6 +2685,14 @@ var TrainerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ContinueGeneration",
 			Handler:    _TrainerService_ContinueGeneration_Handler,
+		},
+		{
+			MethodName: "AbortRequests",
+			Handler:    _TrainerService_AbortRequests_Handler,
+		},
+		{
+			MethodName: "ShowLoads",
+			Handler:    _TrainerService_ShowLoads_Handler,
 		},
 		{
 			MethodName: "UpdateWeightsFromDisk",

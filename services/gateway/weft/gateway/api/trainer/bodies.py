@@ -31,6 +31,14 @@ class ContinueGenerationBody(DialectBody):
     torch_empty_cache: bool | None = left_out("nothing is kept for later use")
 
 
+class AbortRequestsBody(DialectBody):
+    """Body of POST /abort_request."""
+
+    abort_all: Literal[True] = Field(description="all requests of all workers end")
+    rid: Any = refused("a request ends when its client closes the connection", "")
+    abort_message: Any = left_out("answers say that they were ended")
+
+
 class UpdateFromDiskBody(DialectBody):
     """Body of POST /update_weights_from_disk."""
 
@@ -259,6 +267,20 @@ class ServerInfoAnswer(BaseModel):
     vllm_config: dict[str, Any] = Field(
         description="model_config.dtype, lora_config, parallel_config, as vLLM's trainers read them"
     )
+
+
+class WorkerLoad(BaseModel):
+    """Requests of one worker, or of the gateway."""
+
+    worker: str = Field(description="empty: the requests that no worker has yet")
+    num_running_reqs: int
+    num_waiting_reqs: int = Field(description="also those whose pages another worker computes")
+
+
+class LoadsAnswer(BaseModel):
+    """Answer to GET /v1/loads."""
+
+    loads: list[WorkerLoad]
 
 
 class WorldSizeAnswer(BaseModel):

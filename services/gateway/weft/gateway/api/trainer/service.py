@@ -27,6 +27,7 @@ from weft.gateway.api.openai.chunks import DONE, large_to_json, to_json, usage_j
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.relay import EdgeFace
 from weft.gateway.api.trainer.bodies import (
+    AbortRequestsBody,
     BeginUpdateBody,
     CheckWeightsBody,
     ContinueGenerationBody,
@@ -36,6 +37,7 @@ from weft.gateway.api.trainer.bodies import (
     InitGroupBody,
     InitTransferBody,
     LentHandle,
+    LoadsAnswer,
     MemoryBody,
     NoBody,
     PauseGenerationBody,
@@ -45,6 +47,7 @@ from weft.gateway.api.trainer.bodies import (
     UpdateFromDistributedBody,
     UpdateFromPeerBody,
     UpdateFromTensorBody,
+    WorkerLoad,
 )
 from weft.gateway.api.trainer.token_answers import SglangWriter, VllmWriter
 from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
@@ -152,6 +155,26 @@ class TrainerFace(dialects_pb2_grpc.TrainerServiceServicer):
         found = await self._weights.resume(token)
         await begin_answer(context, facts.request_id)
         return _answer("resumed", found)
+
+    async def AbortRequests(self, request: HttpBody, context: Context) -> HttpBody:
+        await self._body(AbortRequestsBody, request, context)
+        token = self._token(context)
+        await self._abort_all(token)
+        return _answer("ended", await self._weights.show(token, packed_digest=False))
+
+    async def ShowLoads(self, request: dialects_pb2.ShowLoadsRequest, context: Context) -> HttpBody:
+        self._token(context)
+        loads = [
+            WorkerLoad(
+                worker=worker,
+                num_running_reqs=load.running_requests,
+                num_waiting_reqs=load.waiting_requests + load.filling_requests,
+            )
+            for worker, load in self._weights.loads().items()
+        ]
+        queued = self._pipeline.num_queued
+        loads.append(WorkerLoad(worker="", num_running_reqs=0, num_waiting_reqs=queued))
+        return json_body(LoadsAnswer(loads=loads).model_dump())
 
     async def UpdateWeightsFromDisk(self, request: HttpBody, context: Context) -> HttpBody:
         token = self._token(context)
