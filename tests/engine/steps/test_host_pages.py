@@ -82,7 +82,7 @@ def test_a_prompt_is_shipped_between_any_numbers_of_hosts(
 
 
 @FULL
-@pytest.mark.parametrize("name", ["falcon_h1", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("name", ["falcon_h1", "deepseek-v3", "gemma3"])
 def test_prompts_of_other_families_are_shipped(name: str, tmp_path: Path, seed: int) -> None:
     """With recurrent layers, latents and windows."""
     folder = tmp_path / "model"
