@@ -218,6 +218,7 @@ def test_a_long_file_is_heard_as_by_transformers(
     # Texts of a random model are improbable, and drawn tokens are no one's.
     monkeypatch.setattr(transcribe, "_TEMPERATURES", (0.0,))
     monkeypatch.setattr(transcribe, "_LEAST_LOGPROB", -1000.0)
+    monkeypatch.setattr(transcribe, "_SURE_LOGPROB", -1000.0)
     reference = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     extract = WhisperFeatureExtractor(feature_size=80, chunk_length=2)
     options: dict[str, Any] = {"truncation": False, "padding": "longest", "sampling_rate": RATE}

@@ -317,17 +317,20 @@ def test_slimes_engine_gets_what_it_reads(mesh: TrainedMesh, tmp_path: Path) -> 
     assert all(one[0] <= 0 for one in meta["output_token_logprobs"])
     assert isinstance(answer["text"], str)
     # Its rollouts end what still runs, and wait until nothing does.
-    long = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 1900}}
-    found: list[dict[str, Any]] = []
+    long = {
+        "input_ids": [PROMPTS[0]] * 8,
+        "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True},
+    }
+    found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(mesh.post("generate", long)))
     thread.start()
-    wait_until(lambda: num_requests(mesh) == 1, LONG_S)
+    wait_until(lambda: num_requests(mesh) == 8, LONG_S)
     assert mesh.post("abort_request", {"abort_all": True})["success"]
     wait_until(lambda: num_requests(mesh) == 0, LONG_S)
     thread.join(LONG_S)
-    (cut,) = found
-    assert cut["meta_info"]["finish_reason"]["type"] == "abort"
-    assert len(cut["output_ids"]) < 1900
+    (answers,) = found
+    assert {one["meta_info"]["finish_reason"]["type"] for one in answers} == {"abort"}
+    assert all(len(one["output_ids"]) < 1900 for one in answers)
     assert mesh.call("GET", "is_paused").json() == {"is_paused": False}
     refused = mesh.call("POST", "abort_request", {"rid": "a", "abort_all": True})
     assert (refused.status_code, "rid" in refused.text) == (400, True), refused.text

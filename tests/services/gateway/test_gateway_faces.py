@@ -173,7 +173,7 @@ async def test_sampling_reaches_the_worker_alike_from_both_faces(mesh: Harness) 
     assert sorted(rest.stop.stop_token_ids) == sorted([mesh.end, 11, 12])
     assert 500 < rest.total_timeout.ToSeconds() <= 600  # What is left of it.
     for submit in (rest, typed):
-        for name in ("request_id", "first_token_timeout", "total_timeout", "traceparent"):
+        for name in ("request_id", "stream", "first_token_timeout", "total_timeout", "traceparent"):
             submit.ClearField(name)  # type: ignore[arg-type]
     assert rest == typed
     assert rest.priority == -7

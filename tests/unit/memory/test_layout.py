@@ -70,7 +70,7 @@ def test_a_models_layout(shape: Shape, draft: bytes, text: str, page_bytes: int)
     planes = [(shape.heads, shape.dim, list(range(shape.layers)))]
     config = SimpleNamespace(page_planes=[(None, planes)])
     model: Any = SimpleNamespace(stage=None, config=config, dtype=shape.dtype)
-    model.kv_layout = lambda page_size: DecoderOnlyLM.kv_layout(model, page_size)
+    model.kv_layout = lambda page_size: DecoderOnlyLM.layout_of(model, None, page_size)
     layout = model.kv_layout(shape.page_size)
     if draft:
         head = SimpleNamespace(digest=draft, place=HeadPlace(shape.layers))
@@ -104,7 +104,7 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     planes = [(None, [(2, 24, [1])]), (21, [(2, 24, [0, 2])])]
     config = SimpleNamespace(page_planes=planes)
     model: Any = SimpleNamespace(stage=None, config=config, dtype=torch.float16)
-    layout = DecoderOnlyLM.kv_layout(model, 8)
+    layout = DecoderOnlyLM.layout_of(model, None, 8)
     rest = "heads=2;parts=k:24:float16,v:24:float16;page_size=8;order=head,layer,part,position,dim"
     text = f"plane=target;layers=1;{rest}|plane=window-21;layers=2;{rest}"
     assert layout.describe() == text
@@ -134,7 +134,7 @@ def test_layers_with_other_heads_have_a_plane_of_their_own_in_the_same_pages() -
     planes = [(None, [(2, 24, [0, 2, 3]), (1, 32, [1])]), (21, [(4, 16, [4])])]
     config = SimpleNamespace(page_planes=planes)
     model: Any = SimpleNamespace(stage=None, config=config, dtype=torch.float16)
-    layout = DecoderOnlyLM.kv_layout(model, 8)
+    layout = DecoderOnlyLM.layout_of(model, None, 8)
     names = [plane.name for group in layout.groups for plane in group.planes]
     assert names == ["target", "target-1x32", "window-21"]
     widths = [2 * 24 * 3 * 2, 32 * 2, 4 * 16 * 2]

@@ -89,6 +89,7 @@ def a_submit() -> decode_pb2.Submit:
         session_id="s" * 128,
         end_session=True,
         routes_from=3,
+        stream=7,
         pool={
             "output": decode_pb2.POOL_OUTPUT_LABEL_LOGITS,
             "label_ids": [1, 2],
