@@ -220,14 +220,7 @@ def test_shipped_pages(
     )
     try:
         for _ in range(3):
-            (prompt,) = random_prompts((6 * PAGE + 3,))
-            pair.owner.memory.flush_cache()
-            (alone,) = pair.finish(pair.submit(prompt, candidates=[]))
-            pair.owner.memory.flush_cache()
-            request_id = pair.submit(prompt)
-            assert pair.finish(request_id) == [alone]
-            (fill,) = pair.answers[request_id].finished[0].timeline.fills
-            assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+            pair.check_shipped(*random_prompts((6 * PAGE + 3,)), 6)
         pair.settle()
     finally:
         pair.close()
@@ -240,13 +233,7 @@ def test_pages_come_back_from_host_memory_and_disk(tmp_path: Path, seed: int) ->
     more = {"disk_cache_dir": tmp_path, "prefill_chunk_tokens": 4 * PAGE, "num_threads": 1}
     bench = TierBench(folder, 20 * PAGE, **small, **more, **DIVIDED)
     try:
-        (prompt,) = random_prompts((19 * PAGE + 3,))
-        expected = bench.ask(prompt)
-        bench.push_out()
-        assert bench.ask(prompt) == expected
-        assert bench.counters("host")["corrupt_pages"] == 0
-        assert sum(bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")) > 0
-        bench.settle()
+        bench.check_return(*random_prompts((19 * PAGE + 3,)))
     finally:
         bench.pair.close()
 

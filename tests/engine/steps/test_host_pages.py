@@ -48,13 +48,7 @@ def check_shipping(
             clock,
         )
         stack.callback(pair.close)
-        prompt = random_prompt(6 * PAGE + 3)
-        (alone,) = pair.finish(pair.submit(prompt, candidates=[]))
-        pair.owner.memory.flush_cache()
-        request_id = pair.submit(prompt)
-        assert pair.finish(request_id) == [alone]
-        (fill,) = pair.answers[request_id].finished[0].timeline.fills
-        assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+        pair.check_shipped(random_prompt(6 * PAGE + 3), 6)
         pair.settle()
 
 
@@ -104,13 +98,7 @@ def test_pages_of_all_hosts_come_back_from_host_memory_and_disk(
         settings = settings_of(stack, folder, 2, tp=tp, **small)
         bench = TierBench(folder, 20 * PAGE, **settings)
         stack.callback(bench.pair.close)
-        prompt = random_prompt(19 * PAGE + 3, 500)
-        expected = bench.ask(prompt)
-        bench.push_out()
-        assert bench.ask(prompt) == expected
-        assert bench.counters("host")["corrupt_pages"] == 0
-        assert sum(bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")) > 0
-        bench.settle()
+        bench.check_return(random_prompt(19 * PAGE + 3, 500))
 
 
 @FULL

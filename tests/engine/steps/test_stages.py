@@ -262,13 +262,7 @@ def test_a_prompt_is_shipped_between_workers_with_stages_and_without(
         clock,
     )
     try:
-        (prompt,) = random_prompts((6 * PAGE + 3,), 250)
-        (alone,) = pair.finish(pair.submit(prompt, candidates=[]))
-        pair.owner.memory.flush_cache()
-        request_id = pair.submit(prompt)
-        assert pair.finish(request_id) == [alone]
-        (fill,) = pair.answers[request_id].finished[0].timeline.fills
-        assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+        pair.check_shipped(*random_prompts((6 * PAGE + 3,), 250), 6)
         pair.settle()
     finally:
         pair.close()
@@ -281,13 +275,7 @@ def test_pages_of_all_stages_come_back_from_host_memory_and_disk(tmp_path: Path,
     small |= {"disk_cache_dir": tmp_path, "prefill_chunk_tokens": 4 * PAGE, "num_threads": 1}
     bench = TierBench(folder, 20 * PAGE, pp=2, **small)
     try:
-        (prompt,) = random_prompts((19 * PAGE + 3,), 500)
-        expected = bench.ask(prompt)
-        bench.push_out()
-        assert bench.ask(prompt) == expected
-        assert bench.counters("host")["corrupt_pages"] == 0
-        assert sum(bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")) > 0
-        bench.settle()
+        bench.check_return(*random_prompts((19 * PAGE + 3,), 500))
     finally:
         bench.pair.close()
 

@@ -69,13 +69,7 @@ def check_shipped(
         published = PublishedEntries(pair.owner)
         for _ in range(3):
             prompt = new_prompt(6)
-            pair.owner.memory.flush_cache()
-            (alone,) = pair.finish(pair.submit(prompt, candidates=[]))
-            pair.owner.memory.flush_cache()
-            request_id = pair.submit(prompt)
-            assert pair.finish(request_id) == [alone]
-            (fill,) = pair.answers[request_id].finished[0].timeline.fills
-            assert (fill.accepted_tokens, fill.failure) == (6 * PAGE, "")
+            pair.check_shipped(prompt, 6)
             if reference is not None:
                 assert published.check(prompt, reference) == 6
             pair.settle()
@@ -100,12 +94,6 @@ def test_pages_of_all_ranks_come_back_from_host_memory_and_disk(
         num_threads=1,
     )
     try:
-        prompt = new_prompt(19)
-        expected = bench.ask(prompt)
-        bench.push_out()
-        assert bench.ask(prompt) == expected
-        assert bench.counters("host")["corrupt_pages"] == 0
-        assert sum(bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")) > 0
-        bench.settle()
+        bench.check_return(new_prompt(19))
     finally:
         bench.pair.close()

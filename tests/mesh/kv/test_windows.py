@@ -35,14 +35,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         kind="qwen2",
         shape={**SHAPE, "sliding_window": WINDOW},
     )
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 @pytest.fixture(scope="module")

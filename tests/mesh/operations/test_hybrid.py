@@ -42,14 +42,8 @@ def mesh(
     flags += ("--local-prefill-max-tokens", "0", "--kvstore", "1", "--prefill-args", args)
     flags += ("--decode-args", f"{PATIENT} --drafter ngram {args}")
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 def complete(mesh: LocalMesh, prompt: list[int], **fields: Any) -> dict[str, Any]:

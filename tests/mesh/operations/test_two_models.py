@@ -70,14 +70,8 @@ def prompt_of(model: str, length: int, seed: int = 0) -> list[int]:
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[TwoModels]:
     mesh = TwoModels(tmp_path_factory.mktemp("two"))
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 def test_each_model_answers_as_transformers_does(mesh: TwoModels) -> None:

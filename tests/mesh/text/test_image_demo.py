@@ -32,14 +32,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
     flags = ("--model", str(MODEL), "--dtype", "float32", "--local-prefill-max-tokens", "0")
     flags += ("--kv-memory-bytes", str(256 << 20), "--decode-args", PATIENT)
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 def test_pictures_are_named_and_counted(mesh: LocalMesh) -> None:

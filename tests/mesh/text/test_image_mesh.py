@@ -66,14 +66,8 @@ def mesh(
     flags += ("--local-prefill-max-tokens", "0", "--decode-args", PATIENT + request.param)
     flags += ("--prefill-args", "--prefill-chunk-tokens 32")
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 class Reference:

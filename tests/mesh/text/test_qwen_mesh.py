@@ -71,14 +71,8 @@ def mesh(
     mesh = LocalMesh(
         tmp_path_factory.mktemp("mesh"), *flags, "--decode-args", PATIENT + request.param
     )
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 def check(family: QwenVl, folder: Path, content: list[str | Image.Image], tokens: list[int]) -> int:

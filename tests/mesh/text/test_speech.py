@@ -31,14 +31,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
     folder = make_talker(tmp_path_factory.mktemp("speech") / "hearing", random.randrange(1 << 30))
     flags = ("--model", str(folder), "--dtype", "float32", "--decode", "2")
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags, "--local-prefill-max-tokens", "0")
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 @pytest.fixture

@@ -40,14 +40,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         *("--kv-memory-bytes", str(256 << 20), "--drafter", "mtp"),
         *("--decode-args", f"{PATIENT} --draft-gate fixed --max-draft-tokens 2"),
     )
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -57,14 +57,8 @@ def mesh(
         flags += ("--decode-args", f"{PATIENT} --language-model-only")
         flags += ("--prefill-args", "--prefill-chunk-tokens 32")
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
-    try:
-        mesh.wait_ready()
-        mesh.wait_healthy()
+    with mesh.serving():
         yield mesh
-        assert mesh.stop() == 0, mesh.text
-    finally:
-        mesh.process.kill()
-        mesh.process.wait()
 
 
 def new_messages() -> list[dict[str, Any]]:

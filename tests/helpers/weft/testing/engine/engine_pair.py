@@ -205,6 +205,19 @@ class EnginePair:
         self.run(lambda: all(len(self.answers[i].finished) == samples for i in request_ids))
         return [self.answers[i].tokens[0] for i in request_ids]
 
+    def check_shipped(self, prompt: Sequence[int], num_pages: int) -> None:
+        """The answer is the one that the owner gives alone, and the first of its fillers brings
+        `num_pages` of the prompt's pages.
+        """
+        self.owner.memory.flush_cache()
+        (alone,) = self.finish(self.submit(prompt, candidates=[]))
+        self.owner.memory.flush_cache()
+        request_id = self.submit(prompt)
+        assert self.finish(request_id) == [alone]
+        (fill,) = self.answers[request_id].finished[0].timeline.fills
+        page_size = self.owner.config.page_size
+        assert (fill.accepted_tokens, fill.failure) == (num_pages * page_size, "")
+
     def stall(self, seconds: float) -> None:
         """Lets pending work arrive, then lets time pass without a turn."""
         before = self.owner.counters()["fills_failed"]

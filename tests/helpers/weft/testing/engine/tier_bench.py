@@ -59,6 +59,16 @@ class TierBench:
             self.ask(prompt_of(self._length))
         self.settle()
 
+    def check_return(self, prompt: list[int]) -> None:
+        """Pages that were pushed out come back from the tiers, and the answer is the same."""
+        expected = self.ask(prompt)
+        self.push_out()
+        assert self.ask(prompt) == expected
+        tiers = [self.counters(name) for name in ("host", "disk")]
+        assert tiers[0]["corrupt_pages"] == 0
+        assert sum(tier["loaded_pages"] for tier in tiers) > 0
+        self.settle()
+
     def fills(self) -> list[FillRecord]:
         """Fills of the request that finished last."""
         return list(self.pair.answers.values())[-1].finished[-1].timeline.fills

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import grpc
 import httpx
@@ -134,6 +134,18 @@ class LocalMesh:
 
     def log(self, name: str) -> str:
         return (self.state / "logs" / f"{name}.log").read_text(errors="replace")
+
+    @contextmanager
+    def serving(self) -> Iterator[Self]:
+        """Waits until it serves. At the end it must stop without an error."""
+        try:
+            self.wait_ready()
+            self.wait_healthy()
+            yield self
+            assert self.stop() == 0, self.text
+        finally:
+            self.process.kill()
+            self.process.wait()
 
     @contextmanager
     def worker(self, name: str) -> Iterator[worker_pb2_grpc.WorkerServiceStub]:
