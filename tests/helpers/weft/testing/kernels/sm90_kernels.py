@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,7 +104,7 @@ from weft.kernels.ops.step_rows import triton_rows as step_rows
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.ops.tree_rows import triton_rows as tree_rows
-from weft.kernels.shared import copied_tiles, dependent_launch
+from weft.kernels.shared import dependent_launch
 from weft.kernels.shared.formats.fp8 import FP8
 from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
 from weft.kernels.shared.formats.quantised import (
@@ -678,10 +680,14 @@ def main(is_full: bool, texts: Path | None) -> None:
         mock.patch.object(JITFunction, "run", only_compile),
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(torch, "mm", product),
-        mock.patch.object(dependent_launch, "is_dependent", return_value=True),
-        mock.patch.object(copied_tiles, "is_dependent", return_value=True),
+        ExitStack() as stack,
         mock.patch.object(groups_tensor_cores, "has_kernel", return_value=True),
     ):
+        # Modules that are imported later get it from its own module.
+        own = dependent_launch.is_dependent
+        for module in list(sys.modules.values()):
+            if vars(module).get("is_dependent") is own:
+                stack.enter_context(mock.patch.object(module, "is_dependent", return_value=True))
         for name, compile_group in groups(is_full).items():
             earlier |= launched
             launched.clear()
