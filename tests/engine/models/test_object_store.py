@@ -123,7 +123,7 @@ def test_large_files_come_in_pieces(source: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class _Links(BaseHTTPRequestHandler):
-    """Ranges of a file; `wrong` names what it does otherwise."""
+    """Serves ranges of a file; `wrong` names what is false in its answers."""
 
     protocol_version = "HTTP/1.1"
     wrong: ClassVar[str]

@@ -139,7 +139,7 @@ def test_counts_of_tokens_agree(mesh: LocalMesh, kind: str) -> None:
     [("decode-0", "engine_pid"), ("decode-0", "pid"), ("prefill-0", "pid")],
 )
 def test_an_answer_survives_a_worker(mesh: LocalMesh, kind: str, victim: str, process: str) -> None:
-    """The owner's successor was never brought the frames and has none of the pages."""
+    """Also if the decode worker is killed: the one that goes on never got the frames or pages."""
     if kind == "whole" and victim == "prefill-0":
         pytest.skip("there is none")
     messages = new_messages()

@@ -17,7 +17,7 @@ from weft.engine.parallel.expert_places import (
 from weft.kernels.ops.moe.spec import CYCLES
 
 LARGEST_RATIO = 4 / 3
-"""Of the longest sum that greedy packing with equal numbers makes, to the least (Graham)."""
+"""Bound of greedy packing's largest sum over the least possible one (Graham, 1969)."""
 
 
 def random_load(experts: int, steps: int = 200) -> ExpertLoad:

@@ -773,6 +773,11 @@ class EngineConfig(PageConfig):
             ("balance_experts", is_alone, "off with pp, cp or hosts"),
             (
                 "balance_experts",
+                not self.is_on_gpu,
+                "off on GPUs, where moved experts have not been compared yet",
+            ),
+            (
+                "balance_experts",
                 not self.deterministic,
                 "off with deterministic: sums would depend on where experts are",
             ),

@@ -39,7 +39,7 @@ _ALIGNED = 64
 class _Layer(NamedTuple):
     weights: ExpertWeights | PlainExperts
     table: torch.Tensor
-    """The layer's `ExpertWeights.placement`."""
+    """The memory of `ExpertWeights.placement`, which a move overwrites."""
     num_places: int
     num_bytes: int
     """Of an expert in the memory of all ranks."""

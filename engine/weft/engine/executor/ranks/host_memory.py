@@ -348,7 +348,7 @@ def _taken(pieces: Sequence[Piece], source: torch.Tensor, row_bytes: int) -> tor
 
 
 class Mirror:
-    """Sends what rank 0 has written in its host's memory to the other hosts, which have the same.
+    """Keeps memory alike on all hosts: sends the rows that rank 0 has changed to the others.
 
     Args:
         rows: [n, MIRROR_ROW_BYTES].

@@ -118,7 +118,7 @@ class RankLeader(ABC):
         return number
 
     def answer(self, number: int) -> None:
-        """Lets the other ranks go on from a phase."""
+        """Tells the other ranks, which wait in a phase of the start, that all have come to it."""
         for follower in self.others:
             self._send(follower, {"number": number})
 
