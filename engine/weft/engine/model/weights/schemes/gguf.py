@@ -41,7 +41,7 @@ class GgufScheme(QuantisedScheme):
             groups = None if groups is None else _part_of(groups, part)
             if groups is None:
                 break
-            parts.append(groups)
+            parts.append(_on(groups, weights.device))
         bits = max((part.bits for part in parts), default=0)
         kinds = {part.is_e2m1 for part in parts}
         if len(parts) < len(shares) or len(kinds) > 1 or not multiplies_gguf(weights.device, bits):
@@ -93,6 +93,14 @@ def _part_of(whole: GgufGroups, part: TensorSlice) -> GgufGroups | None:
         numbers=whole.numbers[rows, first:end],
         scales=whole.scales[rows, groups],
         offsets=None if offsets is None else offsets[rows, groups],
+    )
+
+
+def _on(groups: GgufGroups, device: torch.device) -> GgufGroups:
+    return groups._replace(
+        numbers=groups.numbers.to(device),
+        scales=groups.scales.to(device),
+        offsets=None if groups.offsets is None else groups.offsets.to(device),
     )
 
 
