@@ -20,6 +20,7 @@ STOP = StopCriteria(max_tokens=40, ignore_eos=True)
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "num_attention_heads": 16}
 # Cached pages would change how many rows a prompt has, and with it how its sums are rounded.
 SETTINGS = {"device": "cuda", "dtype": "bfloat16", "num_pages": 1024, "prefix_cache": False}
+SETTINGS |= {"max_running_requests": 8, "max_step_tokens": 256, "prefill_chunk_tokens": 256}
 SLACK = 64 << 20
 
 

@@ -468,7 +468,7 @@ class EngineConfig(PageConfig):
     )
     load_by_layer: Literal["auto", "always", "never"] = setting(
         "begin to compute a prompt while its pages still come from host memory or disk, layer by "
-        "layer; auto = on CPUs, where nothing else runs and it is measured to pay",
+        "layer; auto = where nothing else runs and it is measured to pay",
         "auto",
     )
     language_model_only: bool = setting(
@@ -1035,12 +1035,10 @@ class EngineConfig(PageConfig):
     def has_tiers(self) -> bool:
         return bool(self.host_cache_bytes) or self.disk_cache_dir is not None
 
-    def loads_by_layer(self, *, is_cuda: bool) -> bool:
-        """Whether pages of tiers may come layer by layer. On GPUs only on demand: nobody has seen
-        it run there.
-        """
-        is_wanted = self.load_by_layer == "always" or not is_cuda
-        return self.has_tiers and is_wanted and self.load_by_layer != "never"
+    @property
+    def loads_by_layer(self) -> bool:
+        """Whether pages of tiers may come layer by layer."""
+        return self.has_tiers and self.load_by_layer != "never"
 
     @property
     def moves_pages(self) -> bool:

@@ -550,7 +550,7 @@ def _make_executor(
         packed=models.loaded.packed,
         sleep=sleep,
         beside=partial(_sleeping_beside, models, lora, is_alone=config.num_ranks == 1),
-        loads_by_layer=config.loads_by_layer(is_cuda=device.type == "cuda"),
+        loads_by_layer=config.loads_by_layer,
         counts=_counts_of(config, models, device),
         experts=None
         if shared is None
