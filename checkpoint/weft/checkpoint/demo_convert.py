@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 from weft.checkpoint.files import Progress
 from weft.checkpoint.gguf_metadata import GgufMetadata
 from weft.checkpoint.gguf_tokenizer import tokenizer_files
-from weft.checkpoint.gguf_values import split_halves
 from weft.contract.arrays import Float32Array
 from weft.contract.errors import ModelError
 
@@ -63,17 +62,17 @@ class _Tensor:
 
     def __init__(self, tensor: Any, metadata: GgufMetadata) -> None:
         self._tensor = tensor
-        self.name, kind = metadata.hugging_face_name(tensor.name)
+        self.name = metadata.hugging_face_name(tensor.name)
         self.shape = [int(size) for size in reversed(tensor.shape)]
         self.num_bytes = 4 * math.prod(self.shape)
-        self._heads = metadata.heads_of(kind)
+        self._order = metadata.order_of(tensor.name)
 
     def values(self) -> Float32Array:
         from gguf.quants import dequantize
 
         values: Float32Array = dequantize(self._tensor.data, self._tensor.tensor_type)
         values = values.reshape(self.shape)
-        return split_halves(values, self._heads) if self._heads else values
+        return values if self._order is None else self._order.of(values)
 
 
 def _write_json(path: Path, content: object) -> WrittenFile:

@@ -26,6 +26,8 @@ class Metadata(Protocol):
 
     def has_tensor(self, name: str) -> bool: ...
 
+    def rows_of(self, tensor: str) -> int: ...
+
     def problem(self, text: str) -> ModelError: ...
 
 
@@ -75,6 +77,29 @@ def _gemma3(m: Metadata) -> Values:
         "query_pre_attn_scalar": width if is_27b else m.own("attention.key_length"),
         "rope_local_base_freq": m.own_or("rope.freq_base_swa", 10_000.0),
     }
+
+
+def _gemma4(m: Metadata) -> Values:
+    kinds, heads = _layer_types(m), _numbers(m, "attention.head_count_kv")
+    assert kinds is not None
+    inner, full = _numbers(m, "feed_forward_length"), kinds.index("full_attention")
+    values = {
+        "attention_k_eq_v": not m.has_tensor(f"blk.{full}.attn_v.weight"),
+        "enable_moe_block": m.own_or("expert_count", 0) > 0,
+        "global_head_dim": m.own("attention.key_length"),
+        "head_dim": m.own("attention.key_length_swa"),
+        "hidden_size_per_layer_input": m.own_or("embedding_length_per_layer_input", 0),
+        "intermediate_size": inner[0],
+        "layer_types": kinds,
+        "num_global_key_value_heads": heads[full],
+        "num_key_value_heads": heads[kinds.index("sliding_attention")],
+        "num_kv_shared_layers": m.own_or("attention.shared_kv_layers", 0),
+        "top_k_experts": m.own_or("expert_used_count"),
+        "use_double_wide_mlp": inner[-1] != inner[0],
+    }
+    if values["hidden_size_per_layer_input"]:
+        values["vocab_size_per_layer_input"] = m.rows_of("per_layer_token_embd.weight")
+    return values
 
 
 def _mixtral(m: Metadata) -> Values:
@@ -274,6 +299,44 @@ def _qwen2_moe(m: Metadata) -> Values:
     return {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
+def _gated_delta(m: Metadata) -> Values:
+    heads = m.own("ssm.time_step_rank")
+    return {
+        "linear_conv_kernel_dim": m.own("ssm.conv_kernel"),
+        "linear_key_head_dim": m.own("ssm.state_size"),
+        "linear_num_key_heads": m.own("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": m.own("ssm.inner_size") // heads,
+        "full_attention_interval": m.own_or("full_attention_interval", 4),
+    }
+
+
+def _mamba2(m: Metadata) -> Values:
+    """Fields of Nemotron-H."""
+    heads, dense = m.own("ssm.time_step_rank"), _layers_with(m, "ffn_up.weight")
+    # The converter writes lengths of experts, or 0, for MLPs.
+    inner = m.rows_of(f"blk.{dense.index(True)}.ffn_up.weight") if any(dense) else None
+    letters = ["*"] * m.own("block_count")
+    for letter, name in (
+        *(("M", "ssm_in.weight"), ("-", "ffn_up.weight"), ("E", "ffn_up_exps.weight")),
+    ):
+        for layer, has in enumerate(_layers_with(m, name)):
+            letters[layer] = letter if has else letters[layer]
+    return {
+        "conv_kernel": m.own("ssm.conv_kernel"),
+        "hybrid_override_pattern": "".join(letters),
+        "intermediate_size": inner or m.own("expert_feed_forward_length"),
+        "mamba_head_dim": m.own("ssm.inner_size") // heads,
+        "mamba_num_heads": heads,
+        "mlp_hidden_act": "relu2",
+        "moe_latent_size": m.own_or("moe_latent_size"),
+        "moe_shared_expert_intermediate_size": m.own_or("expert_shared_feed_forward_length"),
+        "n_groups": m.own("ssm.group_count"),
+        "ssm_state_size": m.own("ssm.state_size"),
+        "use_conv_bias": any(_layers_with(m, "ssm_conv1d.bias")),
+    }
+
+
 def _of(architecture: str, model_type: str, **more: Any) -> GgufArchitecture:
     return GgufArchitecture(architecture=architecture, model_type=model_type, **more)
 
@@ -297,6 +360,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gemma": _of("GemmaForCausalLM", "gemma"),
     "gemma2": _of("Gemma2ForCausalLM", "gemma2", further=_gemma2),
     "gemma3": _of("Gemma3ForCausalLM", "gemma3_text", further=_gemma3),
+    "gemma4": _of("Gemma4ForCausalLM", "gemma4_text", further=_gemma4),
     "glm4": _of("Glm4ForCausalLM", "glm4"),
     "glm4moe": _of("Glm4MoeForCausalLM", "glm4_moe", further=_glm4_moe),
     "gpt-oss": _of("GptOssForCausalLM", "gpt_oss", further=_gpt_oss),
@@ -312,6 +376,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "mistral3": _of("Ministral3ForCausalLM", "ministral3"),
     "mistral4": _of("Mistral4ForCausalLM", "mistral4", further=_latent_sizes),
     "nemotron": _of("NemotronForCausalLM", "nemotron", constants={"hidden_act": "relu2"}),
+    "nemotron_h": _of("NemotronHForCausalLM", "nemotron_h", further=_mamba2),
+    "nemotron_h_moe": _of("NemotronHForCausalLM", "nemotron_h", further=_mamba2),
     "olmo": _of("OlmoForCausalLM", "olmo", further=_olmo),
     "olmo2": _of("Olmo2ForCausalLM", "olmo2", further=_olmo2),
     "olmoe": _of("OlmoeForCausalLM", "olmoe", constants={"norm_topk_prob": False}),
@@ -327,6 +393,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     # Files of models that take images are their text part.
     "qwen2vl": _of("Qwen2ForCausalLM", "qwen2"),
     "qwen3": _of("Qwen3ForCausalLM", "qwen3"),
+    # Files of Qwen3-Next have its products apart, as Qwen3.5 has them.
+    "qwen3next": _of(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", further=_gated_delta, constants=_NORMED
+    ),
+    "qwen35": _of("Qwen3_5ForCausalLM", "qwen3_5_text", further=_gated_delta),
+    "qwen35moe": _of(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", further=_gated_delta, constants=_NORMED
+    ),
     "qwen3moe": _of("Qwen3MoeForCausalLM", "qwen3_moe", constants=_NORMED),
     "qwen3vl": _of("Qwen3ForCausalLM", "qwen3"),
     "qwen3vlmoe": _of("Qwen3MoeForCausalLM", "qwen3_moe", constants=_NORMED),
@@ -341,9 +415,13 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
 }
 """By `general.architecture`."""
-ROTATED_BY_KIND = ("olmo2",)
+ROTATED_BY_KIND = ("gemma4", "olmo2")
 """Architectures whose layers with a window rotate otherwise than the others."""
-_GEGLU = ("gemma", "gemma2", "gemma3")
+ROTATED_IN_PART = ("gemma4",)
+"""Architectures whose layers without a window rotate the share of pairs that `rope_freqs` leaves at
+1.
+"""
+_GEGLU = ("gemma", "gemma2", "gemma3", "gemma4")
 
 
 def config_values(architecture: str, m: Metadata) -> Values:

@@ -14,7 +14,7 @@ from weft.checkpoint.quantization import GGUF
 from weft.contract.cache_folder import cache_folder
 from weft.contract.errors import ModelError
 
-_VERSION = "2"
+_VERSION = "3"
 """Version of the folder's content; raise it when the conversion of a file changes."""
 
 

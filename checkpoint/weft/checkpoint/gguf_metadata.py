@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from weft.checkpoint.gguf_archs import ARCHITECTURES, ROTATED_BY_KIND, config_values
-from weft.checkpoint.gguf_values import MADE, PAIRED, MadeTensor
+from weft.checkpoint.gguf_archs import (
+    ARCHITECTURES,
+    ROTATED_BY_KIND,
+    ROTATED_IN_PART,
+    config_values,
+)
+from weft.checkpoint.gguf_values import MADE, PAIRED, TILED, MadeTensor, Order, turned
 from weft.contract.errors import ModelError
 
 LAYER_TENSORS = {
@@ -40,7 +45,8 @@ _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.
 FACTORS = (ROTATION_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 """Tensors that become fields of config.json."""
 _EXPERT = re.compile(
-    r"^(model\.layers\.\d+)\.(?:[a-z_.]+\.experts\.|block_sparse_moe\.|)(\d+)\.(?=[a-z])"
+    r"^(?:model|backbone)\.layers\.(\d+)\."
+    r"(?:(?:[a-z_.]+\.)?experts\.|block_sparse_moe\.|)(\d+)\.(?=[a-z])"
 )
 """A tensor of one expert, in all spellings that models have."""
 _OTHER_SPELLINGS = re.compile(
@@ -90,8 +96,6 @@ class GgufMetadata:
         self._readers: Mapping[str, Callable[[], Any]] = {
             name: field.contents for name, field in reader.fields.items()
         }
-        self.tensors: Mapping[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
-        """`ReaderTensor` by GGUF's names."""
         self.architecture = str(self["general.architecture"])
         """GGUF's name for the architecture."""
         if self.architecture not in ARCHITECTURES:
@@ -99,7 +103,15 @@ class GgufMetadata:
                 f"{path}: architecture {self.architecture!r} is not supported "
                 f"({', '.join(ARCHITECTURES)} are)"
             )
-        self._names = tensor_names(self.architecture, int(self.own("block_count")))
+        layers = int(self.own("block_count"))
+        heads = tuple(
+            f"blk.{layers - 1 - n}." for n in range(self.own_or("nextn_predict_layers", 0))
+        )
+        self.tensors: Mapping[str, Any] = {
+            tensor.name: tensor for tensor in reader.tensors if not tensor.name.startswith(heads)
+        }
+        """`ReaderTensor` by GGUF's names, without the draft heads that are the last layers."""
+        self._names = tensor_names(self.architecture, layers)
         known = {name for _, name in self._names.mapping.values()}
         for name in self.tensors:
             if name not in known and name.rpartition(".")[0] not in known:
@@ -136,6 +148,9 @@ class GgufMetadata:
         key, _, layer = source.partition("[")
         return float(self[key][int(layer.rstrip("]"))]) if layer else None
 
+    def rows_of(self, tensor: str) -> int:
+        return int(self.tensors[tensor].shape[1])
+
     def problem(self, text: str) -> ModelError:
         return ModelError(f"{self.where}: {text}")
 
@@ -143,13 +158,32 @@ class GgufMetadata:
         """Like `own`, for a float32, as the decimal number that it was written from."""
         return float(str(np.float32(self.own(key))))
 
-    def heads_of(self, kind: str) -> int:
-        """Heads whose rows are in GGUF's order (`PAIRED`) in a layer's tensors of this kind; 0:
-        rows are in order.
-        """
-        if self.architecture not in PAIRED or kind not in ("attn_q", "attn_k"):
-            return 0
-        return int(self.own("attention.head_count" + ("_kv" if kind == "attn_k" else "")))
+    def order_of(self, source: str) -> Order | None:
+        """Where a tensor of the file has the model's rows or columns; None: in the same places."""
+        kind = source.split(".")[2] if source.startswith("blk.") else ""
+        if self.architecture in PAIRED and kind in ("attn_q", "attn_k"):
+            heads = int(self.own("attention.head_count" + ("_kv" if kind == "attn_k" else "")))
+            rows = int(self.tensors[source].shape[-1])
+            return Order(0, turned(heads, rows // heads // 2, 2))
+        if kind == "ssm_ba":
+            # Beta and decay of each key head in turn become beta of all, then decay of all.
+            keys, values = self.own("ssm.group_count"), self.own("ssm.time_step_rank")
+            return Order(0, turned(1, keys, 2, values // keys))
+        return self._order_of_value_heads(kind) if self.architecture in TILED else None
+
+    def _order_of_value_heads(self, kind: str) -> Order | None:
+        keys, values, width = (
+            int(self.own(f"ssm.{key}")) for key in ("group_count", "time_step_rank", "inner_size")
+        )
+        before, dim = 0, width // values
+        if kind in ("attn_qkv", "ssm_conv1d"):
+            before = 2 * keys * int(self.own("ssm.state_size"))
+        elif kind in ("ssm_a", "ssm_alpha", "ssm_beta", "ssm_dt"):
+            dim = 1
+        elif kind not in ("attn_gate", "ssm_out"):
+            return None
+        own = turned(1, values // keys, keys, dim)
+        return Order(int(kind == "ssm_out"), np.concatenate((np.arange(before), before + own)))
 
     def made_tensor(self, name: str) -> tuple[MadeTensor, tuple[str, ...]] | None:
         """How a tensor of the model is computed from tensors of the file, and their names; None:
@@ -166,12 +200,12 @@ class GgufMetadata:
             return None
         whole, expert = name, None
         if (found := _EXPERT.search(name)) is not None:
-            whole, expert = _EXPERT.sub(r"\1.mlp.experts.", name), int(found.group(2))
+            whole, expert = _EXPERT.sub(r"model.layers.\1.mlp.experts.", name), int(found.group(2))
         for old, new in _SPELLINGS:
             whole = old.sub(new, whole)
         own = self._names.get_name(whole, try_suffixes=(".weight", ".bias"))
         if own is None:
-            return None
+            return self._joined(whole, expert)
         # Tensors of all experts have no such names: each expert's are read.
         others = () if ".experts." in whole else (f"{own}.weight", f"{own}.bias")
         for written in (own, *others):
@@ -183,13 +217,22 @@ class GgufMetadata:
                 return Source(joined, expert, half)
         return None
 
-    def hugging_face_name(self, name: str) -> tuple[str, str]:
-        """The Hugging Face name of a tensor, and its kind if it belongs to a layer, else ""."""
+    def _joined(self, name: str, expert: int | None) -> Source | None:
+        """A tensor of experts that the architecture's files have only with another one."""
+        for half, part in enumerate(("gate_proj", "up_proj")):
+            joined = name.replace(f".experts.{part}.", ".experts.gate_up_proj.")
+            own = self._names.get_name(joined, try_suffixes=(".weight",)) if joined != name else ""
+            if own in self.tensors:
+                return Source(own, expert, half)
+        return None
+
+    def hugging_face_name(self, name: str) -> str:
+        """The Hugging Face name of a tensor."""
         if name in OUTER_TENSORS:
-            return OUTER_TENSORS[name], ""
+            return OUTER_TENSORS[name]
         parts = name.split(".")
         if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_TENSORS:
-            return f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}.{parts[3]}", parts[2]
+            return f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"
         raise ModelError(f"{self.where}: unexpected tensor {name}")
 
     def config(self) -> dict[str, Any]:
@@ -207,7 +250,7 @@ class GgufMetadata:
             "rope_parameters": rotation,
             "rope_theta": rotation.get("rope_theta"),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "vocab_size": int(self.tensors["token_embd.weight"].shape[1]),
+            "vocab_size": self.rows_of("token_embd.weight"),
             **special,
         }
         first = ("architectures", "model_type")
@@ -217,7 +260,14 @@ class GgufMetadata:
         theta, head_dim = self.own_or("rope.freq_base", 10_000.0), values["head_dim"]
         rotated = self.own_or("rope.dimension_count", head_dim)
         share = {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
-        whole = {"rope_theta": theta, **self._rotation(theta, rotated), **share}
+        if self.architecture in ROTATED_IN_PART:
+            # Windows rotate the whole head; others a share of the head, which is wider there.
+            factors = np.asarray(self.tensors[ROTATION_FACTORS].data).reshape(-1)
+            part, share = float((factors == 1).mean()), {}
+            whole = {"rope_type": "proportional", "partial_rotary_factor": part}
+        else:
+            whole = self._rotation(theta, rotated) | share
+        whole = {"rope_theta": theta, **whole}
         of_windows = self.own_or("rope.freq_base_swa")
         if self.architecture not in ROTATED_BY_KIND or of_windows is None:
             return whole

@@ -10,8 +10,37 @@ from weft.checkpoint.gguf_metadata import GgufMetadata
 from weft.contract.errors import ModelError
 
 _CONTROL_TOKEN = 3
-_PLAIN_SPLITS = ("default", "gpt-2")
-"""Values of `tokenizer.ggml.pre` that stand for GPT-2's pattern."""
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+_DIGITS = (r"\p{N}", *_GPT2)
+_QWEN = (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",)
+_GLM = (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",)
+_LING = (
+    rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|"
+    r"\s+(?!\S)|\s+",
+)
+_SEED = (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_SPLITS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4"), _GPT2),
+    **dict.fromkeys(("trillion", "granite-docling", "gigachat", "mellum", "a.x-4.0"), _GPT2),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
+    **dict.fromkeys(("stablelm2", "hunyuan", "grok-2", "solar-open"), _QWEN),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), _GLM),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2"), _LING),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
+    "seed-coder": _SEED,
+}
+"""Values of `tokenizer.ggml.pre` that transformers has not, and the patterns that llama.cpp
+(llama-vocab.cpp) splits by for them, one after another.
+"""
 
 
 def tokenizer_files(metadata: GgufMetadata) -> dict[str, Mapping[str, Any]]:
@@ -30,13 +59,15 @@ def _by_transformers(metadata: GgufMetadata) -> Mapping[str, Any]:
             f"{metadata.where}: its tokenizer is converted by transformers 5.20 or later: {error}"
         ) from error
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
-    known = (*_PLAIN_SPLITS, *gguf.GGUF_PRE_TOKENIZER_SPLITS)
+    known = (*_SPLITS, *gguf.GGUF_PRE_TOKENIZER_SPLITS)
     if kind == "gpt2" and split not in known:
         raise ModelError(f"{metadata.where}: tokenizer.ggml.pre {split!r} is not supported")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise ModelError(f"{metadata.where}: tokenizer.ggml.model {kind!r} is not supported")
     architecture, content, _ = gguf.get_gguf_tokenizer(str(metadata.where))
     tokenizer, _ = gguf.convert_gguf_tokenizer(architecture, content)
+    if kind == "gpt2" and split in _SPLITS:
+        tokenizer.pre_tokenizer = _split_by(_SPLITS[split])
     begin = metadata.get("tokenizer.ggml.bos_token_id")
     if begin is not None and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         token = metadata["tokenizer.ggml.tokens"][begin]
@@ -45,6 +76,14 @@ def _by_transformers(metadata: GgufMetadata) -> Mapping[str, Any]:
         )
     parsed: Mapping[str, Any] = json.loads(tokenizer.to_str())
     return parsed
+
+
+def _split_by(patterns: Sequence[str]) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, as_bytes])
 
 
 def _smollm(metadata: GgufMetadata) -> dict[str, Any]:

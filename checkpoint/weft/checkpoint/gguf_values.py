@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-Heads = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +70,23 @@ def _one_row(values: Sequence[Array]) -> Array:
     return values[0].reshape(1, -1)
 
 
+def _upper_half(values: Sequence[Array]) -> Array:
+    return values[0][: len(values[0]) // 2]
+
+
+def _lower_half(values: Sequence[Array]) -> Array:
+    return values[0][len(values[0]) // 2 :]
+
+
+def _flat(values: Sequence[Array]) -> Array:
+    return values[0].reshape(-1)
+
+
+def _log_of_negative(values: Sequence[Array]) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(-_flat(values)))
+
+
 _LAYER = r"^model\.layers\.(\d+)\."
 _NORMS = tuple(
     _made(rf"{_LAYER}{own}\.weight$", _less_one, f"blk.{{}}.{name}.weight")
@@ -97,6 +113,10 @@ _LATENT = _made(
     "blk.{}.attn_v_b.weight",
 )
 _CONV = _made(rf"{_LAYER}conv\.conv\.weight$", _squeezed_conv, "blk.{}.shortconv.conv.weight")
+_GEMMA4 = tuple(
+    _made(rf"{_LAYER}router\.{own}$", _same, f"blk.{{}}.{name}.scale")
+    for own, name in (("scale", "ffn_gate_inp"), ("per_expert_scale", "ffn_down_exps"))
+)
 _GPT_OSS = (
     _made(
         rf"{_LAYER}mlp\.experts\.gate_up_proj_bias$",
@@ -113,6 +133,25 @@ _SHARED_ROWS = _made(
     "blk.{}.ffn_gate_shexp.weight",
     "blk.{}.ffn_up_shexp.weight",
 )
+_DELTA = (
+    *(*_NORMS, _LAST_NORM, _SHARED_GATE),
+    _made(rf"{_LAYER}linear_attn\.A_log$", _log_of_negative, "blk.{}.ssm_a"),
+    _made(rf"{_LAYER}linear_attn\.dt_bias$", _same, "blk.{}.ssm_dt.bias"),
+    _made(rf"{_LAYER}linear_attn\.conv1d\.weight$", _squeezed_conv, "blk.{}.ssm_conv1d.weight"),
+)
+_DELTA_NEXT = (
+    *_DELTA,
+    _made(rf"{_LAYER}linear_attn\.in_proj_b\.weight$", _upper_half, "blk.{}.ssm_ba.weight"),
+    _made(rf"{_LAYER}linear_attn\.in_proj_a\.weight$", _lower_half, "blk.{}.ssm_ba.weight"),
+)
+_BLOCK = r"^backbone\.layers\.(\d+)\.mixer\."
+_MAMBA2 = (
+    _made(rf"{_BLOCK}A_log$", _log_of_negative, "blk.{}.ssm_a"),
+    _made(rf"{_BLOCK}D$", _flat, "blk.{}.ssm_d"),
+    _made(rf"{_BLOCK}dt_bias$", _same, "blk.{}.ssm_dt.bias"),
+    _made(rf"{_BLOCK}conv1d\.weight$", _squeezed_conv, "blk.{}.ssm_conv1d.weight"),
+    _made(rf"{_BLOCK}norm\.weight$", _flat, "blk.{}.ssm_norm.weight"),
+)
 _APERTUS = tuple(
     _made(rf"{_LAYER}mlp\.act_fn\.{name}$", make, f"xielu.{name}[{{}}]")
     for name, make in (
@@ -127,13 +166,19 @@ MADE: Mapping[str, tuple[MadeTensor, ...]] = {
     "gemma": (*_NORMS[:1], _FEED_NORM, _LAST_NORM),
     "gemma2": (*_NORMS, _LAST_NORM),
     "gemma3": (*_NORMS, _LAST_NORM),
+    "gemma4": _GEMMA4,
     "gpt-oss": _GPT_OSS,
     "granitemoe": (_SHARED_ROWS,),
     "lfm2": (_CONV,),
     "lfm2moe": (_CONV,),
     "mistral4": (_LATENT,),
+    "nemotron_h": _MAMBA2,
+    "nemotron_h_moe": _MAMBA2,
     "nemotron": (*_NORMS[:1], _FEED_NORM, _LAST_NORM),
     "qwen2moe": (_SHARED_GATE,),
+    "qwen3next": _DELTA_NEXT,
+    "qwen35": _DELTA,
+    "qwen35moe": _DELTA,
 }
 """By `general.architecture`."""
 PAIRED = frozenset(
@@ -142,9 +187,37 @@ PAIRED = frozenset(
 """Architectures whose rows of Q and K that are rotated together are next to each other in files.
 Hugging Face pairs row i with i + head_dim / 2.
 """
+TILED = frozenset(("qwen35", "qwen35moe"))
+"""Architectures whose files have the first value head of each key head, then the second of each.
+Hugging Face has all value heads of the first key head, then those of the second.
+"""
 
 
-def split_halves(values: Array, heads: int) -> Array:
-    """Undoes the order of the rows of `heads` heads in files of `PAIRED` architectures."""
-    paired = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
+class Order(NamedTuple):
+    """Which rows or columns of a file's tensor are those of the model, in the model's order."""
+
+    axis: int
+    """0: rows, 1: columns."""
+    numbers: npt.NDArray[np.int64]
+
+    def of(self, values: Array, per: int = 1) -> Array:
+        """The tensor's values, or its scales, of which each is that of `per` columns."""
+        numbers = self.numbers[::per] // per if self.axis else self.numbers
+        return values.take(numbers, axis=self.axis)
+
+    def keeps_groups(self, size: int) -> bool:
+        """Whether all that share a scale with `size` columns stay together, in their order."""
+        if self.axis == 0:
+            return True
+        if len(self.numbers) % size:
+            return False
+        groups = self.numbers.reshape(-1, size)
+        return bool((groups == groups[:, :1] // size * size + np.arange(size)).all())
+
+
+def turned(outer: int, first: int, second: int, inner: int = 1) -> npt.NDArray[np.int64]:
+    """Positions in [outer, first, second, inner] as they follow each other in
+    [outer, second, first, inner].
+    """
+    numbers = np.arange(outer * first * second * inner).reshape(outer, first, second, inner)
+    return np.ascontiguousarray(numbers.swapaxes(1, 2)).reshape(-1)

@@ -60,7 +60,7 @@ def some(names: tuple[str, ...]) -> list[Any]:
 
 
 def prompt_of(count: int) -> list[int]:
-    return [random.randrange(3, 160) for _ in range(count)]
+    return [random.randrange(160) for _ in range(count)]
 
 
 def greedy(reference: Any, prompt: list[int], kind: str, near_tie: float = NEAR_TIE) -> Choices:

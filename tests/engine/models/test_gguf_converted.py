@@ -25,7 +25,8 @@ FAMILIES = (
     *("ernie", "ernie4_5", "granite", "granite-moe", "granite-shared", "cohere", "cohere2"),
     *("olmo", "olmo2", "olmo3", "olmoe", "gemma", "gemma2", "gemma3", "phi", "phi3", "nemotron"),
     *("smollm3", "seed_oss", "stablelm", "stablelm-parallel", "starcoder2", "apertus", "arcee"),
-    *("jais2", "minicpm", "lfm2", "lfm2_moe"),
+    *("jais2", "minicpm", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("gemma4", "gemma4-keys", "gemma4-experts", "nemotron_h", "nemotron_h-experts"),
 )
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("gguf-converter")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,25 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from weft.checkpoint import demo, gguf_folder
+from weft.checkpoint.files import GGUF_FILE
+from weft.checkpoint.gguf_metadata import GgufMetadata
+from weft.checkpoint.gguf_tokenizer import tokenizer_files
 from weft.checkpoint.resolve import resolve_model
 from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.model.weights.gguf_file import GgufFile
+from weft.engine.model.weights.reader import TensorSlice
 from weft.kernels.ops.linear.spec import NativeForm
 from weft.testing.models.choices import check_choices
-from weft.testing.models.gguf_models import SIZES, gguf_models, source_tokenizer
+from weft.testing.models.gguf_models import (
+    SIZES,
+    gguf_models,
+    source_tokenizer,
+    write_layer,
+    write_tokenizer,
+)
 from weft.testing.models.paging import PagedDriver
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
@@ -125,6 +137,43 @@ def test_integers_stay_integers(tmp_path: Path) -> None:
         assert (form.struct.bits, form.struct.group) == (8, 32)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K", "IQ4_XS", "Q6_K"])
+def test_value_heads_of_qwen35_get_the_models_order(kind: str, tmp_path: Path) -> None:
+    """The file has the first value head of each of 4 key heads, then the second of each."""
+    keys, shared, dim, state = 4, 2, 32, 8
+    of_file = [r * keys + k for k in range(keys) for r in range(shared)]
+    rows = [dim * head + n for head in of_file for n in range(dim)]
+    first = [*range(2 * keys * state)]
+    orders = {
+        "attn_qkv": ("in_proj_qkv", first + [len(first) + row for row in rows], None),
+        "attn_gate": ("in_proj_z", rows, None),
+        "ssm_beta": ("in_proj_b", of_file, None),
+        "ssm_out": ("out_proj", None, rows),
+    }
+    sizes = {"group_count": keys, "state_size": state, "time_step_rank": keys * shared}
+    numbers = sizes | {"inner_size": keys * shared * dim}
+    names = {own: len(rows or range(256)) for own, (_, rows, _) in orders.items()}
+    written = write_layer(tmp_path / GGUF_FILE, "qwen35", kind, numbers, names)
+    with GgufFile(tmp_path) as file:
+        for own, (name, rows_of, columns_of) in orders.items():
+            full = f"model.layers.0.linear_attn.{name}.weight"
+            expected = torch.from_numpy(written[own])
+            expected = expected if rows_of is None else expected[rows_of]
+            expected = expected if columns_of is None else expected[:, columns_of]
+            found = torch.empty_like(expected)
+            file.read_into(TensorSlice(full, tuple(found.shape)), found)
+            assert torch.equal(found, expected)
+            groups = file.groups(full)
+            assert (groups is None) == (kind in ("F32", "Q6_K"))
+            if groups is not None:
+                scales = groups.scales.repeat_interleave(32, dim=1)
+                values = groups.numbers * scales
+                if groups.offsets is not None:
+                    values += groups.offsets.repeat_interleave(32, dim=1)
+                assert torch.allclose(values, expected, rtol=1e-5, atol=1e-6)
+        file.finish()
+
+
 def test_one_of_many_first_readers_makes_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +210,33 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path: Path) -> None:
         assert ids == [0, *theirs.encode(text).ids]
         assert ours.decode(ids[1:], skip_special_tokens=False) == text
     assert resolve_model(str(path)) == folder
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "IT'S 12345+x", "IT|'|S| 12345|+|x"),
+        ("olmo", "it's  12\n\n x", "it|'s| | 12|\n\n| x"),
+        ("refact", "it's 123", "it|'s| |1|2|3"),
+        ("command-r", "a 1b22", "a| |1|b|2|2"),
+        ("glm4", "IT'S 12345+x\n\ny", "IT|'S| |123|45|+x|\n\n|y"),
+        ("hunyuan", "a\nb 123 (c).\n d", "a|\n|b| |1|2|3| (|c|).\n| d"),
+        ("bailingmoe2", "it'd 1\n\nx", "it|'d| |1|\n\n|x"),
+        ("seed-coder", "f(x);\n12", "f|(x|);|\n|1|2"),
+        ("deepseek-v3", "世界kana カナ1234 *b", "世界|kana| |カナ|123|4| *|b"),
+        ("hunyuan-dense", "a.b+ 12", "a|.b|+| |12"),
+    ],
+)
+def test_texts_are_split_as_llama_cpp_splits_them(
+    pre: str, text: str, pieces: str, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path / "one.gguf", pre)
+    content = tokenizer_files(GgufMetadata(tmp_path / "one.gguf"))["tokenizer.json"]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    assert tokenizer.pre_tokenizer is not None
+    found = [text[a:b] for _, (a, b) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == pieces.split("|")
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from weft.checkpoint.files import GGUF_FILE, Progress
 from weft.checkpoint.gguf_metadata import FACTORS, GgufMetadata, Source
-from weft.checkpoint.gguf_values import split_halves
 from weft.contract.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 
@@ -119,12 +118,10 @@ class GgufFile:
         self._take(found.name)
         if not is_read:
             return None
-        values = _half(self._decoded(found.name, found.expert), found)
-        heads = self._heads(found.name)
-        return split_halves(values, heads) if heads else values
+        return _half(self._decoded(found.name, found.expert), found)
 
     def _decoded(self, source: str, expert: int | None = None) -> npt.NDArray[Any]:
-        """A tensor of the file in floats, or that of one expert."""
+        """A tensor of the file in floats and the model's order, or that of one expert."""
         from gguf.quants import dequantize
 
         if (number := self._metadata.number_of(source)) is not None:
@@ -136,7 +133,9 @@ class GgufFile:
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise ModelError(f"{self._where}: {source}: {kind} is not supported") from error
-        return values.reshape(shape[expert is not None :])
+        values = values.reshape(shape[expert is not None :])
+        order = self._metadata.order_of(source)
+        return values if order is None else order.of(values)
 
     def _shape(self, source: str) -> tuple[int, ...]:
         if (tensor := self._metadata.tensors.get(source)) is None:
@@ -148,9 +147,6 @@ class GgufFile:
         assert found is not None, f"{name} is not in the file"
         return found
 
-    def _heads(self, source: str) -> int:
-        return self._metadata.heads_of(source.split(".")[2] if source.startswith("blk.") else "")
-
     def groups(self, name: str) -> GgufGroups | None:
         """A matrix as the integers of the file; None if it has another format, or floats. Raises
         ModelError if a scale is not finite.
@@ -158,16 +154,16 @@ class GgufFile:
         found = self._metadata.source_of(name)
         if found is None or self._metadata.made_tensor(name) is not None:
             return None
-        tensor, heads = self._metadata.tensors[found.name], self._heads(found.name)
+        tensor, order = self._metadata.tensors[found.name], self._metadata.order_of(found.name)
         decode = _DECODERS.get(tensor.tensor_type.name)
-        if decode is None:
+        if decode is None or not (order is None or order.keeps_groups(GROUP)):
             return None
         self._take(found.name)
         data = _half(tensor.data if found.expert is None else tensor.data[found.expert], found)
         numbers, scales, offsets, bits = decode(np.asarray(data))
         parts = [numbers, scales, *([] if offsets is None else [offsets])]
-        if heads:
-            parts = [split_halves(part, heads) for part in parts]
+        if order is not None:
+            parts = [order.of(numbers), *(order.of(part, GROUP) for part in parts[1:])]
         if not all(np.isfinite(part).all() for part in parts[1:]):
             raise ModelError(f"{self._where}: {name}: a scale is not finite")
         first, second, *rest = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)

@@ -47,7 +47,16 @@ FIELDS: dict[str, dict[str, Any]] = {
 """Values that llama.cpp has as constants, where the tests' models have others."""
 LATER: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
+    "gemma4": {"global_head_dim": 24},
+    "gemma4-experts": {"global_head_dim": 24},
+    "gemma4-keys": {"global_head_dim": 32, "num_global_key_value_heads": 1},
     "minimax-m2": {"rotary_dim": 12},
+    "nemotron_h": {
+        **{"num_hidden_layers": 8, "hybrid_override_pattern": "M-M*-MM-", "mamba_d_head": 16},
+    },
+    "nemotron_h-experts": {
+        **{"num_hidden_layers": 7, "hybrid_override_pattern": "MEM*EM-", "mamba_d_head": 16},
+    },
 }
 """Fields of older configurations that the converter still reads."""
 
@@ -105,6 +114,7 @@ def _converter(tools: Path) -> Any:
     import conversion  # type: ignore[import-not-found]
 
     conversion.load_all_models()
+    conversion.ModelBase.no_mtp = True
     _with_vocab(conversion.TextModel)
     return conversion
 
@@ -117,14 +127,12 @@ def _convert(name: str, folder: Path, conversion: Any) -> None:
     is_nested = "text_config" in FAMILIES.get(name, ("", {}))[1]
     fields = ({} if is_nested else {"vocab_size": _VOCAB}) | FIELDS.get(name, {})
     write_model(name, source, random.randrange(10**6), **fields)
-    config = source / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | LATER.get(name, {})))
     _write_tokenizer(source)
     with torch.inference_mode():
-        values = conversion.ModelBase.load_hparams(source, False)
+        values = conversion.ModelBase.load_hparams(source, False) | LATER.get(name, {})
         architecture = conversion.get_model_architecture(values, conversion.ModelType.TEXT)
         kind = conversion.get_model_class(architecture, mmproj=False)
-        kind(source, gguf.LlamaFileType.ALL_F32, folder / "file.gguf").write()
+        kind(source, gguf.LlamaFileType.ALL_F32, folder / "file.gguf", hparams=values).write()
 
 
 def main(tools: str, folder: str, *names: str) -> None:

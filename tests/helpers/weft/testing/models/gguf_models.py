@@ -74,6 +74,37 @@ def gguf_models(source: Path, path: Path, types: dict[str, str]) -> tuple[Path, 
     return path, copy_of_model(source, path.with_suffix(".floats"), wide, {})
 
 
+def write_layer(
+    path: Path, architecture: str, kind: str, numbers: dict[str, int], rows: dict[str, int]
+) -> dict[str, Any]:
+    """A GGUF file of one layer's matrices of 256 columns, and a draft head after it; returns the
+    matrices' numbers.
+
+    Args:
+        path: Of the file.
+        architecture: GGUF's name.
+        kind: Type of the matrices.
+        numbers: Metadata `ssm.*` of the architecture.
+        rows: Number of rows by the tensors' names.
+    """
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(2)
+    writer.add_nextn_predict_layers(1)
+    for key, value in numbers.items():
+        writer.add_uint32(f"{architecture}.ssm.{key}", value)
+    written, rng = {}, np.random.default_rng()
+    for name, count in rows.items():
+        values = rng.standard_normal((count, 256), dtype=np.float32)
+        data, written[name] = _in_type(values, GGMLQuantizationType[kind])
+        writer.add_tensor(f"blk.0.{name}.weight", data, raw_dtype=GGMLQuantizationType[kind])
+    writer.add_tensor("blk.1.nextn.eh_proj.weight", np.ones((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
 def _named(names: Any, kind: str, layers: int) -> dict[str, list[str]]:
     """GGUF's names, each with the Hugging Face tensors that it holds: one, or all experts'."""
     arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == kind.replace("_moe", "moe"))
@@ -143,7 +174,19 @@ def _write_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def _write_tokenizer(writer: GGUFWriter, path: Path, size: int) -> None:
+def write_tokenizer(path: Path, pre: str) -> None:
+    """A GGUF file of a tokenizer alone, of a byte-level vocabulary, whose `pre` this is."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    _write_tokenizer(writer, path, 300, pre)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_tokenizer(writer: GGUFWriter, path: Path, size: int, pre: str = "gpt-2") -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -160,7 +203,7 @@ def _write_tokenizer(writer: GGUFWriter, path: Path, size: int) -> None:
     tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda one: one[1])]
     assert len(tokens) == size
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])

@@ -96,9 +96,21 @@ def make_unread(kind: str, path: Path, seed: int, **fields: Any) -> Path:
 
 
 def load_unread(path: Path) -> Any:
-    """A model directory in transformers, float32, with its plainest attention."""
+    """A model directory in transformers, float32, with its plainest attention.
+
+    RoBERTa's kind gives no position to a token with the padding's id. The model may draw that
+    token, and then it is one like others, so positions count all tokens here.
+    """
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            module.create_position_ids_from_input_ids = _count_all
+    return model
+
+
+def _count_all(ids: torch.Tensor, padding_idx: int, cache_length: int = 0) -> torch.Tensor:
+    return padding_idx + 1 + cache_length + torch.arange(ids.shape[1]).expand_as(ids)
