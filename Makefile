@@ -115,6 +115,7 @@ valkey: $(SETUP)
 
 test-clients: setup ## Public clients (SDKs, agents, load generators) against a mesh.
 	$(BIN)/python scripts/get_clients.py --load --agents
+	$(BIN)/python scripts/get_clients.py --trainers
 	$(BIN)/pytest --full tests/clients $(ARGS)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some meshes on it.

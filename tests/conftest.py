@@ -133,6 +133,11 @@ def _missing_load_clients() -> str | None:
     return None if (CLIENTS / ".requirements-load").exists() else NOT_INSTALLED
 
 
+def _missing_trainers() -> str | None:
+    is_there = (ROOT / ".venv-trainers" / ".requirements-trainers").exists()
+    return None if is_there else "not installed; `scripts/get_clients.py --trainers` installs them"
+
+
 def _missing_node_clients() -> str | None:
     installed = ROOT / "tests" / "clients" / "node_modules" / ".done"
     return None if installed.exists() and shutil.which("node") else NOT_INSTALLED
@@ -160,6 +165,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "node-clients": _missing_node_clients,
     "python-clients": _missing_python_clients,
     "rootfs": _missing_rootfs,
+    "trainers": _missing_trainers,
     "triton-interpreter": _missing_triton_interpreter,
     "valkey": _missing_valkey,
 }

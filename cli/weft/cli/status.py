@@ -131,6 +131,8 @@ class WorkerStatus:
     weight_format: str = ""
     start_seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of its start."""
+    start_work_seconds: dict[str, float] = field(default_factory=dict)
+    """Of work that may be in any phase, such as compiling kernels."""
     weight_version: str = ""
     """Empty: they are those of its start."""
     weight_state: str = ""
@@ -320,6 +322,7 @@ def _add_info(status: WorkerStatus, info: worker_pb2.GetInfoResponse) -> None:
     status.model, status.dtype = info.model, info.dtype
     status.weight_format = info.weight_format
     status.start_seconds = dict(info.start_seconds)
+    status.start_work_seconds = dict(info.start_work_seconds)
     status.task = info.task
     status.transports = [_TRANSPORTS.get(kind, str(kind)) for kind in info.transports]
     status.transport_detail = info.transport_detail

@@ -192,6 +192,8 @@ class EngineInfo:
     """Names the workers with which it shares experts, as long as these live; empty: it has all."""
     expert_group_rank: int = 0
     expert_group_size: int = 0
+    start_work_seconds: dict[str, float] = field(default_factory=dict)
+    """What `START_WORK` has added up until the engine was ready."""
 
 
 PIPELINE = "pipeline: "

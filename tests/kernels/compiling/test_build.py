@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from weft.contract.start_work import COMPILING, START_WORK
 from weft.kernels.shared import build
 from weft.kernels.shared.build import load_native
 
@@ -31,12 +32,16 @@ def call_answer(library: ctypes.CDLL | None, argument: int) -> int:
 def test_compiled_code_runs_and_is_reused(tmp_path: Path) -> None:
     constant, argument = random.randrange(2, 1 << 20), random.randrange(1 << 20)
     source = write_source(tmp_path, constant)
+    before = START_WORK.seconds().get(COMPILING, 0.0)
     first = load_native(source, folder=tmp_path / "cache")
     assert first.reason is None
+    told = START_WORK.seconds()
+    assert told[COMPILING] > before
     assert call_answer(first.library, argument) == constant * argument
     assert first.path is not None
     written_ns = first.path.stat().st_mtime_ns
     second = load_native(source, folder=tmp_path / "cache")
+    assert START_WORK.seconds() == told
     assert second.path == first.path
     assert first.path.stat().st_mtime_ns == written_ns
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".so"]

@@ -70,3 +70,41 @@ def test_kernels_compile(group: str, compiled: dict[str, set[str]], cache: Path)
     assert {f"{name}_kernel" for name in KERNELS[group].split()} <= names
     # Machine code of each was made, not only Triton's own forms of it.
     assert {f"{name}.cubin" for name in names} <= {path.name for path in cache.rglob("*.cubin")}
+
+
+COUNTED = """
+import triton
+from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weft.contract.start_work import START_WORK
+from weft.kernels.shared.kernel_cache import time_compiling
+
+@triton.jit
+def store(place):
+    tl.store(place, 1)
+
+time_compiling()
+for _ in range(2):
+    source = ASTSource(store, {"place": "*i32"}, {})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(START_WORK.seconds()["compiling kernels"])
+"""
+
+
+def test_seconds_of_compiling_are_told(tmp_path: Path) -> None:
+    """Of kernels that are found compiled as well, which takes little."""
+    script = tmp_path / "counted.py"
+    script.write_text(COUNTED)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    del environment["TRITON_INTERPRET"]
+    done = subprocess.run(
+        [sys.executable, script],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    first, both = map(float, done.stdout.split())
+    assert 0.0 < first < both

@@ -16,6 +16,7 @@ import pytest
 from weft.common.worker.kernel_files import KernelFolders, KernelKeeper, kernel_version
 from weft.contract.cache_folder import cache_folder
 from weft.contract.request import StopCriteria
+from weft.contract.start_work import DIGESTS, READING
 from weft.engine.loop.llm import LLM
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
@@ -47,13 +48,15 @@ def test_a_worker_that_starts_again_copies_its_weights(tmp_path: Path, rest_bina
 
         wait_until(answers, 60)
 
-        def phases() -> set[str]:
-            info = worker_pb2.GetInfoRequest()
-            stub = worker_pb2_grpc.WorkerServiceStub
-            return set(mesh.call("cli", "decode-0", stub, "GetInfo", info).start_seconds)
+        def info(name: str) -> worker_pb2.GetInfoResponse:
+            stub, request = worker_pb2_grpc.WorkerServiceStub, worker_pb2.GetInfoRequest()
+            found: worker_pb2.GetInfoResponse = mesh.call("cli", name, stub, "GetInfo", request)
+            return found
 
         copied = {"starting the engine", "copying the model from a worker", "opening the ports"}
-        assert copied <= phases()
+        assert copied <= set(info("decode-0").start_seconds)
+        assert {READING, DIGESTS} <= set(info("prefill-0").start_work_seconds)
+        assert DIGESTS not in info("decode-0").start_work_seconds
         # Another worker's weights are an update, here to the same.
         refit = ("refit", "decode-0", "--from", "prefill-0", "--state-dir", str(mesh.state))
         done = mesh.weft(*refit, "--version", "again")

@@ -288,7 +288,13 @@ async def test_a_worker_tells_how_far_its_start_is(worker: Host, tmp_path: Path)
             info = worker_pb2_grpc.WorkerServiceStub(own).GetInfo(worker_pb2.GetInfoRequest())
             seconds = dict((await info).start_seconds)
     assert seconds.keys() == {
-        *("starting the engine", "measuring memory", "capturing graphs", "opening the ports"),
+        *(
+            "starting the server",
+            "starting the engine",
+            "measuring memory",
+            "capturing graphs",
+            "opening the ports",
+        ),
     }
     await gateway.stop()
     running.cancel()

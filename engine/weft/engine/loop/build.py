@@ -124,6 +124,7 @@ if TYPE_CHECKING:
 
 SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
+_LOADING = "loading the model"
 _COPYING = "copying the model from a worker"
 MAX_SWITCH_S = 5e-4
 """Longest switch interval of Python's lock. With the default of 5 ms, steps would be that late
@@ -171,6 +172,9 @@ def load_parts(
     model = check_combination(config)
     if config.is_on_gpu:
         ensure_triton_compiles()
+        from weft.kernels.shared.kernel_cache import time_compiling
+
+        time_compiling()
     if config.attention_dp > 1:
         return _load_beside_others(config, model, wake, progress)
     if config.num_ranks > 1:
@@ -454,11 +458,12 @@ def _load_models(
     progress: Progress,
     group: AttentionGroup | None,
 ) -> _Models:
+    progress(0, 0, _LOADING)
     loaded = load_model(
         config.model_dir,
         config.dtype,
         config.device,
-        lambda done, total: progress(done, total, "loading the model"),
+        lambda done, total: progress(done, total, _LOADING),
         quantization=config.quantization,
         dummy=config.dummy_weights,
         is_fixed=config.deterministic,

@@ -8,6 +8,7 @@ import secrets
 
 from weft.contract.layout import CacheLayout
 from weft.contract.reports import EngineInfo
+from weft.contract.start_work import START_WORK
 from weft.engine.base.config import EngineConfig
 from weft.engine.model.loader import LoadedModel
 from weft.engine.transfer.transport import Transport
@@ -55,6 +56,7 @@ def describe_engine(
         outgoing=transport.outgoing,
         versions=_versions(),
         notices=notices,
+        start_work_seconds=START_WORK.seconds(),
         engine_pid=os.getpid(),
         task=loaded.pooling.task,
         embedding_size=loaded.embedding_size if loaded.pooling.task == "embed" else 0,

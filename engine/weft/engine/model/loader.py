@@ -30,6 +30,7 @@ from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
 from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.contract.errors import ModelError, WeftError
+from weft.contract.start_work import DIGESTS, START_WORK
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.audio.tower import AudioTower
 from weft.engine.model.decoder_only import DecoderOnlyLM
@@ -284,7 +285,8 @@ def load_model(
         with FileDigests(weight_files(model_dir)) as digests:
             model, mtp, tower = read_folder(model_dir, progress, read)
             try:
-                digest = digest_of(digests.wait())
+                with START_WORK.time(DIGESTS):
+                    digest = digest_of(digests.wait())
             except OSError as error:
                 raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
         origin = Origin(digest, sketch(weight_files(model_dir)))

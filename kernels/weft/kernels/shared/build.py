@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.contract.cache_folder import cache_folder
+from weft.contract.start_work import COMPILING, START_WORK
 from weft.kernels.shared.packaged import find_packaged
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ def load_native(
             with _locked(folder):
                 library = _load_existing(target)
                 if library is None:
-                    _compile(source, target, all_flags, compiler_path, openmp_library)
+                    with START_WORK.time(COMPILING):
+                        _compile(source, target, all_flags, compiler_path, openmp_library)
                     library = ctypes.CDLL(str(target))
         return NativeLibrary(library, target, None)
     except (_BuildError, OSError, RuntimeError) as error:

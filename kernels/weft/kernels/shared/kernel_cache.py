@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
+from triton import knobs
 from triton.runtime.cache import FileCacheManager
+from weft.contract.start_work import COMPILING, START_WORK
 
 MANAGER = "TRITON_CACHE_MANAGER"
 """The environment variable by which Triton finds its cache's class."""
@@ -29,3 +32,12 @@ class UsedKernels(FileCacheManager):  # type: ignore[misc]
     def _touch(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self.cache_dir)
+
+
+def time_compiling() -> None:
+    """Lets `START_WORK` know how long Triton takes to compile kernels or to find them compiled."""
+
+    def note(*, times: Any, **_: object) -> None:
+        START_WORK.add(COMPILING, times.total / 1e6)
+
+    knobs.compilation.listener = note

@@ -194,6 +194,26 @@ class GetInfoResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class StartWorkSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -227,6 +247,7 @@ class GetInfoResponse(_message.Message):
     EXPERT_GROUP_FIELD_NUMBER: _builtins.int
     EXPERT_GROUP_RANK_FIELD_NUMBER: _builtins.int
     EXPERT_GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    START_WORK_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___WorkerRole.ValueType
@@ -300,6 +321,12 @@ class GetInfoResponse(_message.Message):
     def start_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds that each phase of its start took, by their names; empty until it is ready."""
 
+    @_builtins.property
+    def start_work_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds of these phases that its engine, of several ranks the first, spent on work that may be
+        in any of them, by its name: reading files, digests of files, compiling kernels.
+        """
+
     def __init__(
         self,
         *,
@@ -336,10 +363,11 @@ class GetInfoResponse(_message.Message):
         expert_group: _builtins.str = ...,
         expert_group_rank: _builtins.int = ...,
         expert_group_size: _builtins.int = ...,
+        start_work_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "expert_group", b"expert_group", "expert_group_rank", b"expert_group_rank", "expert_group_size", b"expert_group_size", "host", b"host", "kvstores", b"kvstores", "lacks_encoder", b"lacks_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "start_seconds", b"start_seconds", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admin_port", b"admin_port", "advertised_address", b"advertised_address", "dtype", b"dtype", "embedding_size", b"embedding_size", "encoder_digest", b"encoder_digest", "engine_pid", b"engine_pid", "epoch", b"epoch", "expert_group", b"expert_group", "expert_group_rank", b"expert_group_rank", "expert_group_size", b"expert_group_size", "host", b"host", "kvstores", b"kvstores", "lacks_encoder", b"lacks_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_labels", b"num_labels", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "ranks", b"ranks", "role", b"role", "server_pid", b"server_pid", "start_seconds", b"start_seconds", "start_work_seconds", b"start_work_seconds", "task", b"task", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from weft.checkpoint.files import Progress, weight_files
 from weft.contract.errors import ModelError
+from weft.contract.start_work import READING, START_WORK
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.sent import KnownTensor
 from weft.engine.model.weights.tensor_reads import NotFiniteError, StoredTensor, TensorReads
@@ -148,7 +149,9 @@ class Checkpoint:
             if is_left_out:
                 out.zero_()
             elif not out.is_meta:
-                self._check_finite(part.name, self._reads.read(tensor.stored(), part.slices, out))
+                with START_WORK.time(READING):
+                    is_finite = self._reads.read(tensor.stored(), part.slices, out)
+                self._check_finite(part.name, is_finite)
         except NotFiniteError as error:
             raise self._not_finite(part.name) from error
         except (OSError, EOFError) as error:

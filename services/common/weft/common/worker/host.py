@@ -149,7 +149,9 @@ class WorkerHost:
         # gRPC's threads may exist once the engine was spawned.
         async with self._starting:
             await self._take_kernels()
-            self._engine.configure(await self._with_weights(self._config))
+            config = await self._with_weights(self._config)
+            self._starting.take(0, 0, "starting the engine")
+            self._engine.configure(config)
             info = await self._engine.wait_ready()
         self._starting.take(0, 0, "opening the ports")
         info = replace(info, notices=[*info.notices, *notes_of(self._placements)])
@@ -192,6 +194,7 @@ class WorkerHost:
         if not settings.kernels_from_peers:
             return
         assert self._identity is not None, "checked when the settings were read"
+        self._starting.take(0, 0, "taking kernels from a worker")
         address = settings.advertise or f"{settings.host}:{settings.port}"
         names = settings.weights_from, settings.served_name
         await fetch_kernels(*names, address, self._identity, KernelFolders.of_host())
@@ -205,6 +208,9 @@ class WorkerHost:
             if settings.weights_from != FROM_DISK:
                 logger.warning("weights are read from files: without NIXL they do not travel")
             return config
+        if settings.weights_from == FROM_DISK:
+            return config
+        self._starting.take(0, 0, "asking a worker for its weights")
         address = settings.advertise or f"{settings.host}:{settings.port}"
         names = settings.weights_from, settings.served_name
         offer = await find_weights(*names, address, self._identity)
@@ -342,6 +348,7 @@ class WorkerHost:
         server, info = front.server, front.info
         seconds = {what: round(spent, 2) for what, spent in self._starting.phases().items()}
         front.servicer.start_seconds = seconds
+        work = {what: round(spent, 2) for what, spent in info.start_work_seconds.items()}
         await server.set_serving(True)
         server.write_ready_file(
             engine_pid=info.engine_pid,
@@ -356,6 +363,7 @@ class WorkerHost:
                 "worker_id": self._worker_id,
                 "epoch": f"{info.epoch:016x}",
                 "start_seconds": seconds,
+                "start_work_seconds": work,
             },
         )
 

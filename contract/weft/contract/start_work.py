@@ -1,0 +1,38 @@
+"""Seconds of a process's start by kinds of work that its phases have in common."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+READING, DIGESTS, COMPILING = "reading files", "digests of files", "compiling kernels"
+
+
+class StartWork:
+    """Adds up seconds. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, work: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(work, time.monotonic() - began)
+
+    def add(self, work: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[work] = self._seconds.get(work, 0.0) + seconds
+
+    def seconds(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._seconds)
+
+
+START_WORK = StartWork()
+"""That of this process."""
