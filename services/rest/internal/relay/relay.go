@@ -29,8 +29,9 @@ const (
 	renewAfter = 20 * time.Second
 	// After a failure no relay is opened for this long.
 	retryAfter = 5 * time.Second
-	// The gateway is told what clients have taken once it is so much.
-	tellAfter = 16 << 10
+	// The gateway is told what a client has taken once it is so much, half of what it lets be unread;
+	// the same message tells it of the others that have taken half of that.
+	tellAfter = 32 << 10
 	// Calls go to gateways in turn, until one reaches the gateway that is meant.
 	maxTries = 16
 )
@@ -69,14 +70,33 @@ type relay struct {
 	call    weftv1.EdgeService_RelayClient
 	broken  chan struct{} // closed when nothing more comes
 
-	sending sync.Mutex
+	mutex sync.Mutex
+	taken map[uint64]uint64 // bytes by stream of which the gateway was not told
 }
 
-// tell says that a client has taken bytes of a stream. A failure shows where the relay is read.
+// tell notes that a client has taken bytes of a stream, and tells the gateway of all when that is
+// due. A failure shows where the relay is read.
 func (r *relay) tell(stream uint64, count int) {
-	r.sending.Lock()
-	defer r.sending.Unlock()
-	_ = r.call.Send(&weftv1.RelayRequest{Streams: []uint64{stream}, Bytes: []uint64{uint64(count)}})
+	r.mutex.Lock()
+	defer r.mutex.Unlock()
+	r.taken[stream] += uint64(count)
+	if r.taken[stream] < tellAfter {
+		return
+	}
+	told := &weftv1.RelayRequest{}
+	for stream, count := range r.taken {
+		told.Streams = append(told.Streams, stream)
+		told.Bytes = append(told.Bytes, count)
+	}
+	clear(r.taken)
+	_ = r.call.Send(told)
+}
+
+// forget drops what a stream that has ended has taken.
+func (r *relay) forget(stream uint64) {
+	r.mutex.Lock()
+	defer r.mutex.Unlock()
+	delete(r.taken, stream)
 }
 
 // want has a relay to the gateway at an address opened if there is no new one.
@@ -122,7 +142,9 @@ func (r *Relays) dial() (*relay, error) {
 	}
 	r.mutex.Lock()
 	r.number++
-	opened := &relay{number: r.number, call: call, broken: make(chan struct{})}
+	opened := &relay{
+		number: r.number, call: call, broken: make(chan struct{}), taken: map[uint64]uint64{},
+	}
 	// An answer may use it before its first message is read here.
 	r.relays[opened.number] = opened
 	r.mutex.Unlock()
@@ -184,7 +206,7 @@ type Stream struct {
 	relays *Relays
 	number uint64
 	relay  *relay // nil: the answer comes on its own stream
-	taken  int    // bytes of which the gateway was not told
+	taken  int    // bytes of which the relay was not told
 
 	mutex   sync.Mutex
 	pending [][]byte
@@ -218,6 +240,9 @@ func (s *Stream) Name(ctx context.Context) context.Context {
 }
 
 func (s *Stream) end() {
+	if s.relay != nil {
+		s.relay.forget(s.number)
+	}
 	s.relays.mutex.Lock()
 	defer s.relays.mutex.Unlock()
 	delete(s.relays.streams, s.number)
@@ -262,7 +287,7 @@ func (s *Stream) push(data []byte) {
 
 // Next waits for events and takes all that have come; nil: what follows is on the call's own stream.
 func (s *Stream) Next(ctx context.Context) []byte {
-	if s.taken >= tellAfter {
+	if s.taken >= tellAfter/2 {
 		s.relay.tell(s.number, s.taken)
 		s.taken = 0
 	}

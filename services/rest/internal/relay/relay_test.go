@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"maps"
 	"net"
 	"strconv"
 	"strings"
@@ -135,25 +136,41 @@ func TestAnswersUseARelayOnceThereIsOne(t *testing.T) {
 	}
 }
 
-func TestTheGatewayLearnsWhatAClientHasTaken(t *testing.T) {
+func TestTheGatewayLearnsInOneMessageWhatClientsHaveTaken(t *testing.T) {
 	relays, gateway, address := start(t)
-	place, _, number, end := begin(t, relays)
-	defer end()
-	answered(place, address, nil)
-	made := <-gateway.opened
-	answered(place, address, metadata.Pairs(relay.Key, fmt.Sprint(made.hello.GetRelay())))
-	large := strings.Repeat("x", 20_000)
-	send(t, made, []uint64{number}, large)
-	if got := place.Next(bounded(t)); string(got) != large {
-		t.Fatalf("%d bytes came", len(got))
+	sizes := []int{20_000, 100, 40_000}
+	places, numbers, made := make([]*relay.Stream, 3), make([]uint64, 3), (*opened)(nil)
+	for i := range places {
+		place, _, number, end := begin(t, relays)
+		defer end()
+		places[i], numbers[i] = place, number
+		answered(place, address, nil)
+		if made == nil {
+			made = <-gateway.opened
+		}
+		answered(place, address, metadata.Pairs(relay.Key, fmt.Sprint(made.hello.GetRelay())))
 	}
-	send(t, made, []uint64{number}, "")
-	if got := place.Next(bounded(t)); got != nil {
-		t.Fatalf("%q after the end", got)
+	for i, place := range places {
+		data := strings.Repeat("x", sizes[i])
+		send(t, made, numbers[i:i+1], data)
+		if got := place.Next(bounded(t)); string(got) != data {
+			t.Fatalf("%d bytes came", len(got))
+		}
+		send(t, made, numbers[i:i+1], "")
+		if got := place.Next(bounded(t)); got != nil {
+			t.Fatalf("%q after the end", got)
+		}
 	}
 	told, err := made.call.Recv()
-	if err != nil || told.GetStreams()[0] != number || told.GetBytes()[0] != uint64(len(large)) {
-		t.Errorf("told %v, %v", told, err)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := map[uint64]uint64{}
+	for i, number := range told.GetStreams() {
+		got[number] = told.GetBytes()[i]
+	}
+	if want := map[uint64]uint64{numbers[0]: 20_000, numbers[2]: 40_000}; !maps.Equal(got, want) {
+		t.Errorf("told %v, not %v", got, want)
 	}
 }
 

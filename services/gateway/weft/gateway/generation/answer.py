@@ -95,6 +95,19 @@ class Answer(Listener):
     client gets the error when it reads again. The request's resources are released at once.
     """
 
+    # What each token touches lies together: a gateway goes through thousands of answers a step.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_deliveries",
+        "_dirty",
+        "_encode",
+        "_max_unsent_bytes",
+        "_num_open",
+        "_outlet",
+        "_unsent_bytes",
+    )
+
     card: ModelCard
     """The base model, with the tokenizer and the chat template of its adapter; set by `begin`."""
     request: GenerateRequest

@@ -165,6 +165,8 @@ class Listener(ABC):
     imports them.
     """
 
+    __slots__ = ()
+
     @abstractmethod
     def on_sample(self, sample: SampleOutput, num_bytes: int) -> None:
         """A sample has text, log-probabilities or its end to take: about `num_bytes` more."""
@@ -199,6 +201,17 @@ class Generation:
     When an attempt is lost and a repetition can help, the generation submits the prompt with the
     tokens so far to another owner. The client sees a pause.
     """
+
+    # What each token touches lies together: a gateway goes through thousands of these a step.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_has_proven",
+        "_listener",
+        "_metrics",
+        "prompt_scores",
+        "samples",
+    )
 
     def __init__(
         self,
@@ -441,7 +454,15 @@ class Generation:
         self._take_tokens(event.sample, event.first_index, event.ids[:], logprobs, now)
 
     def on_token(self, number: int, index: int, token_id: int, now: float) -> None:
-        self._take_tokens(number, index, (token_id,), (), now)
+        sample = self.samples[number]
+        ids = sample.ids
+        is_next = len(ids) == index and sample.finish_reason is None
+        if not is_next or self.prompt_scores is not None:
+            self._take_tokens(number, index, (token_id,), (), now)
+            return
+        text = sample.renderer.push(token_id)
+        ids.append(token_id)
+        self._show(number, sample, text, 1, 0, now)
 
     def _take_tokens(
         self,
@@ -470,31 +491,47 @@ class Generation:
         if not ids:
             return
         text = sample.push(ids)
-        num_taken = len(sample.ids) - num_before
-        self._metrics.generation_tokens.value += num_taken
-        num_bytes = len(text) if text.isascii() else len(text.encode())
+        count, num_bytes = len(sample.ids) - num_before, 0
         if logprobs:
-            used = logprobs[:num_taken]
+            used = logprobs[:count]
             sample.logprobs.extend(used)
-            num_bytes += sum(_LOGPROB_BYTES * (1 + len(entry.top)) for entry in used)
-        self._observe(sample, len(ids), now)
+            num_bytes = sum(_LOGPROB_BYTES * (1 + len(entry.top)) for entry in used)
+        self._show(number, sample, text, count, num_bytes, now)
+
+    def _show(
+        self,
+        number: int,
+        sample: SampleOutput,
+        text: str,
+        count: int,
+        num_bytes: int,
+        now: float,
+    ) -> None:
+        """Hands on what `count` new tokens have brought; `num_bytes` besides the text's."""
+        metrics = self._metrics
+        metrics.generation_tokens.value += count
+        last = sample.last_token_time
+        if last:
+            metrics.inter_token_latency.observe((now - last) / count, count)
+        if not (last and self._has_proven):
+            self._observe_first(sample, now)
+        sample.last_token_time = now
         if sample.renderer.is_stopped:
             self.end_sample(number, STOP)
         if text or sample.logprobs or sample.finish_reason is not None:
-            sample.text += text
+            sample.text = sample.text + text if sample.text else text
+            num_bytes += len(text) if text.isascii() else len(text.encode())
             self._listener.on_sample(sample, num_bytes)
 
-    def _observe(self, sample: SampleOutput, count: int, now: float) -> None:
-        metrics = self._metrics
+    def _observe_first(self, sample: SampleOutput, now: float) -> None:
         if not self._has_proven:
             self._prove(now)
         if sample.last_token_time:
-            metrics.inter_token_latency.observe((now - sample.last_token_time) / count, count)
-        elif all(not other.last_token_time for other in self.samples):
-            metrics.time_to_first_token.observe(now - self._arrival)
+            return
+        sample.first_token_time = now
+        if all(not other.last_token_time for other in self.samples):
+            self._metrics.time_to_first_token.observe(now - self._arrival)
             self._trace.first_token()
-        sample.first_token_time = sample.first_token_time or now
-        sample.last_token_time = now
 
     def _prove(self, now: float) -> None:
         self._has_proven = True

@@ -48,6 +48,8 @@ def to_json(value: object) -> bytes:
 
 def text_to_json(text: str) -> bytes:
     """`to_json` of a text, for which the encoder's own preparations would take most of the time."""
+    if text.isascii():
+        return encode_basestring(text).encode()
     return _to_line(encode_basestring(text))
 
 
@@ -108,6 +110,9 @@ def weft_json(
 
 class AnswerWriter(ABC):
     """Writes one request's answer, streamed or whole."""
+
+    # What each event touches lies together: a gateway goes through thousands of writers a step.
+    __slots__ = ("__dict__", "_tail", "prompt_ids", "usage_so_far")
 
     object_name: str
     chunk_name: str
@@ -183,6 +188,8 @@ class AnswerWriter(ABC):
 
 class ChatWriter(AnswerWriter):
     """Writes chat.completion and chat.completion.chunk objects."""
+
+    __slots__ = ("_make_parser", "_prefixes", "_suffix")
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
