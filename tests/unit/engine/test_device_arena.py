@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +175,33 @@ def test_spans_leave_out_what_is_not_theirs() -> None:
     # 48 bytes between the first two belong to nobody; rows with gaps are left out.
     spans = spans_of(parts)
     assert spans == [Span(begin, begin + 800), Span(begin + 4000, begin + 4400)]
+
+
+class Pool:
+    id = (0, 1)
+
+
+def test_pools_do_not_end_while_tensors_are_made(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch aborts the process otherwise."""
+    ended: list[Any] = []
+
+    def made(memory: Any) -> Pool:
+        pool = Pool()
+        weakref.finalize(pool, ended.append, memory)
+        return pool
+
+    monkeypatch.setattr("weft.engine.executor.device_arena._Pieces.pool", made)
+    for name in ("beginAllocateToPool", "endAllocateToPool", "releasePool"):
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *_: None, raising=False)
+    device = torch.device("cuda", 0)
+    first, second = (DeviceArena(device, driver=driver) for _ in range(2))  # type: ignore[arg-type]
+    with first.taking():
+        pass
+    with second.taking():
+        del first
+        gc.collect()
+        assert not ended
+    with second.taking():
+        assert len(ended) == 1

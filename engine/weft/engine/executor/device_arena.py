@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
@@ -171,6 +172,17 @@ class _Pieces:
 
 
 _ALL: list[_Pieces] = []
+_GONE: list[Any] = []
+"""Pools whose arenas have gone, until `_end_gone`. PyTorch aborts the process where a pool ends
+while tensors are made in another one, and the garbage collector may run there.
+"""
+_taking: list[object] = []
+"""One for each block in which tensors are made in some arena."""
+
+
+def _end_gone() -> None:
+    if not _taking:
+        _GONE.clear()
 
 
 class DeviceArena:
@@ -205,16 +217,20 @@ class DeviceArena:
     @contextmanager
     def taking(self) -> Iterator[None]:
         """Tensors that are made on the GPU inside, by any thread, lie in the arena."""
+        _end_gone()
         if self._pool is None:
             self._pool = self._memory.pool()
+            weakref.finalize(self, _GONE.append, self._pool).atexit = False
         number = torch.cuda.current_device() if self._device.index is None else self._device.index
         # `torch.cuda.use_mem_pool` is for one thread, and several load a model.
+        _taking.append(self)
         torch._C._cuda_beginAllocateToPool(number, self._pool.id)
         try:
             yield
         finally:
             torch._C._cuda_endAllocateToPool(number, self._pool.id)
             torch._C._cuda_releasePool(number, self._pool.id)
+            _taking.pop()
 
     @property
     def num_bytes(self) -> int:
