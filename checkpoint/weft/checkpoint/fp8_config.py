@@ -16,6 +16,8 @@ FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
 """Values of `quant_method` that mean FP8, in addition to compressed-tensors."""
 _BLOCK = [128, 128]
 _ALL_PRODUCTS = "Linear"
+_STATUSES = ("compressed", "frozen")
+"""What llm-compressor calls a checkpoint that is written; frozen until 2024."""
 
 
 class Fp8Config(NamedTuple):
@@ -96,12 +98,13 @@ def compressed_group(section: Fields) -> Fields | str:
     """The single group of a configuration of compressed-tensors; a text says what is not
     supported.
     """
-    if section.text("quantization_status", "compressed") != "compressed":
-        return "quantization_status must be compressed"
+    if section.text("quantization_status", "compressed") not in _STATUSES:
+        return f"quantization_status must be {' or '.join(_STATUSES)}"
     if section.get("transform_config"):
         return "transform_config is not supported"
-    if list(section.section("sparsity_config")):
-        return "sparsity_config is not supported"
+    sparsity = section.section("sparsity_config")
+    if list(sparsity) and sparsity.text("format", "") != "dense":
+        return f"sparsity_config with format {sparsity.get('format')!r} is not supported"
     groups = section.section("config_groups")
     schemes = [groups.section(name) for name in groups]
     if not schemes or any(not group.equals(schemes[0], but="targets") for group in schemes):

@@ -10,9 +10,9 @@ from weft.checkpoint.fields import Fields
 from weft.checkpoint.fp8_config import compressed_group
 from weft.checkpoint.module_names import names_in
 
-_ALGORITHM, _FORMAT = "NVFP4", "nvfp4-pack-quantized"
+_ALGORITHMS, _FORMAT = ("NVFP4", "W4A16_NVFP4"), "nvfp4-pack-quantized"
 _MIXED = "MIXED_PRECISION"
-_OF_LAYERS = (_ALGORITHM, "FP8")
+_OF_LAYERS = (*_ALGORITHMS, "FP8")
 """What modules of a mixed recipe may have; which one, their tensors show."""
 _METHODS = ("modelopt", "modelopt_fp4")
 _GROUP = 16
@@ -21,7 +21,7 @@ _GROUP = 16
 def is_nvfp4(section: Fields, method: str) -> bool:
     """Whether a `quantization_config` is about NVFP4."""
     if method in _METHODS:
-        return section.text("quant_algo", "") in (_ALGORITHM, _MIXED)
+        return section.text("quant_algo", "") in (*_ALGORITHMS, _MIXED)
     return method == "compressed-tensors" and section.text("format", "") == _FORMAT
 
 

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
+from weft.checkpoint import bitsandbytes_config
 from weft.checkpoint.fields import Fields
 from weft.checkpoint.fp8_config import (
     FP8_METHODS,
@@ -54,7 +55,7 @@ _OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    format: Literal["int8", "int4", "fp8", "gguf", "mxfp4", "nvfp4"]
+    format: Literal["int8", "int4", "fp8", "bitsandbytes", "gguf", "mxfp4", "nvfp4"]
     """Decides which scheme of `weft.engine.model.weights.schemes` reads the weights."""
     source: Literal["checkpoint", "load"]
     """Whether the checkpoint has the format, or it is made from floats at load."""
@@ -178,6 +179,11 @@ def _read(fields: Fields, section: Fields) -> Quantization:
     if method == "mxfp4":
         # Only experts can be quantised so; other listed modules are in floats.
         return Quantization(format="mxfp4", source="checkpoint")
+    if method == bitsandbytes_config.METHOD:
+        floats = bitsandbytes_config.read_bitsandbytes(section)
+        if isinstance(floats, str):
+            raise fields.error("quantization_config", floats)
+        return Quantization(format="bitsandbytes", source="checkpoint", ignore=floats)
     if is_nvfp4(section, method):
         ignore = read_nvfp4(section, method)
         if isinstance(ignore, str):
@@ -203,7 +209,8 @@ def _read(fields: Fields, section: Fields) -> Quantization:
     elif method == "compressed-tensors":
         found = _problem_of_compressed_tensors(section)
     else:
-        known = ", ".join(("compressed-tensors", "mxfp4", *FP8_METHODS, *INT_METHODS))
+        others = ("compressed-tensors", "mxfp4", bitsandbytes_config.METHOD)
+        known = ", ".join((*others, *FP8_METHODS, *INT_METHODS))
         found = f"quant_method {method!r} is not supported ({known} are)"
     if isinstance(found, str) and found:
         raise fields.error("quantization_config", found)

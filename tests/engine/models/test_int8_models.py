@@ -209,7 +209,17 @@ WEIGHTS = ("config_groups", "group_0", "weights")
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported"),
+        ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor"),
+        (
+            {
+                **{"quant_method": "bitsandbytes", "load_in_4bit": True},
+                "bnb_4bit_quant_storage": "bfloat16",
+            },
+            "storage 'bfloat16'",
+        ),
+        (changed("sparsity_config", value={"format": "sparse-24-bitmask"}), "'sparse-24-bitmask'"),
+        (changed("quantization_status", value="calibration"), "compressed or frozen"),
         ({"bits": 4}, "'' is not supported"),
         (changed("format", value="marlin-24"), "'marlin-24' is not supp"),
         (changed(*WEIGHTS, "num_bits", value=4), "weights.num_bits = 4"),

@@ -81,7 +81,8 @@ def test_products_of_a_mixed_recipe_may_be_in_fp8(kind: str, tmp_path: Path) -> 
     layers = {}
     for name in [name for name in floats if name.endswith("_proj.weight")]:
         module = name.removesuffix(".weight")
-        layers[module] = {"quant_algo": "NVFP4", "group_size": 16}
+        algorithm = random.choice(("NVFP4", "W4A16_NVFP4"))
+        layers[module] = {"quant_algo": algorithm, "group_size": 16}
         if "self_attn" not in name:
             continue
         scale, layers[module] = torch.rand(()) / 100, {"quant_algo": "FP8"}

@@ -194,6 +194,18 @@ def test_lists_of_compressed_tensors(
     assert found.ignores(f"{LAYER}.mlp.down_proj") == (targets[0] == rf"re:(?!{LAYER}).*")
 
 
+@pytest.mark.parametrize(
+    "field",
+    [{"quantization_status": "frozen"}, {"sparsity_config": {"format": "dense", "targets": ["a"]}}],
+)
+def test_words_of_older_files_that_change_nothing(
+    field: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    own = LAYOUTS["compressed-tensors"]
+    layout = replace(own, config=own.config | field)
+    check(packed_models(model_dir, tmp_path / "model", layout)[0])
+
+
 @pytest.mark.parametrize("left_out", [["gate"], ["mlp.gate"], ["gate", "lm_head"], None])
 def test_awq_beside_routers_in_floats(left_out: list[str] | None, tmp_path: Path) -> None:
     source = make_tiny("qwen3_moe", tmp_path / "tiny", random.randrange(10**6), **SIZES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.checkpoint.quantization import Quantization
+from weft.engine.model.weights.schemes.bitsandbytes import BitsAndBytesScheme
 from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
 from weft.engine.model.weights.schemes.gguf import GgufScheme
 from weft.engine.model.weights.schemes.int4 import IntScheme
@@ -16,6 +17,7 @@ from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
 
 _SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
+    "bitsandbytes": BitsAndBytesScheme,
     "int8": Int8Scheme,
     "int4": IntScheme,
     "fp8": Fp8Scheme,
