@@ -230,6 +230,7 @@ def rates(run: Run) -> None:
             s=spread(found),
             gib_per_s=spread([size / one / GIB for one in found]),
             to_store=ratio_of(taken["store"], found),
+            to_kept=ratio_of(taken["store, kept"], found),
             processor_s_per_gib=spread(cores[way]),
         )
 
