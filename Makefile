@@ -14,7 +14,8 @@ SETUP := $(VENV)/.setup-done
 DOCS := $(VENV)/.docs-done
 WHEEL_TOOLS := $(VENV)/.wheel-done
 REST := services/rest/bin/weft-rest
-REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go' -o -name settings.json) \
+REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go' -o -name settings.json \
+	-o -path '*/static/*' -type f) \
 	services/rest/go.mod services/rest/go.sum
 WHEEL := dist/.built
 WHEEL_SOURCES := pyproject.toml hatch_build.py README.md LICENSE $(wildcard models/demo/*) \
@@ -130,7 +131,7 @@ chaos: setup ## Half an hour of faults against a mesh of its own; flags in ARGS=
 test-k8s: setup ## Run manifests, chart and discovery against a real kube-apiserver, Helm and Envoy (got first).
 	$(BIN)/python scripts/get_kubernetes.py
 	$(BIN)/python scripts/get_envoy.py
-	WEFT_REQUIRE=envoy,go,helm,kube-apiserver,kwok $(BIN)/pytest tests/k8s $(ARGS)
+	WEFT_REQUIRE=envoy,go,helm,kube-apiserver,kwok,lwepp $(BIN)/pytest tests/k8s $(ARGS)
 
 bench: setup ## Measure the mesh, the bare engine and transformers; flags in ARGS="...".
 	$(BIN)/python bench/bench.py $(ARGS)

@@ -1,5 +1,6 @@
 """Gets what `make test-k8s` needs into k8s/tools/bin: kube-apiserver, kube-controller-manager,
-kwok and Helm, built from source, and etcd.
+kwok, Helm and the endpoint picker of the Gateway API Inference Extension (lwepp), built from
+source, and etcd.
 
 The builds take some minutes of CPU, once. An `etcd` on the PATH is taken; else it is unpacked from
 Debian's package `etcd-server`, which is not installed.
@@ -77,8 +78,8 @@ def main() -> int:
     try:
         get_etcd()
         build_kubernetes(go)
-        build_tool(go, TOOLS / "helm", "helm", BIN)
-        build_tool(go, TOOLS / "kwok", "kwok", BIN)
+        for name in ("helm", "kwok", "lwepp"):
+            build_tool(go, TOOLS / name, name, BIN)
         write_stages(go)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         print(f"nothing to test Kubernetes with: {error}")

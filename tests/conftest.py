@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,9 @@ def _missing_triton_interpreter() -> str | None:
     return None if is_on else "Triton's kernels run on the GPU in this process (tests/gpu)"
 
 
-def _missing_kube_apiserver() -> str | None:
-    tools = ROOT / "k8s" / "tools" / "bin"
-    is_there = all((tools / name).exists() for name in ("kube-apiserver", "etcd"))
-    return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
-
-
-def _missing_kwok() -> str | None:
-    tools = ROOT / "k8s" / "tools" / "bin"
-    names = ("kube-apiserver", "etcd", "kube-controller-manager", "kwok")
-    is_there = all((tools / name).exists() for name in names)
-    return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
-
-
-def _missing_helm() -> str | None:
-    is_there = (ROOT / "k8s" / "tools" / "bin" / "helm").exists()
+def _missing_kubernetes(*names: str) -> str | None:
+    """Of programs that scripts/get_kubernetes.py builds."""
+    is_there = all((ROOT / "k8s" / "tools" / "bin" / name).exists() for name in names)
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
 
 
@@ -157,10 +146,11 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "fa3": _missing_fa3,
     "gguf-converter": _missing_gguf_converter,
     "go": _missing_go,
-    "helm": _missing_helm,
-    "kube-apiserver": _missing_kube_apiserver,
-    "kwok": _missing_kwok,
+    "helm": partial(_missing_kubernetes, "helm"),
+    "kube-apiserver": partial(_missing_kubernetes, "kube-apiserver", "etcd"),
+    "kwok": partial(_missing_kubernetes, "kube-controller-manager", "kwok"),
     "load-clients": _missing_load_clients,
+    "lwepp": partial(_missing_kubernetes, "lwepp"),
     "nixl": _missing_nixl,
     "node-clients": _missing_node_clients,
     "python-clients": _missing_python_clients,

@@ -104,10 +104,12 @@ class Followed:
             self.seen.append({f"{e.role} {e.address}" for e in endpoints})
 
     async def wait(self, *expected: str) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not self.seen or self.seen[-1] != set(expected):
-                assert not self._task.done()
-                await asyncio.sleep(0.05)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + TIMEOUT_S
+        while not self.seen or self.seen[-1] != set(expected):
+            assert not self._task.done()
+            assert loop.time() < deadline, f"{self.seen[-1:]} instead of {expected}"
+            await asyncio.sleep(0.05)
 
     async def end(self) -> None:
         self._task.cancel()
@@ -152,6 +154,10 @@ async def test_workers_are_found_with_the_rights_of_the_manifests(
     finally:
         await followed.end()
         await stranger.end()
+        # The tests of pods look for the slices of real controllers alone.
+        with api.client() as client:
+            slices = "/apis/discovery.k8s.io/v1/namespaces/weft/endpointslices"
+            client.delete(slices).raise_for_status()
     with api.client("gateway") as client:
         for path in ("/api/v1/namespaces/weft/secrets", "/api/v1/namespaces/weft/pods"):
             assert client.get(path).status_code == 403

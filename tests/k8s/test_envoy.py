@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from weft.cli.up.ports import free_run
-from weft.testing.k8s.envoy import DESTINATION, LISTENERS, SUBSET, TOOLS, Envoy
-from weft.testing.meshes.local_mesh import wait_until
+from weft.testing.k8s.envoy import DESTINATION, FAILS_OPEN, LISTENERS, SUBSET, TOOLS, Envoy
 from weft.testing.meshes.metric_names import documented, exposed
 from weft.testing.meshes.tiny_mesh import VOCAB, TinyMesh
 from weft.testing.services.dialect_edge import TEMPLATE
@@ -135,7 +134,8 @@ async def front(
 async def until_status(made: Front, status: int) -> None:
     """Returns once both ways answer a cheap request with a status."""
     async with asyncio.timeout(60):
-        for url in made.urls.values():
+        for mode in MODES:
+            url = made.urls[mode]
             while (await made.http.get(f"{url}/v1/models")).status_code != status:
                 await asyncio.sleep(0.05)
 
@@ -280,6 +280,29 @@ async def test_edges_and_pickers_go_and_come_back(tmp_path: Path, rest_binary: P
             assert whole(await made.chat("duplex")) == TEXT
 
 
+async def test_a_proxy_that_fails_open_serves_without_a_picker(
+    tmp_path: Path, rest_binary: Path
+) -> None:
+    """agentgateway#3473: it answers 500."""
+    async with front(tmp_path, rest_binary, step_s=0.05) as made:
+        url = f"{made.urls[FAILS_OPEN]}/v1/chat/completions"
+        async with made.http.stream("POST", url, json={**CHAT, "stream": True}) as running:
+            assert running.status_code == 200
+            # In the middle of an answer, without a word.
+            made.picker.send(signal.SIGKILL)
+            assert made.picker.wait() == -signal.SIGKILL
+            assert streamed((await running.aread()).decode()) == TEXT
+        await until_status(made, 503)
+        before = await made.served()
+        for stream in (False, True) * 4:
+            answer = await made.chat(FAILS_OPEN, stream=stream)
+            assert answer.status_code == 200, answer.text
+            assert (streamed(answer.text) if stream else whole(answer)) == TEXT
+        after = await made.served()
+        # A client's own header chooses nobody, and edges take turns.
+        assert min(now - then for now, then in zip(after, before, strict=True)) >= 2
+
+
 # -- the whole mesh ------------------------------------------------------------------------------
 
 NUM_CHATS, NUM_TURNS, NUM_NEW = 6, 3, 12
@@ -329,17 +352,7 @@ def test_routing_stays_exact_behind_envoy(
                 known[number] = len(chat) - 1  # K and V of the last token are not there yet
                 chat += [random.randrange(VOCAB) for _ in range(20)]
             mesh.wait_idle()
-            wait_until(partial(is_index_whole, mesh), 30)
-
-
-def is_index_whole(mesh: TinyMesh) -> bool:
-    """Whether the gateway knows of all pages that workers hold."""
-    workers = (*mesh.names("decode"), *mesh.names("prefill"))
-    held = sum(mesh.load(name).cached_pages for name in workers)
-    address = mesh.service("gateway")["metrics_address"]
-    lines = httpx.get(f"http://{address}/metrics", trust_env=False).text.splitlines()
-    (line,) = [one for one in lines if one.startswith("weft_kv_index_pages ")]
-    return float(line.split()[1]) == held
+            mesh.wait_indexed()
 
 
 # -- the contract --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from weft.planner.forecast import (
@@ -37,15 +38,23 @@ def arrivals(requests_per_s: float, count: int, seed: int) -> list[Arrival]:
     return found
 
 
-@pytest.mark.parametrize(("requests_per_s", "workers"), [(2.0, 2), (5.0, 4), (12.0, 8)])
-def test_late_first_tokens_are_those_of_a_queue(requests_per_s: float, workers: int) -> None:
-    fleet = Fleet(SPEED, TARGETS, workers, 50, refuses=False)
+@pytest.mark.parametrize(
+    ("requests_per_s", "workers", "refuses"),
+    [(2.0, 2, False), (5.0, 4, False), (12.0, 8, False), (3.0, 2, True), (7.0, 4, True)],
+)
+def test_late_first_tokens_are_those_of_a_queue(
+    requests_per_s: float, workers: int, refuses: bool
+) -> None:
+    targets = replace(TARGETS, is_enforced=refuses)
+    fleet = Fleet(SPEED, targets, workers, 50, refuses=refuses)
     for arrival in arrivals(requests_per_s, 5_000, seed=workers):
         fleet.offer(arrival)
-    seen = fleet.tally.late_first / fleet.tally.requests
-    told = late_share(demand(requests_per_s), SPEED, TARGETS, workers)
+    seen = (fleet.tally.refused if refuses else fleet.tally.late_first) / fleet.tally.requests
+    told = late_share(demand(requests_per_s), SPEED, targets, workers)
     # The tail is an approximation for prompts of several sizes.
     assert told == pytest.approx(seen, rel=0.5, abs=0.01)
+    # Those that would wait longer are many more than those that are refused.
+    assert not refuses or late_share(demand(requests_per_s), SPEED, TARGETS, workers) > 3 * seen
 
 
 def test_steps_are_those_of_a_queue() -> None:

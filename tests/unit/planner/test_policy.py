@@ -1,15 +1,22 @@
-"""Each complaint about autoscalers as a case, in virtual time.
+"""Each complaint about autoscalers as a case, in virtual time where nothing else is said.
 
 dynamo#10528, #8861            test_refused_requests_are_demand
 dynamo#11624                   test_the_rate_decides_and_no_single_request
 dynamo#9294                    test_fewer_only_if_fewer_would_do
-dynamo#4420, #13238            test_an_order_of_somebody_else_..., test_somebody_elses_change_...
-llm-d#2310                     test_a_change_without_effect_is_told
-llm-d-router#2547              test_observe.py, test_a_worker_without_news_is_missing_and_no_more
+dynamo#4420, #13238            test_an_order_of_somebody_else_..., test_somebody_elses_change_...;
+                               tests/k8s/test_scaling.py, at a real kube-apiserver
+llm-d#2310                     test_a_change_without_effect_is_told, test_no_news_change_...;
+                               a role is declared once: tests/k8s/test_components.py,
+                               test_keda_asks_the_planner_for_each_role
+llm-d-router#2547              test_observe.py, test_a_worker_without_news_is_missing_and_no_more;
+                               tests/services/gateway/test_gateway_faults.py,
+                               test_a_silent_worker_is_dead_within_its_bound
 llm-d-autoscaling#1249         test_the_fullest_worker_counts
-agentgateway#3473              tests/k8s/test_envoy.py, test_edges_and_pickers_go_and_come_back;
+agentgateway#3473              tests/k8s/test_envoy.py, test_a_proxy_that_fails_open_..., and
+                               test_edges_and_pickers_go_and_come_back where it fails closed;
                                tests/services/planner, test_keda_asks_a_planner: no plan, no number
-vllm#56133                     tests/mesh/operations/test_roles.py: a role is proved by its work
+vllm#56133                     tests/unit/workers/test_worker_role.py, test_only_new_work_...;
+                               tests/mesh/operations/test_roles.py: a role is proved by its work
 """
 
 from __future__ import annotations
@@ -236,9 +243,9 @@ def test_roles_change_before_workers_start() -> None:
     """Prompts become short and answers long."""
     told = Told(prefill=1, decode=1)
     told.lengths(((3000.0, 1.0),), 50.0)
-    before = told.run(600, 6.0)
+    told.run(600, 6.0)
     told.lengths(((300.0, 1.0),), 50.0)
-    told.run(90, 6.0)
+    before = told.run(90, 6.0)
     told.lengths(((300.0, 1.0),), 400.0)
     after = told.run(INTERVAL_S, 6.0)
     assert after.decode > before.decode

@@ -151,7 +151,11 @@ class TopView:
                 + describe_latency("ITL", picture.latency("between_tokens"))
             ),
             *self._charts(width),
-            *(Text(describe_plan(plan)) for plan in newest.plans if not self._is_whole),
+            *(
+                Text(describe_plan(plan), "red" if plan.alarms else "")
+                for plan in newest.plans
+                if not self._is_whole
+            ),
         ]
         if self._state.notice:
             lines.append(Text(printable(self._state.notice), "yellow"))
@@ -279,7 +283,9 @@ def _plan_page(plans: Sequence[mesh_pb2.MeshPlan]) -> Table:
     page.add_column(overflow="fold")
     if not plans:
         page.add_row("plans", "No planner has told what it wants: weft serve planner.")
-    for plan in plans:
+    for number, plan in enumerate(plans):
+        if number:
+            page.add_row()
         does = "acts" if plan.acts else "advises"
         page.add_row("plan", Text(printable(f"{plan.model}, by {plan.planner_id}, which {does}")))
         page.add_row("  wants", f"{plan.wanted_prefill} prefill, {plan.wanted_decode} decode")

@@ -1,6 +1,7 @@
 """Which numbers of workers meet the targets at a demand: the cost model of admission, for a fleet.
 
-prefill   prompts wait for one of n workers: Erlang's probability to wait, an exponential tail
+prefill   prompts wait for one of n workers: Erlang's probability to wait, an exponential tail;
+          where gateways refuse what would be late, the others wait less (Boots and Tijms, 1999)
 decode    answers share a worker whose steps slow with their number n, so n is negative binomial;
           one more than the targets allow waits (Halfin and Whitt's probability), or slows all
 """
@@ -16,6 +17,9 @@ from weft.common.capacity import first_token_s, requests_within
 
 ATTAINED = 0.97
 """Share of requests that each role is to serve within its target, by the forecast."""
+ADMITTED = 0.99
+"""The same of prefill workers where gateways enforce targets: refusals keep their queues short, so
+that one percent more costs few workers."""
 HEADROOM = 0.95
 """Share of the target between tokens that admission lets steps take."""
 _DRAIN_S = 60.0
@@ -100,9 +104,9 @@ class Need:
 
 
 def late_share(demand: Demand, speed: Speed, targets: Targets, workers: int) -> float:
-    """Share of the requests that a worker could serve in time whose first token would be late.
-    Prompts that alone take longer than the target are left out, since no number of workers helps
-    them; they count as load.
+    """Share of the requests that a worker could serve in time whose first token would be late, or
+    which gateways refuse for that. Prompts that alone take longer than the target are left out,
+    since no number of workers helps them; they count as load.
     """
     rate = speed.prefill_tokens_per_s
     mean, squares = _computed(demand, speed, targets)
@@ -123,11 +127,16 @@ def late_share(demand: Demand, speed: Speed, targets: Targets, workers: int) -> 
             continue
         total += share
         late += share * waits * math.exp(-left_s / tail_s)
-    return late / total if total else 0.0
+    late = late / total if total else 0.0
+    if not targets.is_enforced:
+        return late
+    # Customers who leave after a time, of a queue that all would have joined.
+    return (1 - busy / workers) * late / (1 - late * busy / workers)
 
 
 def meets_first_token(demand: Demand, speed: Speed, targets: Targets, workers: int) -> bool:
-    return late_share(demand, speed, targets, workers) <= 1 - ATTAINED
+    attained = ADMITTED if targets.is_enforced else ATTAINED
+    return late_share(demand, speed, targets, workers) <= 1 - attained
 
 
 def room_of(speed: Speed, targets: Targets) -> float:
@@ -199,8 +208,9 @@ def need(demand: Demand, speed: Speed, targets: Targets) -> Need:
             decode += 1
     why = (
         f"{demand.requests_per_s:.2f} requests/s of {demand.prompt_tokens:,.0f} prompt tokens keep "
-        f"{busy:.1f} prefill workers busy; of {demand.output_tokens:,.0f} tokens, steps of "
-        f"{1000 * step_s(demand, speed, decode):.0f} ms on {decode}"
+        f"{busy:.1f} prefill workers busy; answers of {demand.output_tokens:,.0f} tokens have "
+        f"{1000 * step_s(demand, speed, decode):.0f} ms between tokens on {decode} decode "
+        f"worker{'s' if decode > 1 else ''}"
     )
     if room <= 0:
         why += f"; no number meets {targets.inter_token_s:g} s between tokens"

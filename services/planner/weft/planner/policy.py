@@ -169,7 +169,7 @@ class ModelPlanner:
     _since: tuple[float, int] | None = None
     """Time and count of requests at the last change; None: it is noted with the next news."""
     _accepted: tuple[_Load, _Load] | None = None
-    """The accepted load, a deviation low and high; None: the last change was lately."""
+    """The accepted load, cautiously low and high; None: the last change was lately."""
     num_changes: int = 0
     """Times that the wanted numbers changed."""
 
@@ -323,11 +323,11 @@ class ModelPlanner:
         if self._accepted is not None or span_s < self.rules.settle_s:
             return None
         arrived, caution = seen.requests - self._since[1], self.rules.caution
-        low, below, above, high = (
+        low, high = (
             self._scattered(seen, lengths, arrived, span_s, deviations)
-            for deviations in (-caution, -1.0, 1.0, caution)
+            for deviations in (-caution, caution)
         )
-        self._accepted = _Load.of(below), _Load.of(above)
+        self._accepted = _Load.of(low), _Load.of(high)
         least, most = (self._need(one, seen.speed) for one in (low, high))
         return Counts(least.prefill, least.decode), Counts(most.prefill, most.decode)
 

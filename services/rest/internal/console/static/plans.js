@@ -3,7 +3,8 @@
 import { h, reconcile, setText } from "./dom.js";
 import { clock, millis } from "./format.js";
 
-const COLUMNS = ["model", "planner", "wants", "there are", "why", "did", "alarms"];
+const COLUMNS = ["model", "planner", "wants", "there are", "alarms", "why", "did"];
+const ALARMS = COLUMNS.indexOf("alarms");
 const numbers = (prefill, decode) => `${prefill ?? 0} prefill, ${decode ?? 0} decode`;
 
 const told = (act) => `${clock(millis(act.time))} ${act.text}`;
@@ -18,16 +19,15 @@ export function makePlans() {
   panel.show = (plans) => {
     panel.hidden = !plans.length;
     reconcile(body, plans, (plan) => `${plan.planner_id} ${plan.model}`,
-      () => h("tr", {}, COLUMNS.map((name) => h("td", {}, name === "alarms" ? h("span", { class: "chip bad" }) : null))),
+      () => h("tr", {}, COLUMNS.map((name) => h("td", { "data-name": name }, h("span", {})))),
       (row, plan) => {
         const acts = plan.acts ? "acts" : "advises";
+        const alarms = (plan.alarms ?? []).join("\n");
         const texts = [plan.model, `${plan.planner_id} ${acts}`,
           numbers(plan.wanted_prefill, plan.wanted_decode), numbers(plan.seen_prefill, plan.seen_decode),
-          plan.why ?? "", (plan.history ?? []).map(told).join("\n")];
-        texts.forEach((text, at) => setText(row.children[at], text));
-        const alarms = row.lastElementChild.firstElementChild;
-        alarms.hidden = !plan.alarms?.length;
-        setText(alarms, (plan.alarms ?? []).join("; "));
+          alarms, plan.why ?? "", (plan.history ?? []).map(told).join("\n")];
+        texts.forEach((text, at) => setText(row.children[at].firstElementChild, text));
+        row.children[ALARMS].firstElementChild.className = alarms ? "chip bad" : "";
       });
   };
   return panel;

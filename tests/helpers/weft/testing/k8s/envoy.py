@@ -39,6 +39,8 @@ LISTENERS: Mapping[str, tuple[Mapping[str, str], str]] = {
     "buffered": (BUFFERED, "by_header"),
 }
 """Each with its processing mode and the cluster that reads the picker's choice."""
+FAILS_OPEN = "open"
+"""A listener whose requests need no picker while there is none; buffered."""
 SOURCES: Mapping[str, Mapping[str, object]] = {
     "by_metadata": {"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}},
     "by_header": {"header": DESTINATION},
@@ -111,7 +113,8 @@ def bootstrap(pickers: Sequence[str], edges: Sequence[str]) -> dict[str, Any]:
         "admin": {"address": _address("127.0.0.1:0")},
         "static_resources": {
             "listeners": [
-                _listener(name, mode, cluster) for name, (mode, cluster) in LISTENERS.items()
+                *(_listener(name, mode, cluster) for name, (mode, cluster) in LISTENERS.items()),
+                _listener(FAILS_OPEN, BUFFERED, "by_header", fails_open=True),
             ],
             "clusters": [
                 _picker_cluster(pickers),
@@ -126,7 +129,9 @@ def _address(address: str) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
-def _listener(name: str, mode: Mapping[str, str], cluster: str) -> dict[str, Any]:
+def _listener(
+    name: str, mode: Mapping[str, str], cluster: str, *, fails_open: bool = False
+) -> dict[str, Any]:
     subset = {
         "header": SUBSET,
         "on_header_present": {
@@ -139,6 +144,7 @@ def _listener(name: str, mode: Mapping[str, str], cluster: str) -> dict[str, Any
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
         "processing_mode": dict(mode),
         "message_timeout": "5s",
+        "failure_mode_allow": fails_open,
         "status_on_error": {"code": "ServiceUnavailable"},
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint"]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import signal
 import ssl
@@ -86,6 +87,21 @@ class KubeApi:
         return httpx.Client(
             base_url=self.url, verify=context, headers=headers, timeout=30, trust_env=False
         )
+
+    def kubeconfig(self) -> Path:
+        """A file by which Kubernetes' own programs find the server, as its administrator."""
+        server = {"server": self.url, "certificate-authority": str(self.ca)}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": server}],
+            "users": [{"name": "admin", "user": {"token": self.tokens["admin"]}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+            "current-context": "test",
+        }
+        path = self._folder / "kubeconfig"
+        path.write_text(json.dumps(config))
+        return path
 
     def wait_ready(self) -> None:
         """Returns when the server is ready, its built-in roles included."""

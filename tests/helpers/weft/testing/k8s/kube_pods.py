@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from pathlib import Path
@@ -17,29 +16,12 @@ class KubePods:
     """Starts kube-controller-manager and kwok; `stop` ends them.
 
     Args:
-        folder: For logs and credentials.
+        folder: For logs.
     """
 
     def __init__(self, api: KubeApi, folder: Path) -> None:
         self._folder = folder
-        config = folder / "kubeconfig"
-        config.write_text(
-            json.dumps(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "clusters": [
-                        {
-                            "name": "test",
-                            "cluster": {"server": api.url, "certificate-authority": str(api.ca)},
-                        }
-                    ],
-                    "users": [{"name": "admin", "user": {"token": api.tokens["admin"]}}],
-                    "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
-                    "current-context": "test",
-                }
-            )
-        )
+        config = api.kubeconfig()
         self._processes = [
             self._run(
                 "kube-controller-manager",

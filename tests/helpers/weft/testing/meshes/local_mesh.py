@@ -223,12 +223,29 @@ class LocalMesh:
 
     def wait_idle(self) -> None:
         """Returns once all workers are idle."""
-        workers = [*self.names("prefill"), *self.names("decode")]
+        workers = [name for role in ("prefill", "decode", "worker") for name in self.names(role)]
         wait_until(
             lambda: all(self.is_idle(name) for name in workers),
             30,
             lambda: "\n".join(f"{name}: {self.load(name)}" for name in workers),
         )
+
+    def wait_indexed(self) -> None:
+        """Returns once the gateway knows of all pages that workers hold; it has an index a role."""
+        address = self.service("gateway")["metrics_address"]
+        indexes = {"prefill": 1, "decode": 1, "worker": 2}
+
+        def is_whole() -> bool:
+            held = sum(
+                count * self.load(name).cached_pages
+                for role, count in indexes.items()
+                for name in self.names(role)
+            )
+            lines = httpx.get(f"http://{address}/metrics", trust_env=False).text.splitlines()
+            (line,) = [one for one in lines if one.startswith("weft_kv_index_pages ")]
+            return float(line.split()[1]) == held
+
+        wait_until(is_whole, 30)
 
 
 def ownerless_shared_memory() -> set[str]:
