@@ -116,6 +116,23 @@ class TimeTokens:
     """Largest time with which a sample may begin, counted from `first`; None: any."""
 
 
+MAX_BEAMS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """A beam search: the `width` likeliest texts are continued side by side, and the answer is the
+    likeliest complete one, with all of its tokens at once. As in transformers with
+    `early_stopping=True`, a text that ends counts if it is among the `width` best of its step, and
+    the score of a text is its log-probability / tokens ** length_penalty.
+    """
+
+    width: int = field(metadata=wire(low=2, high=MAX_BEAMS, param="beams"))
+    length_penalty: float = field(default=1.0, metadata=wire(low=-10, high=10, param="beams"))
+    patience: float = field(default=1.0, metadata=wire(low=0.1, high=10, param="beams"))
+    """The search ends with round(width * patience) complete texts (arXiv 2204.05424)."""
+
+
 MAX_BIAS = 100.0
 """A value of `logit_bias` is -MAX_BIAS to MAX_BIAS."""
 MAX_TOKENS = 2**31 - 1
@@ -302,6 +319,7 @@ class SamplingParams:
     n: int = _drawn(1, "samples of each prompt", 1, 128, names=_OPENAI_ALONE)
     constraint: Constraint | None = None
     time_tokens: TimeTokens | None = None
+    beams: BeamParams | None = None
     speculates: bool = _parameter(
         True,
         "tokens may be drafted where that pays; the text is the same",
@@ -312,6 +330,17 @@ class SamplingParams:
     def counts_tokens(self) -> bool:
         """Whether the logits depend on the tokens so far, beside constraints."""
         return self.has_penalties or self.time_tokens is not None
+
+    @property
+    def not_beside_beams(self) -> str:
+        """What a beam search has no place for; empty: nothing."""
+        wrong = {
+            "a temperature above 0": self.temperature > 0,
+            "n above 1": self.n > 1,
+            "penalties": self.has_penalties,
+            "a constraint": self.constraint is not None,
+        }
+        return next((name for name, is_given in wrong.items() if is_given), "")
 
     @property
     def has_penalties(self) -> bool:

@@ -27,7 +27,7 @@ from weft.testing.models.tiny_speech import (
 )
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
-from weft.v1 import decode_pb2
+from weft.v1 import common_pb2, decode_pb2
 
 RATE = 16_000
 IDS = speech_tokenizer().get_vocab()
@@ -198,31 +198,54 @@ async def test_samples_that_go_round_in_circles_do_not_count(tmp_path: Path) -> 
     assert json.loads(answer.data)["text"] == "well said"
 
 
-@pytest.mark.parametrize(("logprob", "text"), [(-0.2, "likely"), (-0.9, "greedy")])
-async def test_samples_are_drawn_beside_a_text_that_is_not_sure(
-    tmp_path: Path, logprob: float, text: str
+@pytest.mark.parametrize("beam_size", [None, 1, 3])
+async def test_a_clip_is_searched_by_beams_and_samples_are_drawn(
+    tmp_path: Path, beam_size: int | None
 ) -> None:
-    """They count if they are more probable; the model is asked whether anyone speaks once."""
-    temperatures = []
+    widths = []
 
     def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
         if prompt[NUM_ROWS:] == [START]:
             return Script(tokens=[[NO_SPEECH]], logprob=-9.0)
-        temperatures.append(submit.sampling.temperature)
-        is_first = len(temperatures) == 1
-        made = words(" greedy") if is_first else words(" likely")
-        samples = [[at(0), *made, at(2), END]] * submit.sampling.n
-        return Script(tokens=samples, logprob=-0.5 if is_first else logprob)
+        widths.append(submit.sampling.beams.width)
+        is_warm = submit.sampling.temperature > 0
+        text = words(" good") if is_warm else words(" bad")
+        return Script(tokens=[[at(0), *text, at(2), END]], logprob=-0.3 if is_warm else -1.5)
 
+    fields = {} if beam_size is None else {"beam_size": str(beam_size)}
     async with serving(tmp_path, script) as mesh:  # type: ignore[arg-type]
-        (answer,) = await ask(
-            mesh, language="en", file=wav(SAMPLES[:RATE]), response_format="verbose_json"
-        )
-    (segment,) = json.loads(answer.data)["segments"]
-    assert segment["text"].strip() == text
-    assert segment["no_speech_prob"] == pytest.approx(0, abs=1e-3)
-    assert len(temperatures) == 2
-    assert temperatures[0] == 0 < temperatures[1]
+        (answer,) = await ask(mesh, language="en", file=wav(SAMPLES[:RATE]), **fields)
+    assert json.loads(answer.data)["text"] == "good"
+    assert widths == [{None: 5, 1: 0, 3: 3}[beam_size], 0]
+
+
+@pytest.mark.parametrize("beam_size", [None, 4])
+async def test_a_worker_without_room_for_beams_is_asked_for_one_text(
+    tmp_path: Path, beam_size: int | None
+) -> None:
+    """Unless the client has asked for them."""
+    widths = []
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        widths.append(submit.sampling.beams.width)
+        if widths[-1]:
+            error = common_pb2.ErrorDetail(
+                code="INVALID_REQUEST", stage="validate", message="no room", param="beams"
+            )
+            code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            failed = decode_pb2.SessionEvent.Failed(error=error, grpc_code=code)
+            return Script(tokens=[[END]], fail=failed, fail_after=0)
+        return Script(tokens=[[at(0), *words(" Hello"), at(2), END]], logprob=-0.3)
+
+    fields = {} if beam_size is None else {"beam_size": str(beam_size)}
+    async with serving(tmp_path, script) as mesh:  # type: ignore[arg-type]
+        call = ask(mesh, language="en", file=wav(SAMPLES), **fields)
+        if beam_size is None:
+            await call
+            assert widths == [5, 0, 0]
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="no room"):
+                await call
 
 
 async def test_of_doubtful_texts_the_most_probable_one_is_told(tmp_path: Path) -> None:

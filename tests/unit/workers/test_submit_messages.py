@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from weft.contract.errors import InvalidRequest
 from weft.contract.request import (
+    BeamParams,
     Constraint,
     Reasoning,
     SamplingParams,
@@ -62,6 +63,7 @@ def a_submit() -> decode_pb2.Submit:
             },
             "speculate": False,
             "time_tokens": {"first": 9, "end": 8, "max_initial": 50},
+            "beams": {"width": 5, "length_penalty": 0.5, "patience": 2.0},
         },
         stop={"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [0, 1], "ignore_eos": True},
         logprobs={"top_logprobs": 20, "scaled": True},
@@ -133,6 +135,7 @@ def test_every_field_reaches_the_engine() -> None:
             n=3,
             constraint=Constraint(kind="json_schema", text="{}", whitespace="[ ]?"),
             time_tokens=TimeTokens(first=9, end=8, max_initial=50),
+            beams=BeamParams(width=5, length_penalty=0.5, patience=2.0),
             speculates=False,
         ),
         stop=StopCriteria(max_tokens=9, min_tokens=2, stop_token_ids=(0, 1), ignore_eos=True),

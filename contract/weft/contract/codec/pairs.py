@@ -15,7 +15,13 @@ from weft.contract.handle import EventKind, FillEvent, FillTimings, KvHandle, Ni
 from weft.contract.kv_changes import KvChange, KvRun
 from weft.contract.profiles import ProfileEnd, ProfileOptions
 from weft.contract.reports import EngineInfo, LoadReport, TierReport
-from weft.contract.request import Constraint, SamplingParams, StopCriteria, TimeTokens
+from weft.contract.request import (
+    BeamParams,
+    Constraint,
+    SamplingParams,
+    StopCriteria,
+    TimeTokens,
+)
 from weft.contract.spans import MediaSpan
 from weft.contract.store import PutOrder, StoreLookup
 from weft.contract.submits import (
@@ -90,6 +96,7 @@ CONSTRAINT = Codec(
     more_values=_constraint_values,
 )
 TIME_TOKENS = Codec(TimeTokens, common_pb2.TimeTokens)
+BEAMS = Codec(BeamParams, common_pb2.BeamSearch)
 SAMPLING = Codec(SamplingParams, common_pb2.SamplingParams)
 STOP = Codec(
     StopCriteria,

@@ -41,6 +41,7 @@ from weft.engine.executor.orders import (
     EncodeMedia,
     EndRefit,
     JoinWeightGroup,
+    KeepTokens,
     LeaveWeightGroup,
     OfferWeights,
     Order,
@@ -508,6 +509,11 @@ class LocalExecutor:
             if len(slots):
                 keep_tokens(tokens, slots, self.known)
 
+    def _keep(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        with torch.inference_mode():
+            given, of_slots = (torch.tensor(one, device=self.device) for one in (tokens, slots))
+            keep_tokens(given, of_slots, self.known)
+
     def meet(self) -> None:
         """Makes the devices of all ranks wait for one another."""
         assert self._peers is not None
@@ -711,6 +717,8 @@ class LocalExecutor:
             case ShiftRotations(slot, shift):
                 assert self.rotations is not None, "the model has one axis"
                 self.rotations.shift(slot, shift)
+            case KeepTokens(slots, tokens):
+                self._keep(slots, tokens)
             case PrepareProfile(host, device):
                 self.profiler.prepare(host=host, device=device)
             case StartProfile():

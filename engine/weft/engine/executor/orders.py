@@ -113,6 +113,13 @@ class ShiftRotations(NamedTuple):
     shift: int
 
 
+class KeepTokens(NamedTuple):
+    """Makes these the last tokens of their slots, in place of those that were drawn."""
+
+    slots: Sequence[int]
+    tokens: Sequence[int]
+
+
 class PrepareProfile(NamedTuple):
     """Gets ready to record steps, in the background: on a GPU that may take seconds."""
 
@@ -250,6 +257,7 @@ Order: TypeAlias = (
     | EncodeMedia
     | UnpackRows
     | ShiftRotations
+    | KeepTokens
     | PrepareProfile
     | StartProfile
     | StopProfile

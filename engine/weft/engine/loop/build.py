@@ -346,6 +346,14 @@ def _load_parts(
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
     encoder_digest, vision = _encoder_digest(config, loaded, layout), loaded.config.vision
+    # A search needs every token on the host, and requests that are alike but for their pages.
+    has_beams = (
+        draws_on is None
+        and drafter is None
+        and (ranked or executor).facts.num_lanes == 1
+        and not has_companions(layout)
+        and not config.rotates_by_axes(loaded.config)
+    )
     intake = Intake(
         config,
         layout,
@@ -359,6 +367,7 @@ def _load_parts(
         encoder_digest=encoder_digest,
         has_uncut_spans=vision is not None and vision.sees_both_ways,
         aligned_by=loaded.config.aligned_by,
+        beam_pages=pools.num_pages - 1 if has_beams else 0,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
     prefixes: PrefixTree | None = None

@@ -350,6 +350,13 @@ class StepSampler:
             logits.compute(), slots, positions, on_device, drafted, slot_override
         )
 
+    def continue_beams(
+        self, requests: Sequence[Request], parents: Sequence[Request], token_ids: Sequence[int]
+    ) -> None:
+        """`Sampler.continue_beams` for these requests."""
+        slots = [request.slot for request in requests]
+        self._sampler.continue_beams(slots, [parent.slot for parent in parents], token_ids)
+
     def take_lost_s(self) -> float:
         """Seconds for which this step waited for masks (`MaskSource.lost_s`). Sets them
         back to 0.

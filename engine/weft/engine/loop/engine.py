@@ -89,6 +89,7 @@ class Engine:
         self.scheduler = wired.scheduler
         self._groups = wired.groups
         self._new_tokens = wired.new_tokens
+        self._beams = wired.beams
         self.filler = wired.filler
         self._step_sampler = wired.step_sampler
         self.drafter = parts.drafter
@@ -520,6 +521,10 @@ class Engine:
         ends, num_behind = self._new_tokens.take_runs(drawn.runs, self.scheduler.accepted)
         for end in ends:
             self._groups.end_sample(*end)
+        if any(request.beams is not None for request in firsts) or (
+            plan.columns is not None and plan.columns.has_beams
+        ):
+            num_surplus -= self._beams.take(drawn)
         return num_surplus + num_ended + num_behind
 
     def step_failed(self, plan: Plan, error: Exception) -> None:

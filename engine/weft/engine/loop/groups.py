@@ -48,6 +48,10 @@ class RequestGroups:
         if first.unforked_samples:
             self._forking.add(first.key)
 
+    def join(self, request: Request) -> None:
+        """Adds a further text of a beam search, which ends and fails with the first one."""
+        self._groups[request.key].append(request)
+
     def num_unforked(self) -> int:
         firsts = {key: self._groups[key][0] for key in self._forking if key in self._groups}
         self._forking = {key for key, first in firsts.items() if first.unforked_samples}
@@ -74,7 +78,8 @@ class RequestGroups:
         """Answers a duplicate submit with the state of its request."""
         self._out.accepted(key)
         for request in self._groups[key]:
-            self._out.all_tokens(request)
+            if request.beams is None:
+                self._out.all_tokens(request)
 
     def cancel(self, key: RequestKey, sample: int | None = None) -> None:
         if sample is None:
@@ -116,6 +121,10 @@ class RequestGroups:
             self._scheduler.add(request, is_held=first in self._scheduler.held)
 
     def end_sample(self, request: Request, reason: str, stop_token_id: int | None) -> None:
+        if request.beams is not None:
+            request, *others = request.beams.requests
+            for other in others:
+                self._scheduler.finish(other)
         request.timeline.finish_s = self._clock() - request.timeline.submitted_at
         if request.unforked_samples:
             self.fork(request, self._clock())

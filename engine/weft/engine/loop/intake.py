@@ -20,7 +20,9 @@ from weft.contract.tasks import HEADED_OUTPUTS, MAX_LABELS, PoolingParams, Task
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import TokenIds, are_below, token_ids
 from weft.engine.base.config import EngineConfig
+from weft.engine.requests.beam_search import MAX_CANDIDATES, BeamSearch
 from weft.engine.requests.request import (
+    Beams,
     ChatSession,
     DraftState,
     FillTask,
@@ -47,6 +49,7 @@ class Intake:
         embedding_size: Entries of an embedding; 0: unknown.
         encoder_digest: 32 bytes that name the encoder of media; empty: prompts have none.
         has_uncut_spans: Whether tokens of a medium attend to one another both ways.
+        beam_pages: Most pages of a beam search; 0: this engine has none.
     """
 
     def __init__(
@@ -64,7 +67,10 @@ class Intake:
         encoder_digest: bytes = b"",
         has_uncut_spans: bool = False,
         aligned_by: AlignmentConfig | None = None,
+        beam_pages: int = 0,
     ) -> None:
+        self._beam_pages = beam_pages
+        self._max_running = config.max_running_requests
         self._aligned_by = aligned_by
         self.encoder_digest = encoder_digest
         self._has_uncut_spans = has_uncut_spans
@@ -148,7 +154,8 @@ class Intake:
         sample = next(iter(unforked))
         namespace = self.namespace(submit.cache_salt, submit.adapter)
         progress = unforked.pop(sample)
-        return Request(
+        beams = self._beams(submit, max_tokens)
+        request = Request(
             key=RequestKey(submit.gateway, submit.request_id, submit.attempt),
             sample=sample,
             tokens=[*submit.prompt, *progress],
@@ -158,7 +165,7 @@ class Intake:
             max_tokens=max_tokens,
             eos_token_ids=self._eos,
             seed=derive_seed(submit.sampling.seed, sample),
-            top_logprobs=submit.top_logprobs,
+            top_logprobs=submit.top_logprobs if beams is None else beams.search.num_candidates,
             scales_logprobs=submit.scales_logprobs,
             prompt_logprobs=submit.prompt_logprobs if num_prompt > 1 else None,
             routes_from=self._routes_from(submit, max_tokens),
@@ -181,7 +188,11 @@ class Intake:
             drafts=DraftState(submit.sampling.speculates),
             unforked_samples=unforked,
             old_versions=_elsewhere(progress),
+            beams=beams,
         )
+        if beams is not None:
+            beams.requests.append(request)
+        return request
 
     def _keys(self, namespace: bytes, prompt: TokenIds, spans: Sequence[MediaSpan]) -> PageKeys:
         packed = token_bytes(prompt)
@@ -189,6 +200,41 @@ class Intake:
             return PageKeys(namespace, self._page_size, packed)
         media = PromptMedia(spans, self.encoder_digest)
         return PageKeys(namespace, self._page_size, packed, media, self._media_names)
+
+    def _beams(self, submit: Submit, max_tokens: int) -> Beams | None:
+        """None: tokens are drawn."""
+        sampling, stop = submit.sampling, submit.stop
+        if (params := sampling.beams) is None:
+            return None
+        num_prompt, size = len(submit.prompt), self._page_size
+        num_shared, ends = (num_prompt - 1) // size, self._eos.union(stop.stop_token_ids)
+        beams = Beams(
+            search=BeamSearch(params, len(ends)),
+            requests=[],
+            num_pages=-(-(num_prompt + max_tokens) // size) - num_shared,
+            tells_logprobs=submit.top_logprobs is not None,
+        )
+        num_pages = num_shared + params.width * beams.num_pages
+        wrong = {
+            "there is no beam search here": not self._beam_pages,
+            f"not with {sampling.not_beside_beams}": bool(sampling.not_beside_beams),
+            "not with alternatives to tokens": bool(submit.top_logprobs),
+            "not with prompt_logprobs": submit.prompt_logprobs is not None,
+            "not with routes of experts": submit.routes_from is not None,
+            "an answer comes whole": any(
+                one.tokens and one.tokens[-1] not in ends and len(one.tokens) < max_tokens
+                for one in submit.progress
+            ),
+            f"at most {self._max_running} texts run here": params.width > self._max_running,
+            f"at most {MAX_CANDIDATES} candidates a text": (
+                beams.search.num_candidates > min(MAX_CANDIDATES, self.vocab_size)
+            ),
+            f"{num_pages} pages of KV, of {self._beam_pages}": num_pages > self._beam_pages,
+        }
+        for message, is_wrong in wrong.items():
+            if is_wrong:
+                raise InvalidRequest(message, stage="validate", param="beams")
+        return beams
 
     def _routes_from(self, submit: Submit, max_tokens: int) -> int | None:
         if (first := submit.routes_from) is None:
@@ -327,6 +373,7 @@ class Intake:
             num_cached_tokens=first.num_cached_tokens,
             is_sibling=True,
             old_versions=_elsewhere(generated),
+            beams=first.beams,
             drafts=DraftState(first.drafts.wanted),
         )
 

@@ -111,14 +111,18 @@ class OutputProcessor:
         ends: list[End],
     ) -> int:
         """Takes the rows from `begin` on, one for each request of the columns. Appends to `ends`
-        and returns the number of surplus tokens.
+        and returns the number of surplus tokens; those of beam searches count as such.
         """
         requests, end = columns.requests, begin + len(columns.requests)
         tokens, logprobs = drawn.tokens[begin:end], drawn.logprobs[begin:end]
         num_surplus = 0
-        if not self._running.has_exactly(columns):
+        if columns.has_beams or not self._running.has_exactly(columns):
             finished = State.FINISHED
-            left = [row for row, request in enumerate(requests) if request.state is not finished]
+            left = [
+                row
+                for row, request in enumerate(requests)
+                if request.state is not finished and request.beams is None
+            ]
             num_surplus = len(requests) - len(left)
         if num_surplus:
             columns, positions = columns.of_rows(left), positions[left]

@@ -6,6 +6,7 @@ from weft.contract.clock import Clock
 from weft.contract.errors import WeftError
 from weft.contract.timeline import FillRecord
 from weft.engine.base.config import EngineConfig
+from weft.engine.loop.beams import BeamSearches
 from weft.engine.loop.build import make_store
 from weft.engine.loop.carriers import CompanionPacker
 from weft.engine.loop.chats import make_sessions
@@ -123,6 +124,15 @@ class EngineWiring:
         routes = parts.local.routes
         self.groups = RequestGroups(
             parts.intake, self.scheduler, parts.constraints, self.out, clock, routes
+        )
+        self.beams = BeamSearches(
+            self.groups,
+            self.scheduler,
+            parts.intake,
+            self.step_sampler,
+            parts.executor,
+            self.out,
+            clock,
         )
         self.new_tokens = OutputProcessor(self.out, self.scheduler.running_plans)
         parts.adapters.attach(self.scheduler.waitlist, self.out.adapter_reply, self.fail)

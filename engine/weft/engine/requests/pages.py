@@ -167,6 +167,30 @@ class RequestPages:
         request.num_computed = num_pages * self._page_size
         request.held.num_published = num_pages
 
+    def share_beam(self, first: Request, request: Request, num_pages: int) -> None:
+        """Gives a request without pages the computed prompt of `first`: its full pages, and copies
+        of the rest; and `num_pages` of the pages that `first` has reserved. From now on the pages
+        of neither are published, since their texts change.
+        """
+        self.share(first, request)
+        num_shared = len(request.held.pages)
+        first.held.num_promised -= num_pages
+        request.held.num_promised += num_pages
+        self.take_promised(request, len(first.held.pages) - num_shared)
+        request.num_computed = first.num_computed
+        for one in (first, request):
+            one.held.is_private, one.held.leaf = True, None
+        self.copy_beam(first, request, num_shared * self._page_size)
+
+    def copy_beam(self, source: Request, request: Request, position: int) -> None:
+        """Makes K and V of a request those of another one of its search, from `position` on; before
+        it, their tokens are the same. Both have computed as many.
+        """
+        pages = slice(position // self._page_size, -(-source.num_computed // self._page_size))
+        for pair in zip(source.held.pages[pages], request.held.pages[pages], strict=True):
+            self.memory.retain(pair)
+            self._copies.append(PageCopy(*pair))
+
     def note_hit(self, request: Request) -> None:
         """Counts the match of `take` as a hit, when the request is admitted."""
         if self._cache is not None and request.held.leaf is not None:

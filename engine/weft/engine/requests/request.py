@@ -14,6 +14,7 @@ from weft.contract.spans import MediaSpan
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import FillCandidate, Timeline
 from weft.engine.requests.acceptance import Acceptance
+from weft.engine.requests.beam_search import BeamSearch
 from weft.engine.requests.incoming import IncomingPages
 from weft.engine.requests.media_positions import MediaPositions
 from weft.pages.memory.page_memory import PageMemory
@@ -39,7 +40,10 @@ class State(Enum):
 
 
 LEGAL_EDGES: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.LOADING, State.FILLING, State.PREFILLING, State.FINISHED}),
+    # Further texts of a beam search run at once.
+    State.WAITING: frozenset(
+        {State.LOADING, State.FILLING, State.PREFILLING, State.RUNNING, State.FINISHED}
+    ),
     State.LOADING: frozenset({State.FILLING, State.PREFILLING, State.WAITING, State.FINISHED}),
     State.FILLING: frozenset({State.LOADING, State.PREFILLING, State.WAITING, State.FINISHED}),
     State.PREFILLING: frozenset({State.RUNNING, State.WAITING, State.FINISHED}),
@@ -177,6 +181,24 @@ class DraftState:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
+class Beams:
+    """The texts of a beam search, each of which is a request with a slot and pages of its own. They
+    are RUNNING together and take part in the same steps: slots and pages for all of them, up to
+    their last token, are reserved when the first one is admitted.
+    """
+
+    search: BeamSearch
+    requests: list[Request]
+    """By place. The first is the one that was submitted; the others are there after its prompt."""
+    slots: list[int] = field(default_factory=list)
+    """Reserved for the others."""
+    num_pages: int
+    """Pages that each text needs after the full ones of the prompt, which all share."""
+    tells_logprobs: bool
+    """Whether the client wants the log-probabilities of the tokens."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class Request:
     """One sample of one submit, or one fill job of a prefill worker (`fill`).
 
@@ -274,11 +296,24 @@ class Request:
     """Names of the weights' versions before the present one, and how many tokens were generated
     when each ended.
     """
+    beams: Beams | None = None
+    """The beam search of which it is a text; None: its tokens are drawn."""
     error: WeftError | None = None
     end_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.end_token_ids = self.eos_token_ids.union(self.stop.stop_token_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that its admission needs."""
+        return 1 if self.beams is None else self.beams.search.width
+
+    @property
+    def num_beam_pages(self) -> int:
+        """Pages that its admission needs in addition to those of its tokens."""
+        beams = self.beams
+        return 0 if beams is None else beams.num_pages * beams.search.width - 1
 
     @property
     def is_fill(self) -> bool:

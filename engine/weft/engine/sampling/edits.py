@@ -7,6 +7,7 @@ reverts the changes once the row's token is drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 from weft.contract.arrays import Float32Array, Int64Array
@@ -95,6 +96,12 @@ class LogitEdits:
         if self.times is not None:
             self._whole.append((row, row.copy()))
             self.times.apply(row)
+
+    def copy(self) -> LogitEdits:
+        """As they are after the same tokens, for a sample without penalties."""
+        made = copy(self)
+        made.times, made._whole, made._undo = copy(self.times), [], []
+        return made
 
     def add_output(self, token_id: int) -> None:
         """Counts a token that was drawn."""

@@ -218,6 +218,17 @@ class Sampler:
         """Sets how many tokens a slot's sample has generated, when drafts of it were accepted."""
         self._num_generated[slot] = num_generated
 
+    def continue_beams(
+        self, slots: Sequence[int], parents: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Gives slots of a beam search the tokens so far of others, whose slots are `parents`, and
+        one more each. What was drawn for them does not count.
+        """
+        found = [self._edits[parent].copy() for parent in parents if parent in self._edits]
+        for slot, edits, token_id in zip(slots, found, token_ids, strict=False):
+            edits.add_output(token_id)
+            self._edits[slot] = edits
+
     def mask_rows(
         self,
         slots: Int64Array,
@@ -383,7 +394,7 @@ class Sampler:
             for _, edits in edited:
                 edits.take_back()
         for r, edits in edited:
-            if tokens[r] >= 0:
+            if tokens[r] >= 0 and edits.params.beams is None:
                 edits.add_output(int(tokens[r]))
         return SampledRows(tokens, logprobs)
 

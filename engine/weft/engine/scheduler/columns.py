@@ -29,6 +29,8 @@ class RequestColumns:
     samples: list[int]
     end_token_ids: frozenset[int]
     """Tokens that may end one of the requests. Some may belong to requests that have left."""
+    has_beams: bool
+    """Whether one of the requests is of a beam search. It may have left."""
     numbers: Int64Array
     """[4, len(requests)]: slots, first positions, ends and adapter slots."""
 
@@ -47,6 +49,7 @@ class RequestColumns:
             attempts=[key.attempt for key in keys],
             samples=[request.sample for request in requests],
             end_token_ids=frozenset().union(*{request.end_token_ids for request in requests}),
+            has_beams=any(request.beams is not None for request in requests),
             numbers=numbers,
         )
 
@@ -87,6 +90,7 @@ class RequestColumns:
             attempts=[*self.attempts, key.attempt],
             samples=[*self.samples, request.sample],
             end_token_ids=end_token_ids,
+            has_beams=self.has_beams or request.beams is not None,
             numbers=np.concatenate([self.numbers, RequestColumns.of([request]).numbers], axis=1),
         )
 
@@ -98,6 +102,7 @@ class RequestColumns:
             attempts=self.attempts[:row] + self.attempts[row + 1 :],
             samples=self.samples[:row] + self.samples[row + 1 :],
             end_token_ids=self.end_token_ids,
+            has_beams=self.has_beams,
             numbers=np.delete(self.numbers, row, axis=1),
         )
 
@@ -109,6 +114,7 @@ class RequestColumns:
             attempts=[self.attempts[row] for row in rows],
             samples=[self.samples[row] for row in rows],
             end_token_ids=self.end_token_ids,
+            has_beams=self.has_beams,
             numbers=np.take(self.numbers, rows, axis=1),
         )
 

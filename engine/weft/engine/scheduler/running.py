@@ -106,6 +106,9 @@ class RunningPlans:
         chosen = starts < fixed.ends  # The other requests end with the token under way.
         if self._num_lanes > 1:
             chosen &= self._of_next_lane(requests)
+        if fixed.has_beams:
+            # The host decides how texts of a search go on when their step is committed.
+            chosen &= np.array([r.beams is None or not r.num_launched for r in requests])
         shape = NO_DRAFTS
         if self.gate is not None:
             shape = self.gate.shape(requests)
@@ -208,7 +211,10 @@ class RunningPlans:
         requests, size = [columns.fixed.requests[row] for row in rows], self._page_size
         starts, namespace = columns.starts[rows], requests[0].namespace
         for request, start in zip(requests, starts.tolist(), strict=True):
-            if len(request.held.pages) * size != start or request.namespace != namespace:
+            held = request.held
+            if len(held.pages) * size != start or request.namespace != namespace:
+                return False
+            if held.num_promised:
                 return False
         if len(rows) > self._memory.num_available_pages:
             return False
@@ -222,6 +228,9 @@ class RunningPlans:
     def _grow(self, request: Request, position: int) -> bool:
         """False if the request has to wait: it was preempted itself, or pages come back soon."""
         while len(request.held.pages) * self._page_size <= position:
+            if request.held.num_promised:
+                self._pages.take_promised(request, 1)
+                continue
             try:
                 request.held.pages += self._memory.allocate(1, request.namespace)
             except OutOfPages:

@@ -27,6 +27,7 @@ from weft.engine.requests.pages import RequestPages
 from weft.engine.requests.request import (
     LEGAL_EDGES,
     NO_SESSION,
+    Beams,
     Request,
     SharedPrefix,
     State,
@@ -482,6 +483,22 @@ class Scheduler:
                 if request.state is State.RUNNING and request not in arrived
             ]
 
+    def add_beam(self, first: Request, request: Request) -> None:
+        """Runs a further text of a search, whose first one has just drawn after its prompt."""
+        beams = first.beams
+        assert beams is not None
+        beams.requests.append(request)
+        self.waitlist.begin(request)
+        if self._media is not None:
+            self._media.begin(request)
+        request.slot = beams.slots.pop()
+        self.waitlist.admit(request)
+        self.pages.share_beam(first, request, beams.num_pages)
+        request.decodes_from = request.num_computed
+        self._transition(request, State.RUNNING)
+        self.running.append(request)
+        self.running_plans.joined(request)
+
     def accepted(self, request: Request) -> None:
         """Counts the accepted tokens of a step with verified drafts. All but the last have their
         KV.
@@ -625,8 +642,12 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Releases a RUNNING request's pages (they stay cached while there is room) and
-        queues it.
+        queues it. The texts of a beam search go together, and it begins anew.
         """
+        if request.beams is not None:
+            if request.state is State.FINISHED:
+                return
+            request = self._without_beams(request.beams)
         self._leave_running(request)
         self.waiting.on_ended(request)
         self.pages.drop(request)
@@ -637,6 +658,16 @@ class Scheduler:
         self._transition(request, State.PREEMPTED)
         self._enqueue(request)
         self.preempted.append(request)
+
+    def _without_beams(self, beams: Beams) -> Request:
+        """Ends all texts of a search but the first, which then has the prompt alone."""
+        first, *others = beams.requests
+        beams.requests = [first]
+        beams.search.restart()
+        for other in others:
+            self.finish(other)
+        del first.tokens[first.num_prompt_tokens :]
+        return first
 
     def _plan_chunk(self, request: Request, budget: int, items: list[PlanItem]) -> int:
         page_size = self._limits.page_size
@@ -706,10 +737,12 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float, *, has_pages: bool) -> bool:
         """With `has_pages`, the request came with its own pages instead of a cached prefix."""
-        if not self._promise(request):
+        if len(self._free_slots) < request.num_slots or not self._promise(request):
             return False
         request.sources.lookup_until = 0.0
         request.slot = self._free_slots.pop()
+        if request.beams is not None:
+            request.beams.slots = [self._free_slots.pop() for _ in range(request.num_slots - 1)]
         self.waitlist.admit(request)
         self.pages.note_hit(request)
         state = self._choose_source(request)
@@ -761,7 +794,8 @@ class Scheduler:
         return True
 
     def _num_pages(self, request: Request) -> int:
-        return -(-request.num_tokens // self._limits.page_size) + request.companion_pages
+        own = -(-request.num_tokens // self._limits.page_size)
+        return own + request.companion_pages + request.num_beam_pages
 
     def _num_pages_to_come(self, request: Request) -> int:
         """Pages that admitted requests and this one will probably need beyond their reservations.
@@ -798,7 +832,11 @@ class Scheduler:
         for victim in self._victims.order(victims):
             num_pages = wanted + self._num_pages_to_come(urgent)
             has_pages = num_pages <= self._num_pages_soon
-            if self._free_slots and has_pages and self.pages.has_room_beside(urgent, soon=True):
+            if (
+                len(self._free_slots) >= urgent.num_slots
+                and has_pages
+                and self.pages.has_room_beside(urgent, soon=True)
+            ):
                 return
             self.preempt(victim)
             self.num_urgent_preemptions += 1
@@ -849,6 +887,9 @@ class Scheduler:
         if request.slot >= 0:
             self._on_slot_free(request.slot)
             self._free_slots.append(request.slot)
+            if request.beams is not None and request is request.beams.requests[0]:
+                self._free_slots += request.beams.slots
+                request.beams.slots = []
             request.slot = -1
             request.state_end = 0
             self.waitlist.leave(request)

@@ -355,6 +355,45 @@ class TimeTokens(_message.Message):
 Global___TimeTokens: _TypeAlias = TimeTokens  # noqa: Y015
 
 @_typing.final
+class BeamSearch(_message.Message):
+    """A search for the likeliest text: `width` texts are continued side by side, and the likeliest
+    complete one is the answer, whose tokens come all at once. Needs temperature 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    PATIENCE_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Texts side by side. Range 2..16."""
+    length_penalty: _builtins.float
+    """A text's score is its log-probability / tokens ^ length_penalty. Range -10..10, default 1."""
+    patience: _builtins.float
+    """The search ends with round(width * patience) complete texts. Range 0.1..10, default 1."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        patience: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_patience", b"_patience", "length_penalty", b"length_penalty", "patience", b"patience"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_patience", b"_patience", "length_penalty", b"length_penalty", "patience", b"patience", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__patience: _TypeAlias = _typing.Literal["patience"]  # noqa: Y015
+    _WhichOneofArgType__patience: _TypeAlias = _typing.Literal["_patience", b"_patience"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__patience) -> _WhichOneofReturnType__patience | None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How the next token is drawn. Absent fields take the stated default."""
 
@@ -394,6 +433,7 @@ class SamplingParams(_message.Message):
     SPECULATE_FIELD_NUMBER: _builtins.int
     TOP_N_SIGMA_FIELD_NUMBER: _builtins.int
     TIME_TOKENS_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy. Range 0..100. Absent: the model's default, else 1."""
     top_p: _builtins.float
@@ -436,6 +476,10 @@ class SamplingParams(_message.Message):
     def time_tokens(self) -> Global___TimeTokens:
         """Absent: no token says a time."""
 
+    @_builtins.property
+    def beams(self) -> Global___BeamSearch:
+        """Absent: tokens are drawn one after another."""
+
     def __init__(
         self,
         *,
@@ -453,11 +497,14 @@ class SamplingParams(_message.Message):
         speculate: _builtins.bool | None = ...,
         top_n_sigma: _builtins.float | None = ...,
         time_tokens: Global___TimeTokens | None = ...,
+        beams: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_time_tokens", b"_time_tokens", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "time_tokens", b"time_tokens", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beams", b"_beams", "_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_time_tokens", b"_time_tokens", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "beams", b"beams", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "time_tokens", b"time_tokens", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_time_tokens", b"_time_tokens", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "time_tokens", b"time_tokens", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beams", b"_beams", "_constraint", b"_constraint", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculate", b"_speculate", "_temperature", b"_temperature", "_time_tokens", b"_time_tokens", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "beams", b"beams", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculate", b"speculate", "temperature", b"temperature", "time_tokens", b"time_tokens", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beams: _TypeAlias = _typing.Literal["beams"]  # noqa: Y015
+    _WhichOneofArgType__beams: _TypeAlias = _typing.Literal["_beams", b"_beams"]  # noqa: Y015
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
@@ -484,6 +531,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__top_n_sigma: _TypeAlias = _typing.Literal["_top_n_sigma", b"_top_n_sigma"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beams) -> _WhichOneofReturnType__beams | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__constraint) -> _WhichOneofReturnType__constraint | None: ...
     @_typing.overload

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weft.contract.request import (
+    BeamParams,
     CallParams,
     Constraint,
     SamplingParams,
@@ -277,6 +278,8 @@ class RawRequest:
     constraint: Constraint | None = None
     time_tokens: TimeTokens | None = None
     """Rules for tokens that say times; None: no token does."""
+    beams: BeamParams | None = None
+    """A search for the likeliest text; None: tokens are drawn."""
     calls: Calls | None = None
     """Calls that answers may have; None: they are text."""
     lowers_max_tokens: bool = False

@@ -107,6 +107,7 @@ def _sampling(raw: RawRequest, values: Mapping[str, Any]) -> SamplingParams:
         logit_bias=values["logit_bias"],
         constraint=raw.constraint,
         time_tokens=raw.time_tokens,
+        beams=raw.beams,
         speculates=values["speculates"],
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from weft.contract.request import MAX_BEAMS
 from weft.gateway.api.audio.form import Form
 from weft.gateway.api.openai.parse import explain
 from weft.gateway.validate import invalid, unsupported
@@ -15,6 +16,8 @@ _LISTS = ("timestamp_granularities", "include")
 _ONLY_HERE = ("language", "timestamp_granularities", "include", "stream")
 """Fields that translations lack."""
 _MAX_PROMPT_CHARS = 10_000
+DEFAULT_BEAMS = 5
+"""As of Whisper's own program and of faster-whisper (bench/notes/speech.md)."""
 
 
 class SpeechBody(BaseModel):
@@ -32,8 +35,14 @@ class SpeechBody(BaseModel):
     response_format: ResponseFormat = Field("json", description="form of the answer")
     temperature: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
-        description="0 = greedy, and again at higher ones where the text is improbable or repeats "
-        "itself",
+        description="0 = a beam search, and samples at higher ones where the text is improbable or "
+        "repeats itself",
+    )
+    beam_size: Annotated[int, Field(ge=1, le=MAX_BEAMS)] | None = Field(
+        None,
+        description="texts of each clip that are continued side by side at temperature 0, of which "
+        f"the likeliest counts; 1 = greedy; absent = {DEFAULT_BEAMS}, or 1 where a worker has no "
+        "room for them",
     )
     timestamp_granularities: tuple[Literal["segment", "word"], ...] = Field(
         (), description="`segment` or `word`, with `verbose_json`: whose times the answer has"

@@ -1,9 +1,8 @@
 """Transcribes a file, clip after clip: each is a request of its own to the model.
 
-A clip begins where the last complete segment of the one before has ended. Its text is drawn again
-at a higher temperature if it is improbable or repeats itself (arXiv 2212.04356, section 4.5). Where
-the greedy text is only likely, samples are drawn beside it, and the most probable of all counts: a
-search by beams looks for the same.
+A clip begins where the last complete segment of the one before has ended. Its text is the likeliest
+that a beam search finds. If that is improbable or repeats itself, samples are drawn at higher
+temperatures (arXiv 2212.04356, section 4.5).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.contract.errors import DeadlineExceeded
-from weft.contract.request import MAX_BIAS, TimeTokens
+from weft.contract.errors import DeadlineExceeded, InvalidRequest
+from weft.contract.request import MAX_BIAS, BeamParams, TimeTokens
 from weft.contract.spans import Media
-from weft.gateway.api.audio.bodies import SpeechBody
+from weft.gateway.api.audio.bodies import DEFAULT_BEAMS, SpeechBody
 from weft.gateway.api.audio.segments import (
     FRAME_S,
     FRAMES_PER_TIME,
@@ -39,11 +38,6 @@ from weft.gateway.text.speech import SpeechTokens
 _TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _NUM_SAMPLES = 5
 """Above temperature 0: the most probable text counts that does not repeat itself."""
-_SURE_LOGPROB, _BESIDE, _MOST_BESIDE = -0.3, 0.4, 48
-"""Mean log-probability from which a greedy text counts as it is, the temperature of the samples
-beside one below, and the most tokens of such a text: samples of longer ones would take most of a
-clip's time. Chosen with clips that bench/speech.py does not have (bench/notes/speech.md).
-"""
 _MOST_COMPRESSION = 2.4
 _LEAST_LOGPROB = -1.0
 _MOST_NO_SPEECH = 0.6
@@ -74,6 +68,8 @@ class Transcription:
         self._pipeline, self._clips, self._card, self._order = pipeline, clips, card, order
         self._speech: SpeechTokens = card.speech
         self._numbers = itertools.count()
+        width = order.body.beam_size
+        self._width = DEFAULT_BEAMS if width is None else width
         self.language = order.body.language or ("" if self._speech.languages else "en")
         """Code of the spoken language; empty until it is found."""
 
@@ -164,19 +160,11 @@ class Transcription:
             if _is_silence(decoded):
                 return decoded
             if not (is_improbable or _repeats(decoded)):
-                is_sure = temperature or decoded.avg_logprob >= _SURE_LOGPROB
-                if is_sure or len(decoded.ids) > _MOST_BESIDE:
-                    return decoded
-                return await self._likelier(clip, said, decoded)
+                return decoded
             tried.append(decoded)
         best = max(_without_repeats(tried), key=lambda one: one.avg_logprob)
         # The next clip is told nothing of a text that is as doubtful as this one.
         return replace(best, temperature=temperatures[-1])
-
-    async def _likelier(self, clip: Media, said: Sequence[int], decoded: Decoded) -> Decoded:
-        other = await self._draw(clip, said, _BESIDE)
-        best = max(_without_repeats([decoded, other]), key=lambda one: one.logprob)
-        return replace(best, no_speech=decoded.no_speech)
 
     async def _draw(self, clip: Media, said: Sequence[int], temperature: float) -> Decoded:
         speech, before = self._speech, self._prompt(said)
@@ -189,7 +177,17 @@ class Transcription:
             "logit_bias": dict.fromkeys(speech.never, -MAX_BIAS),
         }
         times = TimeTokens(first=speech.first_time, end=speech.end, max_initial=speech.max_initial)
-        samples = await self._run(clip, before, given, times)
+        samples = None
+        if self._width > 1 and not temperature:
+            try:
+                beams = BeamParams(width=self._width)
+                samples = await self._run(clip, before, given, times, beams)
+            except InvalidRequest as error:
+                if error.param != "beams" or self._order.body.beam_size is not None:
+                    raise
+                self._width = 1  # The worker has no room for so many, and nobody asked for them.
+        if samples is None:
+            samples = await self._run(clip, before, given, times)
         made = [self._decoded(deltas, temperature) for deltas in samples]
         probable = [one for one in made if one.avg_logprob >= _LEAST_LOGPROB]
         # By the mean, texts that go round in circles would win: each round is likelier than the
@@ -241,10 +239,11 @@ class Transcription:
         begin: Sequence[int],
         given: Mapping[str, Any],
         times: TimeTokens | None = None,
+        beams: BeamParams | None = None,
     ) -> list[list[Delta]]:
         """The deltas of each sample."""
         samples: dict[int, list[Delta]] = {}
-        async with self._pipeline.open(self._request(clip, begin, given, times)) as answer:
+        async with self._pipeline.open(self._request(clip, begin, given, times, beams)) as answer:
             while deltas := await answer.next_deltas():
                 for delta in deltas:
                     samples.setdefault(delta.sample, []).append(delta)
@@ -256,6 +255,7 @@ class Transcription:
         begin: Sequence[int],
         given: Mapping[str, Any],
         times: TimeTokens | None = None,
+        beams: BeamParams | None = None,
         pooling: PoolingOptions | None = None,
     ) -> RawRequest:
         order, num_rows = self._order, self._speech.audio.num_rows
@@ -271,6 +271,7 @@ class Transcription:
             # One seed, so that a file has one text.
             given={**given, "seed": 0, "speculates": False},
             time_tokens=times,
+            beams=beams,
             pooling=pooling,
         )
 
