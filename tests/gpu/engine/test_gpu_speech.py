@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import WhisperForConditionalGeneration
 from weft.checkpoint.whisper_demo import CONFIG
-from weft.contract.request import SamplingParams, StopCriteria
+from weft.contract.request import BeamParams, SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.contract.tasks import PoolingParams
 from weft.engine.loop.llm import LLM
@@ -59,6 +59,30 @@ def test_tokens_of_clips_at_once_are_those_of_transformers(
             mel_on_gpu = torch.from_numpy(mel)[None].cuda()
             logits = reference(input_features=mel_on_gpu, decoder_input_ids=ids).logits[0]
         check_choices(logits.cpu(), sample.token_ids, NEAR_TIE)
+
+
+def test_beams_find_texts_as_probable_as_on_a_cpu(tmp_path: Path) -> None:
+    """Several searches beside clips that are drawn greedily."""
+    folder = make_whisper(tmp_path / "model", random.randrange(1 << 30), **SIZES)
+    rng, count = np.random.default_rng(random.randrange(1 << 30)), 8
+    mels = [rng.normal(0, 0.7, (MELS, FRAMES)).astype("<f4") for _ in range(count)]
+    clips = [Media.of("audio", "test", (MELS, FRAMES, 4), mel.tobytes()) for mel in mels]
+    search = SamplingParams(temperature=0.0, beams=BeamParams(width=5))
+    kinds = [search if number % 2 else SamplingParams(temperature=0.0) for number in range(count)]
+    means = []
+    for device in ("cuda", "cpu"):
+        with LLM(folder, device=device, dtype="float32", num_pages=400) as llm:
+            llm.put(clips)
+            found = llm.generate(
+                [[END] * ROWS + [START]] * count,
+                kinds,
+                StopCriteria(max_tokens=30),
+                0,
+                spans=[[MediaSpan(position=0, length=ROWS, digest=one.digest)] for one in clips],
+            )
+            means.append([np.mean([entry.logprob for entry in one.logprobs]) for one in found])
+            assert llm.engine.memory.counts().used == 0
+    np.testing.assert_allclose(means[0][1::2], means[1][1::2], atol=NEAR_TIE)
 
 
 def test_words_are_spoken_when_transformers_says_so(tmp_path: Path) -> None:

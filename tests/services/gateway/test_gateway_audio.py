@@ -149,6 +149,23 @@ async def test_answers_come_in_all_forms(tmp_path: Path) -> None:
     assert kinds["vtt"][1].startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nHello\n")
 
 
+@pytest.mark.parametrize(("name", "codec"), [("a.m4a", "aac"), ("a.webm", "libopus")])
+async def test_files_of_phones_and_browsers(tmp_path: Path, name: str, codec: str) -> None:
+    av = pytest.importorskip("av")
+    out = io.BytesIO()
+    out.name = name
+    with av.open(out, "w") as container:
+        stream = container.add_stream(codec, rate=48_000, layout="mono")
+        for part in np.resize(SAMPLES, (140, 960)):
+            frame = av.AudioFrame.from_ndarray(part[None], format="fltp", layout="mono")
+            frame.sample_rate = 48_000
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    async with serving(tmp_path, Speech(*TWO)) as mesh:
+        (answer,) = await ask(mesh, language="en", file=out.getvalue())
+    assert json.loads(answer.data)["text"] == "Hello world."
+
+
 async def test_events_come_clip_by_clip(tmp_path: Path) -> None:
     async with serving(tmp_path, Speech(*TWO)) as mesh:
         messages = await ask(mesh, stream="true", language="en")

@@ -10,6 +10,7 @@ import pytest
 import soundfile
 import soxr
 from transformers import WhisperFeatureExtractor
+from weft.gateway.media import audio
 from weft.gateway.media.audio import BadAudio, decode, log_mel
 
 RATE = 16_000
@@ -54,6 +55,19 @@ def test_channels_are_mixed_before_they_are_resampled() -> None:
     found = decode(file_of(np.stack([left, right], 1), 44_100, "WAV", "FLOAT"), 10)
     wanted = soxr.resample((left + right) / 2, 44_100, RATE)
     np.testing.assert_allclose(found, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"\0\0\0\x20ftypM4A ", b"\x1a\x45\xdf\xa3\x01", b"\xff\xf1\x50\x80", b"\0\0\x01\xba"],
+    ids=["m4a", "webm", "aac", "mpeg"],
+)
+def test_what_an_extra_reads_is_refused_with_its_name(
+    begin: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audio, "is_installed", lambda: False)
+    with pytest.raises(BadAudio, match=f"extra `{audio.EXTRA}`"):
+        decode(begin + random.randbytes(200), 10)
 
 
 def test_no_more_is_decoded_than_allowed_whatever_a_header_says() -> None:

@@ -205,7 +205,11 @@ def sound(
         channels = 2 if layout == "stereo" else 1
         for begin in range(0, len(samples), 960):
             part = np.repeat(samples[None, begin : begin + 960], channels, axis=0)
-            frame = av.AudioFrame.from_ndarray(part, format="fltp", layout=layout)
+            if codec == "mp2":
+                whole = (part.T * 32_767).astype(np.int16).reshape(1, -1)
+                frame = av.AudioFrame.from_ndarray(whole, format="s16", layout=layout)
+            else:
+                frame = av.AudioFrame.from_ndarray(part, format="fltp", layout=layout)
             frame.sample_rate = rate
             for packet in stream.encode(frame):
                 container.mux(packet)
@@ -221,6 +225,7 @@ def sound(
         ("a.mp4", "aac", 16_000, "mono"),
         ("a.webm", "libopus", 48_000, "stereo"),
         ("a.aac", "aac", 22_050, "mono"),
+        ("a.mpeg", "mp2", 44_100, "stereo"),
     ],
 )
 def test_audio_in_containers(name: str, codec: str, rate: int, layout: str) -> None:

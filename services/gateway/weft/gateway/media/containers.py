@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXTRA = "video"
 """Extra of the wheel that has PyAV."""
 _MATROSKA = b"\x1a\x45\xdf\xa3"
+_PROGRAM_STREAM = b"\x00\x00\x01\xba"
 _BRAND_AT = 4
 _MAX_FRAMES = 1 << 20
 """Frames of a video that are counted before it is refused."""
@@ -56,6 +57,8 @@ def demuxer_of(data: bytes | bytearray) -> str:
         return "mov"
     if head.startswith(_MATROSKA):
         return "matroska"
+    if head.startswith(_PROGRAM_STREAM):
+        return "mpeg"
     # ADTS has layer 0, which no MPEG audio has.
     is_adts = len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0
     return "aac" if is_adts else ""
