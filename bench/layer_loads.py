@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 from harness import Harness, Run, ratio_of, spread
 from model_shapes import MODELS, write_config
 from weft.checkpoint.resolve import resolve_model
-from weft.contract.messages import Inbox
+from weft.contract.messages import Inbox, Outbox
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
@@ -41,12 +42,25 @@ _PRIMED_TOKENS = 2048
 of saves at a time.
 """
 TIMEOUT_S = 120.0
+_IDLE_S = 0.05
+"""Longest wait in seconds between two turns."""
 
 
 class Bench:
     def __init__(self, config: EngineConfig) -> None:
-        self.engine = Engine(config, load_parts(config))
+        self._woken = threading.Event()
+        self.engine = Engine(config, load_parts(config, wake=self._woken.set))
         self._num_asked = 0
+
+    def turn(self, inbox: Inbox) -> Outbox:
+        """One turn, and the wait for the next one, as a worker does: turns without a pause would
+        keep the loads' threads from running.
+        """
+        self._woken.clear()
+        outbox = self.engine.turn(inbox)
+        if not self.engine.has_work:
+            self._woken.wait(_IDLE_S)
+        return outbox
 
     def ask(self, prompt: Sequence[int]) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens were loaded."""
@@ -62,7 +76,7 @@ class Bench:
         )
         inbox, deadline = Inbox(submits=[submit]), time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
-            outbox, inbox = self.engine.turn(inbox), Inbox()
+            outbox, inbox = self.turn(inbox), Inbox()
             for batch in outbox.gateways:
                 for finished in batch.finished:
                     timeline = finished.timeline
@@ -73,7 +87,7 @@ class Bench:
     def settle(self) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not self.engine.is_idle:
-            self.engine.turn(Inbox())
+            self.turn(Inbox())
             if time.monotonic() > deadline:
                 raise TimeoutError(str(self.engine.sizes()))
 

@@ -227,3 +227,19 @@ def test_without_a_tower_spans_tell_where_media_turn() -> None:
             filled.check([wrong], 20)
     with pytest.raises(InvalidRequest, match="its span says"):
         media.check([replace(span, shape=(6, 4, 3))], 20)
+
+
+def test_running_requests_do_not_wait_for_an_encoder_and_its_rows_at_once() -> None:
+    store, device = MediaStore(1 << 20), Device()
+    media = MediaRows(store, FACTS, 8 * GROUP_ROWS, max_step_cost=40, max_step_tokens=100)
+    one = medium(1, random.randint(1, GROUP_ROWS))
+    store.put(one)
+    asked = Asked([span_of(one, 3)], 0, 3 + one.shape[0] + 5)
+    request = cast(Request, asked)
+    media.begin(request)
+    for turn, found in enumerate([3, asked.num_tokens, asked.num_tokens]):
+        media.begin_plan(has_running=True)
+        assert media.limit(request, 0, asked.num_tokens) == found
+        media.encode(device.encode)
+        media.begin_step(turn)
+    assert media.num_encoded == 1

@@ -167,7 +167,8 @@ class MediaRows:
     """Rows of media in the executor's memory, by digest. Rows that a step reads stay until the step
     has ended. Those of other media stay until their place is needed, the least recently used ones
     first. A medium is encoded in the turn in which a chunk first needs it, and again if its rows
-    are gone.
+    are gone. Beside running requests the chunk follows in the next turn, so that these do not wait
+    for both at once.
 
     Args:
         num_rows: Rows of the executor's memory.
@@ -378,19 +379,18 @@ class MediaRows:
             self._free += encoded.groups.tolist()
 
     def _use(self, digest: bytes) -> bool:
-        if digest in self._planned:
-            return True
-        encoded = self._held.get(digest)
-        if encoded is None:
-            encoded = self._reserve(digest)
+        if digest not in self._planned:
+            encoded = self._held.get(digest)
             if encoded is None:
-                return False
-        else:
-            self.num_reused += 1
-        self._held.move_to_end(digest)
-        encoded.num_uses += 1
-        self._planned[digest] = encoded
-        return True
+                encoded = self._reserve(digest)
+                if encoded is None:
+                    return False
+            else:
+                self.num_reused += 1
+            self._held.move_to_end(digest)
+            encoded.num_uses += 1
+            self._planned[digest] = encoded
+        return not self._has_running or all(media.digest != digest for media, _ in self._due)
 
     def _reserve(self, digest: bytes, *, is_now: bool = False) -> _Encoded | None:
         media = self.store.get(digest)
