@@ -23,7 +23,7 @@ _MTP_VERSION = b"weft-mtp-1"
 _TOWER_VERSION = b"weft-tower-1"
 _PARTS_VERSION = b"weft-file-1"
 _CHUNK_BYTES, _READ_BYTES, _PART_BYTES = 1 << 22, 1 << 20, 1 << 26
-_MAX_THREADS = 8
+_MAX_THREADS = 32
 _SKETCH_VERSION = b"weft-sketch-1"
 _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 64 << 10, 4 << 10, 256
 
