@@ -322,7 +322,11 @@ async def test_sixty_four_workers_in_any_window(
                 await expect(told).to_contain_text("planner-0 acts")
                 await expect(told).to_contain_text("0 prefill, 48 decode")
                 await expect(told).to_contain_text("worker-2: decode (was both)")
-                await expect(told.locator(".chip.bad")).to_contain_text("are ordered")
+                alarm = told.locator(".chip.bad")
+                await expect(alarm).to_contain_text("are ordered")
+                place = await alarm.bounding_box()
+                assert place is not None
+                assert place["x"] + place["width"] <= width, "seen without scrolling"
                 await expect(shown.page.locator(".member.bad")).to_have_count(1)
                 for view in ("Fleet", "Load", "Requests", "Models", "Chat"):
                     await shown.view(view)
