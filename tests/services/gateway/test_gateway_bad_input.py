@@ -399,6 +399,8 @@ TYPED_CASES: list[tuple[Change, str]] = [
     (lambda r: setattr(r.sampling, "n", 1000), "n"),
     (lambda r: setattr(r.sampling, "top_k", 2**32 - 1), "top_k"),
     (lambda r: r.sampling.logit_bias.update({1: math.nan}), "logit_bias"),
+    (lambda r: setattr(r.sampling.beams, "width", 5), "sampling.beams"),
+    (lambda r: setattr(r.sampling.time_tokens, "first", 5), "sampling.time_tokens"),
     (lambda r: r.stop.stop.extend(["s"] * 1000), "stop"),
     (lambda r: r.stop.stop_token_ids.append(10**6), "stop_token_ids"),
     (lambda r: setattr(r.stop, "max_tokens", 2**32 - 1), "max_tokens"),

@@ -225,17 +225,32 @@ class WhisperForConditionalGeneration:
             max_q_len=group.max_q_len,
             max_kv_len=group.max_kv_len - num_rows,
         )
+        of_clips, max_q_len = table[:, :of_clip], group.max_q_len
+        if not table.is_cuda and len(table) > 1:
+            of_clips, cu_q_lens = _by_clip(of_clips, cu_q_lens)
+            max_q_len = int(cu_q_lens.diff().max())
         ends = torch.full((length,), self._num_positions, dtype=torch.int32, device=table.device)
         clips = AttentionMetadata(
-            page_table=table[:, :of_clip],
+            page_table=of_clips,
             places=places,
             cu_q_lens=cu_q_lens,
-            kv_lens=torch.full_like(kv_lens, self._num_positions),
-            max_q_len=group.max_q_len,
+            kv_lens=kv_lens.new_full((len(of_clips),), self._num_positions),
+            max_q_len=max_q_len,
             max_kv_len=self._num_positions,
-            key_ends=ends if group.max_q_len > 1 else None,
+            key_ends=ends if max_q_len > 1 else None,
         )
         return _Texts(rows, own, clips, _aligned(step, rows, of_clip))
+
+
+def _by_clip(
+    page_table: torch.Tensor, cu_q_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Requests side by side that have one clip, such as the texts of a beam search, as one request
+    of all of their rows, which then reads the clip once.
+    """
+    is_first = torch.ones(len(page_table), dtype=torch.bool)
+    is_first[1:] = (page_table[1:] != page_table[:-1]).any(1)
+    return page_table[is_first], torch.cat((cu_q_lens[:-1][is_first], cu_q_lens[-1:]))
 
 
 def _aligned(step: Step, rows: torch.Tensor | None, num_pages: int) -> list[_Aligned]:

@@ -51,7 +51,7 @@ from weft.gateway.request import (
 from weft.gateway.text.answer import AnswerParser, AnswerPart, joined
 from weft.gateway.text.answer.make import parser_maker
 from weft.gateway.text.parts import Content
-from weft.gateway.validate import check_ids, check_not_streamed, invalid
+from weft.gateway.validate import check_ids, check_not_streamed, invalid, unsupported
 from weft.gateway.warnings import begin_warnings, current_warnings
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -402,6 +402,9 @@ def _translate(
     request: AnyRequest, facts: CallFacts, prompt: Prompt, use: ToolUse = NO_TOOLS
 ) -> RawRequest:
     sampling = request.sampling
+    for name in ("time_tokens", "beams"):
+        if sampling.HasField(name):
+            raise unsupported(f"sampling.{name}", "of transcriptions alone")
     given = {
         **given_in(request, CallParams),
         **given_in(sampling, SamplingParams),
