@@ -357,7 +357,10 @@ def _worker(
         local = settings.local_prefill_max_tokens
         if local is None and not (_num_fillers(settings) or settings.kvstore):
             local = NEVER_SHIP_TOKENS  # There is no prefill worker to ask.
-        command += _flags({"local-prefill-max-tokens": local, "drafter": drafter})
+        fillers = True if _num_fillers(settings) else None
+        command += _flags(
+            {"local-prefill-max-tokens": local, "drafter": drafter, "fillers-on-host": fillers}
+        )
     return command + shlex.split(
         settings.prefill_args if role == "prefill" else settings.decode_args
     )

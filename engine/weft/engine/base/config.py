@@ -334,6 +334,11 @@ class EngineConfig(PageConfig):
         0.1,
         gt=0,
     )
+    fillers_on_host: bool = setting(
+        "prefill workers run on this worker's host: on a CPU, steps of running requests leave them "
+        "inter_token_target_s between two while they fill prompts",
+        False,
+    )
     first_token_weight: float = setting(
         "worth of a second of delay of a first token, in seconds of delay of next tokens; 0 = "
         "prompts always keep to inter_token_target_s, and ship while requests run",

@@ -100,7 +100,7 @@ class Engine:
         self._weight_commands: list[WeightCommand] = []
         """They wait while ranks copy experts."""
         self.stats = wired.stats
-        self._pace = wired.pace
+        self._pace, self._fill_pace = wired.pace, wired.fill_pace
         self._look_up, self._fail = wired.look_up, wired.fail
         self._flush_pages = wired.flush
         self.is_draining = False
@@ -162,7 +162,8 @@ class Engine:
         if self.pipeline.num_steps:
             return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
-            return STANDSTILL_S
+            pause_s = self._fill_pace.left_s(self._clock())
+            return min(pause_s, EXPIRY_INTERVAL_S) if pause_s else STANDSTILL_S
         if self.fills.num_open or self.weights.is_busy or self.experts.job is not None:
             return EXPIRY_INTERVAL_S
         return QUIET_REPORT_S if self._is_reported and self.is_idle else IDLE_S
@@ -210,7 +211,7 @@ class Engine:
             experts.reset()
         if self.weights.stops_steps:
             plan = Plan()
-        elif self.pipeline.may_begin():
+        elif self.pipeline.may_begin() and not self._fill_pace.left_s(now):
             plan = self.scheduler.plan(now)
         else:
             plan = Plan()
@@ -220,6 +221,8 @@ class Engine:
             self.parts.lockstep.take_empty_step()
         self._profiles.turn(begins_step=len(plan) > 0, num_under_way=self.pipeline.num_steps)
         self.ran_step = self.pipeline.turn(plan)
+        if self.ran_step:
+            self._fill_pace.stepped(self._clock())
         if plan.chunks and self.filler.reads_early:
             self._read_early(plan)
         self.adapters.turn()

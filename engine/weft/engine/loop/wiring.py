@@ -13,6 +13,7 @@ from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.draws import StepSampler
 from weft.engine.loop.experts import ExpertControl
 from weft.engine.loop.fill_jobs import ComputeJobs
+from weft.engine.loop.fill_pace import FillPace
 from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.output import OutputProcessor
@@ -178,6 +179,8 @@ class EngineWiring:
         if interval_s is None and parts.executor.facts.is_asynchronous:
             interval_s = 0.0
         self.pace = StreamPace(interval_s, clock)
+        gives_way = config.fillers_on_host and not parts.executor.facts.is_asynchronous
+        self.fill_pace = FillPace(self.scheduler, config.inter_token_target_s if gives_way else 0.0)
 
     # -- what is made ----------------------------------------------------------------------------
 

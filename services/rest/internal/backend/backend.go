@@ -24,6 +24,13 @@ const serviceConfig = `{
 	"healthCheckConfig": {"serviceName": "weft.v1.OpenAIService"}
 }`
 
+const (
+	// Bytes of one answer that a gateway may send before the edge has taken some.
+	streamWindow = 1 << 20
+	// The same for all answers of a connection.
+	connectionWindow = 4 << 20
+)
+
 // Dial connects to gateways; it returns before any of them is reached.
 //
 // addresses is a list of host:port with commas between; a host with several addresses is as many
@@ -53,6 +60,9 @@ func dial(
 		grpc.WithConnectParams(reconnect),
 		// Keepalive finds a gateway whose host went silent while calls wait for it.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
+		// Windows that adapt cost a ping, its answer and updates for each message of a relay.
+		grpc.WithStaticStreamWindowSize(streamWindow),
+		grpc.WithStaticConnWindowSize(connectionWindow),
 		grpc.WithNoProxy(),
 		grpc.WithDisableServiceConfig(), // DNS has none
 		grpc.WithDefaultServiceConfig(serviceConfig),

@@ -72,8 +72,8 @@ func Stream(
 type Place interface {
 	// IsRelayed says whether they do; known once the answer has begun.
 	IsRelayed() bool
-	// Next waits for events; nil: what follows is on the answer's own stream.
-	Next(ctx context.Context) []byte
+	// Next waits for events; nil: what follows is on the answer's own stream, or the request is done.
+	Next(done <-chan struct{}) []byte
 }
 
 type placeKey struct{}
@@ -93,10 +93,11 @@ func PlaceOf(ctx context.Context) Place {
 func relayed(
 	ctx context.Context, place Place, kind string, receive func() (proto.Message, error),
 ) func() (proto.Message, error) {
-	isBehind := false
+	// A context looks for its channel in all that it was made of.
+	done, isBehind := ctx.Done(), false
 	return func() (proto.Message, error) {
 		if !isBehind {
-			if data := place.Next(ctx); data != nil {
+			if data := place.Next(done); data != nil {
 				return &httpbody.HttpBody{ContentType: kind, Data: data}, nil
 			}
 			isBehind = true

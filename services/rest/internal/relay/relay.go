@@ -285,8 +285,9 @@ func (s *Stream) push(data []byte) {
 	}
 }
 
-// Next waits for events and takes all that have come; nil: what follows is on the call's own stream.
-func (s *Stream) Next(ctx context.Context) []byte {
+// Next waits for events and takes all that have come; nil: what follows is on the call's own stream,
+// or the request is done.
+func (s *Stream) Next(done <-chan struct{}) []byte {
 	if s.taken >= tellAfter/2 {
 		s.relay.tell(s.number, s.taken)
 		s.taken = 0
@@ -312,7 +313,7 @@ func (s *Stream) Next(ctx context.Context) []byte {
 		case <-s.ready:
 		case <-s.relay.broken:
 			isBroken = true // what came before is taken first
-		case <-ctx.Done():
+		case <-done:
 			return nil
 		}
 	}

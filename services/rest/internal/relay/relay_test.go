@@ -123,7 +123,7 @@ func TestAnswersUseARelayOnceThereIsOne(t *testing.T) {
 	}
 	send(t, made, []uint64{number, number}, "data: c\n\n", "")
 	var got bytes.Buffer
-	for data := second.Next(bounded(t)); data != nil; data = second.Next(bounded(t)) {
+	for data := second.Next(bounded(t).Done()); data != nil; data = second.Next(bounded(t).Done()) {
 		got.Write(data)
 	}
 	if got.String() != "data: a\n\ndata: b\n\ndata: c\n\n" {
@@ -153,11 +153,11 @@ func TestTheGatewayLearnsInOneMessageWhatClientsHaveTaken(t *testing.T) {
 	for i, place := range places {
 		data := strings.Repeat("x", sizes[i])
 		send(t, made, numbers[i:i+1], data)
-		if got := place.Next(bounded(t)); string(got) != data {
+		if got := place.Next(bounded(t).Done()); string(got) != data {
 			t.Fatalf("%d bytes came", len(got))
 		}
 		send(t, made, numbers[i:i+1], "")
-		if got := place.Next(bounded(t)); got != nil {
+		if got := place.Next(bounded(t).Done()); got != nil {
 			t.Fatalf("%q after the end", got)
 		}
 	}
@@ -184,17 +184,17 @@ func TestStreamsOfABrokenRelayEndBehindWhatHasCome(t *testing.T) {
 	answered(place, address, header)
 	send(t, made, []uint64{number}, "data: a\n\n")
 	close(made.end)
-	if got := place.Next(bounded(t)); string(got) != "data: a\n\n" {
+	if got := place.Next(bounded(t).Done()); string(got) != "data: a\n\n" {
 		t.Errorf("got %q", got)
 	}
-	if got := place.Next(bounded(t)); got != nil {
+	if got := place.Next(bounded(t).Done()); got != nil {
 		t.Errorf("got %q", got)
 	}
 
 	late, _, _, endLate := begin(t, relays)
 	defer endLate()
 	answered(late, address, header)
-	if got := late.Next(bounded(t)); !late.IsRelayed() || got != nil {
+	if got := late.Next(bounded(t).Done()); !late.IsRelayed() || got != nil {
 		t.Errorf("got %q on a relay that is gone", got)
 	}
 	<-gateway.opened // the next one
@@ -209,7 +209,7 @@ func TestAStreamEndsWithItsRequest(t *testing.T) {
 	answered(place, address, metadata.Pairs(relay.Key, fmt.Sprint(made.hello.GetRelay())))
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if got := place.Next(ctx); got != nil {
+	if got := place.Next(ctx.Done()); got != nil {
 		t.Errorf("got %q", got)
 	}
 }
