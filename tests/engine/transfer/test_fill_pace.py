@@ -1,4 +1,4 @@
-"""Steps of running requests leave cores to prefill workers of the same host, if they are told so."""
+"""Steps of running requests leave cores to prefill workers of their host, if they share them."""
 
 from __future__ import annotations
 
