@@ -9,7 +9,7 @@ ENV UV_COMPILE_BYTECODE=1
 WORKDIR /src
 COPY pyproject.toml dist/ ./
 RUN uv venv /opt/weft
-RUN uv pip install --python /opt/weft/bin/python --find-links . "$(ls ./weft-*.whl)[demo,fa3]"
+RUN uv pip install --python /opt/weft/bin/python --find-links . "$(ls ./weft-*.whl)[demo]"
 
 FROM ${PYTHON}
 # Triton needs the compiler on GPUs.

@@ -9,7 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from weft.pages.transfer.nixl_binding import PACKAGES
+from weft.kernels.ops.attention import library_flash
+from weft.pages.transfer import nixl_binding
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -34,7 +35,9 @@ def imported() -> set[str]:
                 names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
                 names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
-    names |= {name.replace("-", "_") for name in PACKAGES}  # imported by whichever is there
+    # Imported by whichever is there.
+    names |= {name.replace("-", "_") for name in nixl_binding.PACKAGES}
+    names |= library_flash.PACKAGES.keys()
     return {name.replace(".", "/") for name in names}
 
 

@@ -23,7 +23,7 @@ from weft.kernels.ops.latent_attention.spec import NOTHING
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = {"fa3_fwd._C": "fa3_fwd", "flash_attn_3._C": "flash_attn_3"}
+PACKAGES = {"fa3_fwd._C": "fa3_fwd", "flash_attn_3._C": "flash_attn_3"}
 """Modules of packages that have it, and the namespace in which each registers it: fa3-fwd on PyPI,
 and FlashAttention's own build, of which the former is a part.
 """
@@ -155,7 +155,7 @@ def earlier_attention(
 def _namespace() -> str | None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
-    for module, namespace in _PACKAGES.items():
+    for module, namespace in PACKAGES.items():
         try:
             importlib.import_module(module)
         except ModuleNotFoundError:
