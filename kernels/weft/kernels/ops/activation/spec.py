@@ -36,6 +36,11 @@ class Gating(NamedTuple):
     def largest_gate(self) -> float | None:
         return self.limit if self.gate_limit is None else self.gate_limit
 
+    @property
+    def in_kernels(self) -> Gating:
+        """The same with both limits set, as kernels take it."""
+        return self._replace(gate_limit=self.largest_gate)
+
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * I], gate columns first -> [T, I], dtype of `x`; float32 within, or wider."""
         gate, up = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)

@@ -39,5 +39,11 @@ def _silu_and_mul_kernel(
     gate_at = x + row * 2 * width + column
     gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_at + width, mask=mask, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    product = silu_and(gate, up)
     tl.store(out + row * width + column, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_and(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """silu(gate) * up."""
+    return gate / (1.0 + tl.exp(-gate)) * up

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_epilogue import store_product
 from weft.kernels.ops.linear.triton_sliced import MAX_ROWS
 from weft.kernels.ops.linear.triton_small import FIXED, small_linear
 from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
@@ -140,13 +141,7 @@ def _fixed_linear_kernel(
                 column_at + at, mask=(column < columns)[:, None] & (at < depth), other=0.0
             )
         total = tl.dot(values, tl.trans(tile), total)
-    in_out = (row < rows)[:, None] & (column < columns)[None, :]
-    if bias is not None:
-        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    if residual is not None:
-        # The product is rounded before the addition, as it is if the following norm adds the
-        # residual.
-        total = total.to(residual.dtype.element_ty).to(tl.float32)
-        total += tl.load(residual + at, mask=in_out, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=in_out)
+    # Rounded before the residual is added, as it is if the following norm adds the residual.
+    store_product(
+        out, total, total, bias, residual, None, row, column, rows, columns, False, False, True
+    )

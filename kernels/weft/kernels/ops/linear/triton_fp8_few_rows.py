@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_epilogue import residual_of, store_product
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP, WeightScales
-from weft.kernels.ops.linear.triton_sliced import residual_of, store_product
 from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Matrix, Int8Channels
@@ -178,7 +178,8 @@ def _fp8_spread_kernel(
         at_scale = scales + first // SCALE_ROWS * NUM_GROUPS
         at_scale_up = scales + (first + columns) // SCALE_ROWS * NUM_GROUPS
     wait_for_last(IS_DEPENDENT)
-    given, given_up = residual_of(residual, row, column, rows, columns, IS_GATED)
+    before = residual_of(residual, row, column, rows, columns, IS_GATED)
+    spread, spread_second, spread_up, spread_second_up = 0.0, 0.0, 0.0, 0.0
     for start in tl.static_range(0, K, STEP):
         if start > 0:
             tile = _groups(begin, part, start, K, STEP)
@@ -192,47 +193,31 @@ def _fp8_spread_kernel(
         if gain is not None:
             # With a norm, K is a single step.
             weights = tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
-            norm = tl.rsqrt(tl.sum(tl.sum(first_row * first_row, axis=1), axis=0) / K + eps)
-            first_row *= weights * norm
+            first_row = _normed(first_row, weights, eps, K)
             if ROWS > 1:
-                norm = tl.rsqrt(tl.sum(tl.sum(second_row * second_row, axis=1), axis=0) / K + eps)
-                second_row *= weights * norm
+                second_row = _normed(second_row, weights, eps, K)
         scale = _scales_of(at_scale, group + start // GROUP, NUM_GROUPS, SCALE_ROWS)
         wide = tile.to(tl.float32)
-        if start == 0:
-            spread = wide * (first_row * scale)[None, :, :]
-            if ROWS > 1:
-                spread_second = wide * (second_row * scale)[None, :, :]
-        else:
-            spread += wide * (first_row * scale)[None, :, :]
-            if ROWS > 1:
-                spread_second += wide * (second_row * scale)[None, :, :]
+        spread = _with(spread, wide, first_row * scale, start)
+        if ROWS > 1:
+            spread_second = _with(spread_second, wide, second_row * scale, start)
         if IS_GATED:
             scale = _scales_of(at_scale_up, group + start // GROUP, NUM_GROUPS, SCALE_ROWS)
             wide = tile_up.to(tl.float32)
-            if start == 0:
-                spread_up = wide * (first_row * scale)[None, :, :]
-                if ROWS > 1:
-                    spread_second_up = wide * (second_row * scale)[None, :, :]
-            else:
-                spread_up += wide * (first_row * scale)[None, :, :]
-                if ROWS > 1:
-                    spread_second_up += wide * (second_row * scale)[None, :, :]
-    product = _summed(spread)[:, None]
-    if ROWS > 1:
-        product = tl.where((row == 0)[None, :], product, _summed(spread_second)[:, None])
+            spread_up = _with(spread_up, wide, first_row * scale, start)
+            if ROWS > 1:
+                spread_second_up = _with(spread_second_up, wide, second_row * scale, start)
+    product = _summed(spread, spread_second, row)
     up = product
     if IS_GATED:
-        up = _summed(spread_up)[:, None]
-        if ROWS > 1:
-            up = tl.where((row == 0)[None, :], up, _summed(spread_second_up)[:, None])
+        up = _summed(spread_up, spread_second_up, row)
     if SCALE_ROWS == 0:
         product *= tl.load(scales + last)[:, None]
         if IS_GATED:
             up *= tl.load(scales + last + columns)[:, None]
     store_product(
-        out, product, up, bias, residual, given, given_up, tap, tap_stride, row, column, rows,
-        columns, IS_GATED, False,
+        out, product, up, bias, residual, before, row, column, rows, columns, IS_GATED, True, False,
+        tap, tap_stride,
     )  # fmt: skip
 
 
@@ -255,9 +240,27 @@ def _scales_of(
 
 
 @triton.jit
-def _summed(spread: tl.tensor) -> tl.tensor:
-    """[COLUMNS] of [COLUMNS, GROUPS, GROUP]."""
-    return tl.sum(tl.sum(spread, axis=2), axis=1)
+def _normed(row: tl.tensor, weights: tl.tensor, eps: float, K: tl.constexpr) -> tl.tensor:
+    return row * (weights * tl.rsqrt(tl.sum(tl.sum(row * row, axis=1), axis=0) / K + eps))
+
+
+@triton.jit
+def _with(spread: tl.tensor, wide: tl.tensor, row: tl.tensor, start: tl.constexpr) -> tl.tensor:
+    """`spread` and the products of the elements from `start` on; `spread` counts from the second
+    step on.
+    """
+    products = wide * row[None, :, :]
+    return products if start == 0 else spread + products
+
+
+@triton.jit
+def _summed(spread: tl.tensor, spread_second: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """[COLUMNS, ROWS] of [COLUMNS, GROUPS, GROUP] of each row."""
+    product = tl.sum(tl.sum(spread, axis=2), axis=1)[:, None]
+    if row.shape[0] > 1:
+        second = tl.sum(tl.sum(spread_second, axis=2), axis=1)[:, None]
+        product = tl.where((row == 0)[None, :], product, second)
+    return product
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.activation.triton_gated import silu_and
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.fp8 import FP8, FP8_MAX
@@ -92,7 +93,7 @@ def _fp8_rows_kernel(
     if IS_GATED:
         gate = tl.load(x + row * 2 * K + at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * K + K + at, mask=mask, other=0.0).to(tl.float32)
-        values = gate / (1.0 + tl.exp(-gate)) * up
+        values = silu_and(gate, up)
     else:
         values = tl.load(x + row * K + at, mask=mask, other=0.0).to(tl.float32)
     store_fp8_row(data, scales, values, row, rows, group, groups, at, mask, K, HAS_GROUPS)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_epilogue import of_columns, of_rows, store_product
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP, WeightScales
 from weft.kernels.ops.linear.triton_groups_product import sum_parts
-from weft.kernels.ops.linear.triton_sliced import residual_of, store_product
 from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Matrix
@@ -215,11 +215,11 @@ def _fp8_tiles_kernel(
             tile = tl.load(begin + at, mask=at < K, other=0.0)
         if SCALE_ROWS > 0:
             group = start // GROUP
-            of_rows = tl.load(row_scales + tl.cast(group, tl.int64) * whole_rows + last_row)
-            scale = of_rows * tl.load(at_scale + group)
-            product = _add_scaled(product, tile, values, scale, IS_TURNED)
+            given = tl.load(row_scales + tl.cast(group, tl.int64) * whole_rows + last_row)
+            scale = given * tl.load(at_scale + group)
+            product += _dot(tile, values, None, IS_TURNED) * of_rows(scale, IS_TURNED)
         else:
-            product = _add(product, tile, values, IS_TURNED)
+            product = _dot(tile, values, product, IS_TURNED)
         if IS_GATED:
             if x_tiles is not None:
                 tile = weight_tiles.load([first + columns, start])
@@ -228,85 +228,26 @@ def _fp8_tiles_kernel(
             else:
                 tile = tl.load(begin_up + at, mask=at < K, other=0.0)
             if SCALE_ROWS > 0:
-                scale = of_rows * tl.load(at_scale_up + group)
-                up = _add_scaled(up, tile, values, scale, IS_TURNED)
+                scale = given * tl.load(at_scale_up + group)
+                up += _dot(tile, values, None, IS_TURNED) * of_rows(scale, IS_TURNED)
             else:
-                up = _add(up, tile, values, IS_TURNED)
+                up = _dot(tile, values, up, IS_TURNED)
     if SCALE_ROWS == 0:
-        of_rows = tl.load(row_scales + last_row)
-        product *= _outer(tl.load(scales + last), of_rows, IS_TURNED)
+        given = of_rows(tl.load(row_scales + last_row), IS_TURNED)
+        product *= of_columns(tl.load(scales + last), IS_TURNED) * given
         if IS_GATED:
-            up *= _outer(tl.load(scales + last + columns), of_rows, IS_TURNED)
-    if not IS_TURNED:
-        _store_rows(out, product, up, bias, residual, row, column, rows, columns, IS_GATED)
-    else:
-        given, given_up = residual_of(residual, row, column, rows, columns, IS_GATED)
-        store_product(
-            out, product, up, bias, residual, given, given_up, None, 0, row, column, rows, columns,
-            IS_GATED, False,
-        )  # fmt: skip
+            up *= of_columns(tl.load(scales + last + columns), IS_TURNED) * given
+    store_product(
+        out, product, up, bias, residual, None, row, column, rows, columns, IS_GATED, IS_TURNED
+    )
 
 
 @triton.jit
-def _add(
-    product: tl.tensor, tile: tl.tensor, values: tl.tensor, IS_TURNED: tl.constexpr
+def _dot(
+    tile: tl.tensor, values: tl.tensor, total: tl.tensor | None, IS_TURNED: tl.constexpr
 ) -> tl.tensor:
     if IS_TURNED:
-        product = tl.dot(tile, tl.trans(values), product)
+        total = tl.dot(tile, tl.trans(values), total)
     else:
-        product = tl.dot(values, tl.trans(tile), product)
-    return product
-
-
-@triton.jit
-def _add_scaled(
-    product: tl.tensor,
-    tile: tl.tensor,
-    values: tl.tensor,
-    scale: tl.tensor,
-    IS_TURNED: tl.constexpr,
-) -> tl.tensor:
-    """Adds one group's product, times a scale for each row."""
-    if IS_TURNED:
-        product += tl.dot(tile, tl.trans(values)) * scale[None, :]
-    else:
-        product += tl.dot(values, tl.trans(tile)) * scale[:, None]
-    return product
-
-
-@triton.jit
-def _outer(of_columns: tl.tensor, of_rows: tl.tensor, IS_TURNED: tl.constexpr) -> tl.tensor:
-    if IS_TURNED:
-        both = of_columns[:, None] * of_rows[None, :]
-    else:
-        both = of_rows[:, None] * of_columns[None, :]
-    return both
-
-
-@triton.jit
-def _store_rows(
-    out: tl.tensor,
-    product: tl.tensor,
-    up: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: int,
-    columns: int,
-    IS_GATED: tl.constexpr,
-) -> None:
-    """`store_product` of [ROWS, COLUMNS]."""
-    in_out = column < columns
-    mask = (row < rows)[:, None] & in_out[None, :]
-    if bias is not None:
-        product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
-            up += beside.to(tl.float32)[None, :]
-    if IS_GATED:
-        product = product / (1.0 + tl.exp(-product)) * up
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    if residual is not None:
-        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+        total = tl.dot(values, tl.trans(tile), total)
+    return total

@@ -137,7 +137,7 @@ def multiply_few(
         IS_AHEAD=launch.is_ahead,
         num_warps=launch.warps,
         **given,
-        **more.gating_arguments(),
+        GATING=more.gating.in_kernels,
         **(options or launch_options(x.device)),
     )
 
@@ -158,11 +158,7 @@ def _few_kernel(
     own: int | None,
     width: int,
     IS_DEPENDENT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
+    GATING: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -278,7 +274,7 @@ def _few_kernel(
                 beside = residual + of_row * (2 * columns) + column
                 total += tl.load(beside, mask=mask, other=0.0).to(tl.float32)
                 total_up += tl.load(beside + columns, mask=mask, other=0.0).to(tl.float32)
-            total = gated(total, total_up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
+            total = gated(total, total_up, GATING)
         elif shares is not None:
             total *= tl.load(shares + pair)
         elif residual is not None:

@@ -202,7 +202,7 @@ def multiply_groups(
         IS_ROUNDED=launch.is_rounded,
         num_warps=launch.warps,
         **given,
-        **more.gating_arguments(),
+        GATING=more.gating.in_kernels,
         **(options or launch_options(x.device)),
     )
     if is_split:
@@ -254,11 +254,7 @@ def _groups_kernel(
     width: int,
     experts: int,
     IS_DEPENDENT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
+    GATING: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -338,7 +334,7 @@ def _groups_kernel(
             beside = residual + row[None, :] * (2 * columns) + column[:, None]
             product += tl.load(beside, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(beside + columns, mask=mask, other=0.0).to(tl.float32)
-        product = gated(product, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
+        product = gated(product, up, GATING)
     elif shares is not None:
         product *= tl.load(shares + row, mask=exists, other=0.0)[None, :]
     elif residual is not None:

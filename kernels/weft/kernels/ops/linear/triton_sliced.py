@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_epilogue import residual_of, store_product
 from weft.kernels.ops.lora.triton_product import (
     NOTHING,
     ProductAddition,
     ToColumns,
     added_to_columns,
-    rows_of_b,
-    some_ranks,
+    wait_for_ranks,
 )
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
@@ -125,20 +125,13 @@ def _sliced_linear_kernel(
     if IS_GATED:
         tile_up = _tile(begin_up, part, 0, K, STEP)
     row = tl.arange(0, ROWS)
-    if added is not None and ADDED.is_early:
-        found = rows_of_b(added, layer, row, rows, column, ADDED)
-        if IS_GATED:
-            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
-    wait_for_last(IS_DEPENDENT)
-    if added is not None and not ADDED.is_early:
-        found = rows_of_b(added, layer, row, rows, column, ADDED)
-        if IS_GATED:
-            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
     if added is not None:
-        ranks = some_ranks(added, found[0], found[2], row, rows, 0, ADDED)
-        if IS_GATED:
-            ranks_up = some_ranks(added, found_up[0], found_up[2], row, rows, 0, ADDED)
-    given = residual_of(residual, row, column, rows, columns, IS_GATED)
+        given, given_up = wait_for_ranks(
+            added, layer, row, rows, column, columns, IS_DEPENDENT, IS_GATED, ADDED
+        )
+    else:
+        wait_for_last(IS_DEPENDENT)
+    before = residual_of(residual, row, column, rows, columns, IS_GATED)
     values = _rows_turned(x, row, rows, part, K)
     product = tl.dot(tile, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))
     if IS_GATED:
@@ -153,84 +146,12 @@ def _sliced_linear_kernel(
     if IS_GATED:
         total_up = tl.sum(up, axis=0)
     if added is not None:
-        total += added_to_columns(added, *found, ranks, row, rows, column, ADDED)
+        total += added_to_columns(added, *given, row, rows, column, ADDED)
         if IS_GATED:
-            beside = column + columns
-            total_up += added_to_columns(added, *found_up, ranks_up, row, rows, beside, ADDED)
+            total_up += added_to_columns(added, *given_up, row, rows, column + columns, ADDED)
     store_product(
-        out, total, total_up, bias, residual, *given, None, 0, row, column, rows, columns,
-        IS_GATED, False,
+        out, total, total_up, bias, residual, before, row, column, rows, columns, IS_GATED, True
     )  # fmt: skip
-
-
-@triton.jit
-def residual_of(
-    residual: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: int,
-    columns: int,
-    IS_GATED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """[COLUMNS, ROWS] float32 each: what is added to a product, and to the second one where gated.
-
-    Load it before the product is computed, since it would arrive late after it.
-    """
-    given = tl.zeros([column.shape[0], row.shape[0]], tl.float32)
-    given_up = given
-    if residual is not None:
-        mask = (column < columns)[:, None] & (row < rows)[None, :]
-        stride = columns * 2 if IS_GATED else columns
-        at = residual + row[None, :].to(tl.int64) * stride + column[:, None]
-        given = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        if IS_GATED:
-            given_up = tl.load(at + columns, mask=mask, other=0.0).to(tl.float32)
-    return given, given_up
-
-
-@triton.jit
-def store_product(
-    out: tl.tensor,
-    product: tl.tensor,
-    up: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    given: tl.tensor,
-    given_up: tl.tensor,
-    tap: tl.tensor,
-    tap_stride: int,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: int,
-    columns: int,
-    IS_GATED: tl.constexpr,
-    ROUNDS_FIRST: tl.constexpr,
-) -> None:
-    """Finishes `product`, [COLUMNS, ROWS] float32, as `small_linear` describes, and stores it. `up`
-    is the product of the second projection where gated; `given` and `given_up` come from
-    `residual_of`.
-    """
-    in_out = column < columns
-    mask = in_out[:, None] & (row < rows)[None, :]
-    if bias is not None:
-        product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[:, None]
-    if IS_GATED:
-        if bias is not None:
-            beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
-            up += beside.to(tl.float32)[:, None]
-        if residual is not None:
-            product += given
-            up += given_up
-        product = product / (1.0 + tl.exp(-product)) * up
-    at = row[None, :].to(tl.int64) * columns + column[:, None]
-    if residual is not None and not IS_GATED:
-        if ROUNDS_FIRST:
-            product = product.to(residual.dtype.element_ty).to(tl.float32)
-        product += given
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
-    if tap is not None:
-        at = row[None, :].to(tl.int64) * tap_stride + column[:, None]
-        tl.store(tap + at, product.to(tap.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_epilogue import residual_of, store_product
 from weft.kernels.ops.linear.triton_sliced import (
     MAX_ROWS,
-    residual_of,
     sliced_linear,
-    store_product,
 )
 from weft.kernels.ops.linear.triton_sliced import launch_config as sliced_launch_config
 from weft.kernels.ops.lora.triton_product import (
@@ -25,8 +24,7 @@ from weft.kernels.ops.lora.triton_product import (
     ProductAddition,
     ToColumns,
     added_to_columns,
-    rows_of_b,
-    some_ranks,
+    wait_for_ranks,
 )
 from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
@@ -202,20 +200,13 @@ def _small_linear_kernel(
     if IS_GATED and K <= TILE:
         tile_up = _weight_tile(begin_up, 0, K, TILE)
     row = tl.arange(0, BLOCK_ROWS)
-    if added is not None and ADDED.is_early:
-        found = rows_of_b(added, layer, row, rows, column, ADDED)
-        if IS_GATED:
-            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
-    wait_for_last(IS_DEPENDENT)
-    if added is not None and not ADDED.is_early:
-        found = rows_of_b(added, layer, row, rows, column, ADDED)
-        if IS_GATED:
-            found_up = rows_of_b(added, layer, row, rows, column + columns, ADDED)
     if added is not None:
-        ranks = some_ranks(added, found[0], found[2], row, rows, 0, ADDED)
-        if IS_GATED:
-            ranks_up = some_ranks(added, found_up[0], found_up[2], row, rows, 0, ADDED)
-    given = residual_of(residual, row, column, rows, columns, IS_GATED)
+        given, given_up = wait_for_ranks(
+            added, layer, row, rows, column, columns, IS_DEPENDENT, IS_GATED, ADDED
+        )
+    else:
+        wait_for_last(IS_DEPENDENT)
+    before = residual_of(residual, row, column, rows, columns, IS_GATED)
     product, scale = _product(
         tile, x, gain, eps, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES
     )
@@ -231,12 +222,12 @@ def _small_linear_kernel(
         product *= scale[None, :]
         up *= scale[None, :]
     if added is not None:
-        product += added_to_columns(added, *found, ranks, row, rows, column, ADDED)
+        product += added_to_columns(added, *given, row, rows, column, ADDED)
         if IS_GATED:
-            up += added_to_columns(added, *found_up, ranks_up, row, rows, column + columns, ADDED)
+            up += added_to_columns(added, *given_up, row, rows, column + columns, ADDED)
     store_product(
-        out, product, up, bias, residual, *given, tap, tap_stride, row, column, rows, columns,
-        IS_GATED, ROUNDS_FIRST,
+        out, product, up, bias, residual, before, row, column, rows, columns, IS_GATED, True,
+        ROUNDS_FIRST, tap, tap_stride,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_epilogue import store_product
 from weft.kernels.ops.linear.triton_sliced import MAX_ROWS as MAX_SLICED_ROWS
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv
@@ -99,7 +100,7 @@ def _tiled_linear_kernel(
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, TILE)
-    is_row, in_out = (row < rows)[:, None], column < columns
+    is_row = (row < rows)[:, None]
     row_at = x + row[:, None] * K + part[None, :]
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * K + part[None, :]
@@ -112,12 +113,4 @@ def _tiled_linear_kernel(
         product = tl.dot(values, tl.trans(tl.load(begin + start)), product)
         if IS_GATED:
             up = tl.dot(values, tl.trans(tl.load(begin_up + start)), up)
-    if bias is not None:
-        product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
-            up += beside.to(tl.float32)[None, :]
-    if IS_GATED:
-        product = product / (1.0 + tl.exp(-product)) * up
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=is_row & in_out[None, :])
+    store_product(out, product, up, bias, None, None, row, column, rows, columns, IS_GATED, False)

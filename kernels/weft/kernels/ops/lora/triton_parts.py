@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,14 +40,55 @@ def max_rows(part: LoraWeights) -> int:
     return part.table.shape[2]
 
 
-def three(values: list[Any]) -> list[Any]:
+def three(values: list[Any]) -> tuple[Any, Any, Any]:
     """Pads a list to the three parts that kernels expect; they never read the added ones."""
-    return (values + values[:1] * 2)[:3]
+    first, second, third = (values + values[:1] * 2)[:3]
+    return first, second, third
 
 
-def tables(parts: Parts, rows: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments that say where the rows of parts are."""
-    return (*three(rows), *three([p.counts for p in parts]), *three([max_rows(p) for p in parts]))
+class AdapterRows(NamedTuple):
+    """A or B of one part of a product, for kernels."""
+
+    pool: torch.Tensor
+    """[rows, 8, features]."""
+    table: torch.Tensor
+    """[layers, slots, most rows] int32: the rows of each slot."""
+    counts: torch.Tensor
+    """[layers, slots] int32: their number."""
+
+    @classmethod
+    def of_a(cls, part: LoraWeights) -> AdapterRows:
+        return cls(part.a, part.table, part.counts)
+
+    @classmethod
+    def of_b(cls, part: LoraWeights) -> AdapterRows:
+        return cls(part.b, part.rows_of_b, part.counts)
+
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class PartRows(NamedTuple):
+    """`AdapterRows` of the three parts of a product, field by field. If it has fewer parts, its
+    first part fills the others.
+    """
+
+    pools: Three
+    tables: Three
+    counts: Three
+
+    @classmethod
+    def of_a(cls, parts: Parts) -> PartRows:
+        return cls(*zip(*three([AdapterRows.of_a(part) for part in parts]), strict=True))
+
+    @classmethod
+    def of_b(cls, parts: Parts) -> PartRows:
+        return cls(*zip(*three([AdapterRows.of_b(part) for part in parts]), strict=True))
+
+
+def most_rows(parts: Parts) -> tuple[int, int, int]:
+    """The most rows that an adapter can have in each of three parts."""
+    return three([max_rows(p) for p in parts])
 
 
 def columns(parts: Parts) -> tuple[Any, ...]:
@@ -114,6 +155,17 @@ def before(number: tl.tensor, first: int, second: int) -> tl.tensor:
 def part_of(block: tl.tensor, first: int, second: int) -> tl.tensor:
     """The part that a block belongs to, given the numbers of blocks of the first two parts."""
     return (block >= first).to(tl.int32) + (block >= first + second).to(tl.int32)
+
+
+@triton.jit
+def rows_in(
+    given: PartRows, part: tl.tensor, at: tl.tensor, most0: int, most1: int, most2: int
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where a slot's rows in a part are listed, and where their number is. `at` is the slot's place
+    among those of all layers.
+    """
+    table = pick(part, *given.tables) + at * pick(part, most0, most1, most2)
+    return table, pick(part, *given.counts) + at
 
 
 @triton.jit

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.lora.spec import LoraAddition
-from weft.kernels.ops.lora.triton_parts import before, max_rows, pick, three
+from weft.kernels.ops.lora.triton_parts import PartRows, before, most_rows, pick, three
 from weft.kernels.ops.lora.triton_rows import NormOfRows, of_tokens, shrink_rows
-from weft.kernels.shared.dependent_launch import launch_options
+from weft.kernels.shared.dependent_launch import launch_options, wait_for_last
 
 MAX_ROWS = 8
 """Most rows for which it is used: up to here tokens rarely share an adapter."""
@@ -25,25 +25,13 @@ _AT_ONCE = tl.constexpr(16)
 
 
 class ToColumns(NamedTuple):
-    """The tensors from which a product's kernel adds what adapters add to the columns of T rows. If
-    a product has fewer parts, its first part fills the unused fields.
-    """
+    """The tensors from which a product's kernel adds what adapters add to the columns of T rows."""
 
     ranks: torch.Tensor
     """[sums, T, ranks of all parts] float32; the sums are to be added up."""
     token_slots: torch.Tensor
     """[T] int32: adapter slot of each row."""
-    b0: torch.Tensor
-    b1: torch.Tensor
-    b2: torch.Tensor
-    table0: torch.Tensor
-    """[layers, slots, most rows] int32: the rows of each slot."""
-    table1: torch.Tensor
-    table2: torch.Tensor
-    counts0: torch.Tensor
-    """[layers, slots] int32: number of rows."""
-    counts1: torch.Tensor
-    counts2: torch.Tensor
+    of_b: PartRows
 
 
 class AddedLaunchConfig(NamedTuple):
@@ -102,24 +90,47 @@ def added_within(
     options = launch_options(x.device)
     is_early = addition.are_given
     ranks = shrink_rows(x, parts, layer, of_tokens(slots), options, norm=norm, is_early=is_early)
-    tensors = ToColumns(
-        ranks,
-        slots,
-        *three([part.b for part in parts]),
-        *three([part.table for part in parts]),
-        *three([part.counts for part in parts]),
-    )
+    tensors = ToColumns(ranks, slots, PartRows.of_b(parts))
     launch = AddedLaunchConfig(
         parts[0].table.shape[1],
         ranks.shape[0],
         ranks.shape[2],
         len(parts),
-        tuple(three([part.column for part in parts])),
-        tuple(three([part.out_features for part in parts])),
-        tuple(three([max_rows(part) for part in parts])),
+        three([part.column for part in parts]),
+        three([part.out_features for part in parts]),
+        most_rows(parts),
         is_early,
     )
     return ProductAddition(tensors, layer, launch)
+
+
+@triton.jit
+def wait_for_ranks(
+    added: ToColumns,
+    layer: int,
+    row: tl.tensor,
+    rows: int,
+    column: tl.tensor,
+    columns: int,
+    IS_DEPENDENT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    SHAPE: tl.constexpr,
+) -> tuple[tl.tuple, tl.tuple]:
+    """Waits for all earlier launches, and returns what `added_to_columns` takes for some columns;
+    then the same for those `columns` further where gated. B is read before the wait if it may be.
+    """
+    if not SHAPE.is_early:
+        wait_for_last(IS_DEPENDENT)
+    given = rows_of_b(added, layer, row, rows, column, SHAPE)
+    given_up = given
+    if IS_GATED:
+        given_up = rows_of_b(added, layer, row, rows, column + columns, SHAPE)
+    if SHAPE.is_early:
+        wait_for_last(IS_DEPENDENT)
+    given += (some_ranks(added, given[0], given[2], row, rows, 0, SHAPE),)
+    if IS_GATED:
+        given_up += (some_ranks(added, given_up[0], given_up[2], row, rows, 0, SHAPE),)
+    return given, given_up
 
 
 @triton.jit
@@ -154,7 +165,7 @@ def rows_of_b(
         part = tl.where(inside, number, part)
         is_there = is_there | inside
     slot = tl.load(added.token_slots + row, mask=row < rows, other=0)
-    counts = pick(part, added.counts0, added.counts1, added.counts2)
+    counts = pick(part, *added.of_b.counts)
     begin = layer * SHAPE.slots
     # Columns of no part are treated as those of no adapter.
     slot = tl.where(is_there, slot, 0)
@@ -179,10 +190,10 @@ def _elements_of_b(
     width = pick(part, SHAPE.widths[0], SHAPE.widths[1], SHAPE.widths[2])
     begin = pick(part, SHAPE.columns[0], SHAPE.columns[1], SHAPE.columns[2])
     is_rank = rank[None, :] < 8 * count[:, None]
-    at = pick(part, added.table0, added.table1, added.table2)
+    at = pick(part, *added.of_b.tables)
     at += slot[:, None] * most + (rank // 8)[None, :]
     place = tl.load(at, mask=is_rank, other=0).to(tl.int64) * 8 + (rank % 8)[None, :]
-    at = pick(part, added.b0, added.b1, added.b2)
+    at = pick(part, *added.of_b.pools)
     at += place[:, :, None] * width + (column - begin)[None, None, :]
     inside = is_rank[:, :, None] & (column - begin < width)[None, None, :]
     return tl.load(at, mask=inside, other=0.0)

@@ -14,18 +14,18 @@ import triton
 import triton.language as tl
 from weft.kernels.ops.lora.triton_parts import (
     FREE,
+    PartRows,
     Parts,
     aligned,
     before,
     column_alignment,
     columns,
-    max_rows,
+    most_rows,
     new_ranks,
     part_of,
     pick,
+    rows_in,
     splits_of,
-    tables,
-    three,
 )
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
@@ -102,8 +102,7 @@ def shrink_rows(
         [splits, R, ranks of all parts] float32; the splits are to be added up.
     """
     depth, rows = x.shape[1], x.shape[0] * x_top_k
-    most = max(max_rows(part) for part in parts)
-    programs = max(1, min(most, _PROGRAMS // (rows * len(parts))))
+    programs = max(1, min(max(most_rows(parts)), _PROGRAMS // (rows * len(parts))))
     splits = splits_of(rows * len(parts) * programs, depth, _MIN_SPLIT_K, _MAX_SPLITS)
     if is_fixed:
         programs, splits = 1, 1
@@ -111,8 +110,8 @@ def shrink_rows(
         splits = 1
     ranks = new_ranks(rows, parts, splits, x.device, are_zero=are_zero)
     _shrink_kernel[(rows, len(parts) * programs, splits)](
-        ranks, entries, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
-        *tables(parts, [p.table for p in parts]), layer, parts[0].table.shape[1], ranks.shape[2],
+        ranks, entries, x, slots.token_slots, slots.ids, PartRows.of_a(parts),
+        *most_rows(parts), layer, parts[0].table.shape[1], ranks.shape[2],
         0 if entries is None else entries.shape[2], *(norm or (None, 0.0)), K=depth,
         EXPERTS=slots.experts, TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, X_TOP_K=x_top_k,
         SPLITS=splits, PROGRAMS=programs, IS_EARLY=is_early,
@@ -143,8 +142,8 @@ def expand_rows(
     """
     blocks = sum(cdiv(part.out_features, _COLUMNS) for part in parts)
     _expand_kernel[(out.shape[0], blocks)](
-        out, ranks, slots.token_slots, slots.ids, *three([p.b for p in parts]),
-        *tables(parts, [p.rows_of_b for p in parts]), layer, parts[0].table.shape[1],
+        out, ranks, slots.token_slots, slots.ids, PartRows.of_b(parts),
+        *most_rows(parts), layer, parts[0].table.shape[1],
         *columns(parts), *ranks.shape[1:], out.shape[1], EXPERTS=slots.experts,
         TOP_K=slots.top_k, ARE_EQUAL=slots.are_equal, RANKS_TOP_K=ranks_top_k, IS_NEW=is_new,
         SPLITS=ranks.shape[0], COLUMNS=_COLUMNS,
@@ -193,15 +192,7 @@ def _shrink_kernel(
     x: tl.tensor,
     token_slots: tl.tensor,
     ids: tl.tensor,
-    a0: tl.tensor,
-    a1: tl.tensor,
-    a2: tl.tensor,
-    table0: tl.tensor,
-    table1: tl.tensor,
-    table2: tl.tensor,
-    counts0: tl.tensor,
-    counts1: tl.tensor,
-    counts2: tl.tensor,
+    of_a: PartRows,
     max_rows0: int,
     max_rows1: int,
     max_rows2: int,
@@ -230,17 +221,16 @@ def _shrink_kernel(
     part, first = tl.program_id(1) // PROGRAMS, tl.program_id(1) % PROGRAMS
     slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
     at = layer * slots + slot
-    table = pick(part, table0, table1, table2)
-    table += at * pick(part, max_rows0, max_rows1, max_rows2)
+    table, its_count = rows_in(of_a, part, at, max_rows0, max_rows1, max_rows2)
     PART: tl.constexpr = ((K + SPLITS * TILE - 1) // (SPLITS * TILE)) * TILE
     rank = tl.arange(0, 8)
     step = tl.arange(0, TILE)
     given_at = x + (token // X_TOP_K).to(tl.int64) * K
     to = ranks + (split * tl.num_programs(0) + token) * width
     to += 8 * before(part, max_rows0, max_rows1)
-    count = tl.load(pick(part, counts0, counts1, counts2) + at, mask=slot > 0, other=0)
+    count = tl.load(its_count, mask=slot > 0, other=0)
     one = tl.load(table + first, mask=count > first, other=0)
-    a = pick(part, a0, a1, a2)
+    a = pick(part, *of_a.pools)
     column = split * PART + step
     tile = _tile_of_a(a, one, rank, column, K, count > first)
     if IS_EARLY:
@@ -306,15 +296,7 @@ def _expand_kernel(
     ranks: tl.tensor,
     token_slots: tl.tensor,
     ids: tl.tensor,
-    b0: tl.tensor,
-    b1: tl.tensor,
-    b2: tl.tensor,
-    table0: tl.tensor,
-    table1: tl.tensor,
-    table2: tl.tensor,
-    counts0: tl.tensor,
-    counts1: tl.tensor,
-    counts2: tl.tensor,
+    of_b: PartRows,
     max_rows0: int,
     max_rows1: int,
     max_rows2: int,
@@ -348,12 +330,11 @@ def _expand_kernel(
         return
     blocks0, blocks1 = tl.cdiv(out0, COLUMNS), tl.cdiv(out1, COLUMNS)
     part = part_of(block, blocks0, blocks1)
-    at = layer * slots + slot
-    count = tl.load(pick(part, counts0, counts1, counts2) + at, mask=slot > 0, other=0)
+    table, its_count = rows_in(of_b, part, layer * slots + slot, max_rows0, max_rows1, max_rows2)
+    count = tl.load(its_count, mask=slot > 0, other=0)
     if (count == 0) & (not IS_NEW):
         return
-    table = pick(part, table0, table1, table2) + at * pick(part, max_rows0, max_rows1, max_rows2)
-    b, features = pick(part, b0, b1, b2), aligned(pick(part, out0, out1, out2), ALIGNMENT)
+    b, features = pick(part, *of_b.pools), aligned(pick(part, out0, out1, out2), ALIGNMENT)
     column = (block - before(part, blocks0, blocks1)) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < features
     given_at = ranks + token // RANKS_TOP_K * width + 8 * before(part, max_rows0, max_rows1)

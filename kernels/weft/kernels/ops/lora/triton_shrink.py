@@ -19,15 +19,16 @@ from weft.kernels.ops.lora.spec import LoraAddition, LoraSegments
 from weft.kernels.ops.lora.triton_fold import MAX_FOLDED_ROWS
 from weft.kernels.ops.lora.triton_parts import (
     FREE,
+    PartRows,
     Parts,
     aligned,
     before,
     dot,
+    most_rows,
     new_entries,
     pick,
+    rows_in,
     splits_of,
-    tables,
-    three,
 )
 from weft.kernels.ops.lora.triton_units import (
     NOTED,
@@ -145,8 +146,8 @@ def shrink_tiles(
         arrived = _counters(x.device)
     groups = min(shape.sharers, cdiv(shrunk.rows.shape[2], shape.group))
     _shrink_kernel[(tiles, len(parts), 1 + splits * groups)](
-        *shrunk, sums, arrived, x, segments.order, segments.ordered, *three([p.a for p in parts]),
-        *tables(parts, [p.table for p in parts]), addition.layer, parts[0].table.shape[1],
+        *shrunk, sums, arrived, x, segments.order, segments.ordered, PartRows.of_a(parts),
+        *most_rows(parts), addition.layer, parts[0].table.shape[1],
         *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
         0 if shrunk.entries is None else shrunk.entries.shape[2], PRODUCTS=len(products), K=depth,
         TILE=min(shape.block, next_power_of_2(depth)), TOKENS=tile, RANKS=UNIT,
@@ -204,15 +205,7 @@ def _shrink_kernel(
     x: tl.tensor,
     order: tl.tensor,
     ordered: tl.tensor,
-    a0: tl.tensor,
-    a1: tl.tensor,
-    a2: tl.tensor,
-    table0: tl.tensor,
-    table1: tl.tensor,
-    table2: tl.tensor,
-    counts0: tl.tensor,
-    counts1: tl.tensor,
-    counts2: tl.tensor,
+    of_a: PartRows,
     max_rows0: int,
     max_rows1: int,
     max_rows2: int,
@@ -251,7 +244,7 @@ def _shrink_kernel(
     slot = tl.load(ordered + place, mask=is_token, other=0)
     last_slot = tl.load(ordered + place - 1, mask=is_token & (place % TOKENS > 0), other=0)
     token = tl.load(order + place, mask=is_token, other=0).to(tl.int64)
-    counts = pick(part, counts0, counts1, counts2) + layer * slots
+    table, counts = rows_in(of_a, part, layer * slots, max_rows0, max_rows1, max_rows2)
     count = tl.load(counts + slot, mask=slot > 0, other=0)
     # Units of each token that is the first of its adapter; the units of other adapters precede
     # them.
@@ -260,7 +253,6 @@ def _shrink_kernel(
     total_units = tl.sum(units, axis=0)
     at = part * tl.num_programs(0) + tl.program_id(0)
     max_rows = pick(part, max_rows0, max_rows1, max_rows2)
-    table = pick(part, table0, table1, table2) + layer * slots * max_rows
     if job == 0:
         FIRST: tl.constexpr = 0 if IS_FOLDED else PRODUCTS
         if entries is not None:
@@ -276,7 +268,7 @@ def _shrink_kernel(
     split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
     if (part >= PRODUCTS) | (first >= total_units * RANKS):
         return
-    a = pick(part, a0, a1, a2)
+    a = pick(part, *of_a.pools)
     wide0, wide1 = (max_rows0 * 8 + RANKS - 1) // RANKS, (max_rows1 * 8 + RANKS - 1) // RANKS
     width = aligned(width, RANKS)
     own = RANKS * before(part, wide0, wide1)

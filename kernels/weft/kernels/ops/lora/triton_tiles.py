@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.activation.triton_gated import silu_and
 from weft.kernels.ops.lora.spec import LoraAddition, LoraWeights
 from weft.kernels.ops.lora.triton_parts import (
     FREE,
@@ -81,7 +82,7 @@ def expand_tiles(
     blocks = sum(cdiv(part.out_features, shape.block * shape.blocks) for part in parts)
     starts = [sum(unit_ranks(part) for part in parts[:n]) for n in range(len(parts))]
     _expand_kernel[(blocks, cdiv(out.shape[0], tile))](
-        out, *shrunk[:4], segments.order, segments.ordered, *three([p.b for p in parts]),
+        out, *shrunk[:4], segments.order, segments.ordered, three([p.b for p in parts]),
         *columns(parts), *three(starts), *shrunk.ranks.shape[1:], shrunk.rows.shape[2],
         out.shape[1], COLUMNS=shape.block, EACH=shape.blocks, TOKENS=tile, RANKS=UNIT,
         GROUP=shape.group, SUMS=sums, BLOCK_SUMS=next_power_of_2(sums),
@@ -180,9 +181,7 @@ def _expand_kernel(
     owners: tl.tensor,
     order: tl.tensor,
     ordered: tl.tensor,
-    b0: tl.tensor,
-    b1: tl.tensor,
-    b2: tl.tensor,
+    of_parts: tl.tuple,
     out0: int,
     out1: int,
     out2: int,
@@ -221,7 +220,7 @@ def _expand_kernel(
     slot = tl.load(ordered + place, mask=place < tokens, other=0)
     token = tl.load(order + place, mask=place < tokens, other=0).to(tl.int64)
     row, owner = _first_noted(rows, owners, RANKS, GROUP)
-    b = pick(part, b0, b1, b2)
+    b = pick(part, *of_parts)
     features = aligned(pick(part, out0, out1, out2), ALIGNMENT)
     first = aligned(pick(part, column0, column1, column2), ALIGNMENT)
     begin = (block - before(part, blocks0, blocks1)) * (COLUMNS * EACH)
@@ -325,7 +324,7 @@ def _expand_silu_kernel(
             to_up = dot(given1, tile1, to_up, IS_EXACT)
         to_gate += gate.to(tl.float32)
         to_up += up.to(tl.float32)
-        product = (to_gate / (1.0 + tl.exp(-to_gate)) * to_up).to(out.dtype.element_ty)
+        product = silu_and(to_gate, to_up).to(out.dtype.element_ty)
         tl.store(out + token[:, None] * inner + column[None, :], product, mask=mask)
         if a_down is not None:
             to = down_ranks + (block * tokens + token) * aligned(down_width, RANKS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from weft.kernels.ops.activation.spec import SILU, Gating
@@ -181,17 +181,6 @@ class ExpertParts(NamedTuple):
     def num_routed(self, experts: int) -> int:
         """Number of experts on all ranks, of which `experts` are here."""
         return experts if self.placement is None else self.placement.shape[-1]
-
-    def gating_arguments(self) -> dict[str, Any]:
-        """Arguments of a kernel that calls `gated`."""
-        gating = self.gating
-        return {
-            "ALPHA": gating.alpha,
-            "LIMIT": gating.limit or 0.0,
-            "OFFSET": gating.offset,
-            "GATE_LIMIT": gating.largest_gate or 0.0,
-            "CUBIC": gating.cubic,
-        }
 
 
 class SharedExpert(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.lora.triton_fold import ranks_at_once
+from weft.kernels.ops.lora.triton_parts import AdapterRows
 from weft.kernels.ops.moe.triton_lora_pairs import (
     FOLDED,
     NOTHING,
@@ -92,9 +93,7 @@ def _combine_kernel(
     eps: float,
     ranks: tl.tensor,
     token_slots: tl.tensor,
-    b: tl.tensor,
-    table: tl.tensor,
-    counts: tl.tensor,
+    of_b: AdapterRows,
     most: int,
     layer: int,
     slots: int,
@@ -121,9 +120,9 @@ def _combine_kernel(
         # Complete before the preceding launch began.
         slot = tl.load(token_slots + row)
         group = layer * slots + slot * places
-        count = rows_of(counts, group, slot)
-        table += group * most
-        tile = unit_of(b, table, count, 0, most, hidden, column, mask, UNIT)
+        count = rows_of(of_b.counts, group, slot)
+        table = of_b.table + group * most
+        tile = unit_of(of_b.pool, table, count, 0, most, hidden, column, mask, UNIT)
     wait_for_last(IS_DEPENDENT)
     total = tl.zeros([BLOCK], tl.float32)
     for number in range(TOP_K):
@@ -142,7 +141,7 @@ def _combine_kernel(
         given = summed_ranks(ranks, count, 0, rank_width, SUMS, BLOCK_SUMS, UNIT)
         total += times_unit(given, tile)
         for start in range(UNIT, 8 * count, UNIT):
-            tile = unit_of(b, table, count, start, most, hidden, column, mask, UNIT)
+            tile = unit_of(of_b.pool, table, count, start, most, hidden, column, mask, UNIT)
             given = summed_ranks(ranks, count, start, rank_width, SUMS, BLOCK_SUMS, UNIT)
             total += times_unit(given, tile)
     if residual is not None:

@@ -94,7 +94,7 @@ def direct_moe(
     data, scaling = scaled_data(w13)
     _direct_inner_kernel[(pairs + num_shared, parts)](
         inner, x, data, gate_up, ids, added, more.gate_up_bias, width, experts, pairs, K=hidden,
-        TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(),
+        TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, GATING=more.gating.in_kernels,
         **scaling, **options,
     )  # fmt: skip
     tile, at_once = next_power_of_2(width), next_power_of_2(top_k + (num_shared > 0))
@@ -128,11 +128,7 @@ def _direct_inner_kernel(
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
+    GATING: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
@@ -180,21 +176,7 @@ def _direct_inner_kernel(
             is_next = part < tl.minimum(K, (width - later) * K)
             gate = once(gate_at + later * K + part, is_next)
             up = once(up_at + later * K + part, is_next)
-            store_inner(
-                inner,
-                gate_sum,
-                up_sum,
-                added,
-                bias,
-                pair,
-                column,
-                width,
-                ALPHA,
-                LIMIT,
-                OFFSET,
-                GATE_LIMIT,
-                CUBIC,
-            )
+            store_inner(inner, gate_sum, up_sum, added, bias, pair, column, width, GATING)
     else:
         for column in range(begin, width, step):
             gate_total = tl.zeros([TILE], tl.float32)
@@ -207,21 +189,7 @@ def _direct_inner_kernel(
                 gate_total += values * scaled(gate, of_expert, column, at, K, SCALE_ROWS)
                 up_total += values * scaled(up, of_expert, column + width, at, K, SCALE_ROWS)
             gate_sum, up_sum = tl.sum(gate_total, axis=0), tl.sum(up_total, axis=0)
-            store_inner(
-                inner,
-                gate_sum,
-                up_sum,
-                added,
-                bias,
-                pair,
-                column,
-                width,
-                ALPHA,
-                LIMIT,
-                OFFSET,
-                GATE_LIMIT,
-                CUBIC,
-            )
+            store_inner(inner, gate_sum, up_sum, added, bias, pair, column, width, GATING)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.lora.spec import ExpertAddition
-from weft.kernels.ops.lora.triton_parts import aligned, alignment_of
+from weft.kernels.ops.lora.triton_parts import AdapterRows, aligned, alignment_of, max_rows
 from weft.kernels.ops.lora.triton_rows import RowSlots, expand_rows, shrink_rows, slot_of, times_b
 from weft.kernels.ops.moe.triton_lora_tiles import Items, expand_items, shrink_items, tokens_of
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
@@ -126,8 +126,8 @@ def down_additions(
         inner, lora.w2, lora.layer, slots, options, is_fixed=is_fixed, are_zero=are_zero
     )
     _weigh_kernel[(rows, cdiv(hidden, _COLUMNS))](
-        out, ranks, lora.token_slots, ids, shares, part.b, part.rows_of_b, part.counts,
-        part.table.shape[2], lora.layer, part.table.shape[1], *ranks.shape[1:], hidden,
+        out, ranks, lora.token_slots, ids, shares, AdapterRows.of_b(part), max_rows(part),
+        lora.layer, part.table.shape[1], *ranks.shape[1:], hidden,
         EXPERTS=places, TOP_K=top_k, IS_SHARED=part.is_b_shared, IS_NEW=onto is None,
         SPLITS=ranks.shape[0], COLUMNS=_COLUMNS, ALIGNMENT=alignment_of(hidden),
         num_warps=4, **options,
@@ -142,9 +142,7 @@ def _weigh_kernel(
     token_slots: tl.tensor,
     ids: tl.tensor,
     shares: tl.tensor,
-    b: tl.tensor,
-    table: tl.tensor,
-    counts: tl.tensor,
+    of_b: AdapterRows,
     max_rows: int,
     layer: int,
     slots: int,
@@ -176,7 +174,7 @@ def _weigh_kernel(
         for number in range(0, TOP_K, STEP):
             pair = row * TOP_K + number
             slot = layer * slots + slot_of(pair, token_slots, ids, EXPERTS, TOP_K, IS_SHARED)
-            for index in range(tl.load(counts + slot)):
+            for index in range(tl.load(of_b.counts + slot)):
                 given = tl.zeros([8], tl.float32)
                 for one in tl.static_range(STEP):
                     at = ranks + (pair + one) * width + index * 8 + tl.arange(0, 8)
@@ -184,6 +182,6 @@ def _weigh_kernel(
                     for split in tl.static_range(SPLITS):
                         whole += tl.load(at + split * pairs * width)
                     given += tl.load(shares + pair + one) * whole
-                at_row = tl.load(table + slot * max_rows + index)
-                total = times_b(total, given, b, at_row, hidden, column)
+                at_row = tl.load(of_b.table + slot * max_rows + index)
+                total = times_b(total, given, of_b.pool, at_row, hidden, column)
     tl.store(to, total.to(out.dtype.element_ty), mask=column < hidden)

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.activation.triton_gated import silu_and
 from weft.kernels.ops.lora.spec import ExpertAddition, LoraWeights
-from weft.kernels.ops.lora.triton_parts import max_rows
+from weft.kernels.ops.lora.triton_parts import AdapterRows, max_rows
 from weft.kernels.ops.moe.triton_lora_tiles import can_tile
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
@@ -65,12 +66,12 @@ class Folded(NamedTuple):
         """Arguments of the kernel that sums, except the number of sums."""
         part = self.part
         return (
-            self.down.ranks, self.token_slots, part.b, part.rows_of_b, part.counts, max_rows(part),
-            self.layer, part.table.shape[1], self.down.ranks.shape[2], self.places,
+            self.down.ranks, self.token_slots, AdapterRows.of_b(part), max_rows(part), self.layer,
+            part.table.shape[1], self.down.ranks.shape[2], self.places,
         )  # fmt: skip
 
 
-NOTHING = (None, None, None, None, None, 0, 0, 0, 0, 0)
+NOTHING = (None, None, None, 0, 0, 0, 0, 0)
 """Arguments where nothing is added."""
 FOLDED = ["most", "layer", "slots", "rank_width", "places"]
 """Arguments for whose values Triton does not specialise kernels."""
@@ -117,16 +118,16 @@ def activate_pairs(
     columns = min(LAUNCH_CONFIG.columns, next_power_of_2(width))
     sums = cdiv(width, columns)
     to_down = None
-    of_down: tuple[Any, ...] = (None, None, None, 0)
+    of_down: tuple[Any, ...] = (None, 0)
     if down is not None:
         size = (1, pairs * sums, down.max_rank)
         make = torch.zeros if is_share and down.is_b_shared else torch.empty
         to_down = DownRanks(make(size, dtype=torch.float32, device=both.device), sums)
-        of_down = (down.a, down.table, down.counts, max_rows(down))
+        of_down = (AdapterRows.of_a(down), max_rows(down))
     _activate_kernel[(pairs, sums)](
         inner, None if to_down is None else to_down.ranks, both, ranks, lora.token_slots, ids,
-        shares, gate.b, gate.rows_of_b, gate.counts, max_rows(gate),
-        up.b, up.rows_of_b, up.counts, max_rows(up), *of_down,
+        shares, AdapterRows.of_b(gate), max_rows(gate), AdapterRows.of_b(up), max_rows(up),
+        *of_down,
         ranks.shape[2], lora.layer, gate.table.shape[1], experts + is_share, WIDTH=width,
         TOP_K=ids.shape[1], RANKS_TOP_K=pairs // ranks.shape[1], COLUMNS=columns, UNIT=_UNIT,
         num_warps=LAUNCH_CONFIG.warps, **options,
@@ -225,17 +226,11 @@ def _activate_kernel(
     token_slots: tl.tensor,
     ids: tl.tensor,
     shares: tl.tensor,
-    b0: tl.tensor,
-    table0: tl.tensor,
-    counts0: tl.tensor,
+    of_gate: AdapterRows,
     most0: int,
-    b1: tl.tensor,
-    table1: tl.tensor,
-    counts1: tl.tensor,
+    of_up: AdapterRows,
     most1: int,
-    a: tl.tensor,
-    table2: tl.tensor,
-    counts2: tl.tensor,
+    of_down: AdapterRows,
     most2: int,
     rank_width: int,
     layer: int,
@@ -257,32 +252,33 @@ def _activate_kernel(
     expert = tl.load(ids + pair)
     share = tl.load(shares + pair)
     group = layer * slots + slot * places + expert
-    count0, count1 = rows_of(counts0, group, slot), rows_of(counts1, group, slot)
-    table0 += group * most0
-    table1 += group * most1
+    count0 = rows_of(of_gate.counts, group, slot)
+    count1 = rows_of(of_up.counts, group, slot)
+    table0 = of_gate.table + group * most0
+    table1 = of_up.table + group * most1
     # All loads for the first ranks, of which most adapters have no more, are issued before any of
     # them is used.
-    gate_tile = unit_of(b0, table0, count0, 0, most0, WIDTH, column, inside, UNIT)
-    up_tile = unit_of(b1, table1, count1, 0, most1, WIDTH, column, inside, UNIT)
+    gate_tile = unit_of(of_gate.pool, table0, count0, 0, most0, WIDTH, column, inside, UNIT)
+    up_tile = unit_of(of_up.pool, table1, count1, 0, most1, WIDTH, column, inside, UNIT)
     count2 = 0
     if to_down is not None:
-        count2 = rows_of(counts2, group, slot)
-        table2 += group * most2
-        a_tile = unit_of(a, table2, count2, 0, most2, WIDTH, column, inside, UNIT)
+        count2 = rows_of(of_down.counts, group, slot)
+        table2 = of_down.table + group * most2
+        a_tile = unit_of(of_down.pool, table2, count2, 0, most2, WIDTH, column, inside, UNIT)
     gate_ranks = ranks + (pair // RANKS_TOP_K).to(tl.int64) * rank_width
     up_ranks = gate_ranks + 8 * most0
     gate = times_unit(_given_to(gate_ranks, count0, 0, UNIT), gate_tile)
     up = times_unit(_given_to(up_ranks, count1, 0, UNIT), up_tile)
     for start in range(UNIT, 8 * tl.maximum(count0, count1), UNIT):
-        gate_tile = unit_of(b0, table0, count0, start, most0, WIDTH, column, inside, UNIT)
-        up_tile = unit_of(b1, table1, count1, start, most1, WIDTH, column, inside, UNIT)
+        gate_tile = unit_of(of_gate.pool, table0, count0, start, most0, WIDTH, column, inside, UNIT)
+        up_tile = unit_of(of_up.pool, table1, count1, start, most1, WIDTH, column, inside, UNIT)
         gate += times_unit(_given_to(gate_ranks, count0, start, UNIT), gate_tile)
         up += times_unit(_given_to(up_ranks, count1, start, UNIT), up_tile)
     wait_for_last(IS_DEPENDENT)
     gate_at = both + pair.to(tl.int64) * 2 * WIDTH + column
     gate += tl.load(gate_at, mask=inside, other=0.0)
     up += tl.load(gate_at + WIDTH, mask=inside, other=0.0)
-    result = (gate / (1.0 + tl.exp(-gate)) * up).to(inner.dtype.element_ty)
+    result = silu_and(gate, up).to(inner.dtype.element_ty)
     tl.store(inner + pair.to(tl.int64) * WIDTH + column, result, mask=inside)
     if to_down is not None:
         # Rounded, as the product reads it.
@@ -292,6 +288,8 @@ def _activate_kernel(
         given = tl.sum(a_tile.to(tl.float32) * weighed[None, :], axis=1)
         tl.store(to + rank, given, mask=rank < 8 * count2)
         for start in range(UNIT, 8 * count2, UNIT):
-            a_tile = unit_of(a, table2, count2, start, most2, WIDTH, column, inside, UNIT)
+            a_tile = unit_of(
+                of_down.pool, table2, count2, start, most2, WIDTH, column, inside, UNIT
+            )
             given = tl.sum(a_tile.to(tl.float32) * weighed[None, :], axis=1)
             tl.store(to + start + rank, given, mask=start + rank < 8 * count2)

@@ -16,17 +16,18 @@ import triton
 import triton.language as tl
 from weft.kernels.ops.lora.triton_parts import (
     FREE,
+    PartRows,
     Parts,
     aligned,
     before,
     column_alignment,
     columns,
     dot,
+    most_rows,
     new_ranks,
     part_of,
     pick,
-    tables,
-    three,
+    rows_in,
 )
 from weft.kernels.ops.moe.triton_sort import Blocks
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
@@ -131,9 +132,8 @@ def shrink_items(
     """
     ranks = new_ranks(items.num_items, parts, 1, x.device, are_zero=are_zero)
     _shrink_kernel[(items.num_tiles, len(parts), items.sharers)](
-        ranks, x, items.token_slots, *(items.blocks or (None,) * 4),
-        *three([p.a for p in parts]), *tables(parts, [p.table for p in parts]),
-        layer, parts[0].table.shape[1], items.num_items, ranks.shape[2],
+        ranks, x, items.token_slots, items.blocks, PartRows.of_a(parts), *most_rows(parts), layer,
+        parts[0].table.shape[1], items.num_items, ranks.shape[2],
         K=x.shape[1], EXPERTS=items.experts, EACH=items.places, TOP_K=items.top_k, X_TOP_K=x_top_k,
         ROWS=items.rows, TILES_EACH=items.tiles_each, SHARERS=items.sharers,
         UNIT=min(_UNIT, _most_ranks(parts)),
@@ -169,10 +169,9 @@ def expand_items(
     span = _span(items.num_tiles * cdiv(sum(p.out_features for p in parts), _COLUMNS))
     spans = sum(cdiv(part.out_features, _COLUMNS * span) for part in parts)
     _expand_kernel[(items.num_tiles, spans, items.sharers)](
-        out, ranks, shares, items.token_slots, *(items.blocks or (None,) * 4),
-        *three([p.b for p in parts]), *tables(parts, [p.rows_of_b for p in parts]),
-        layer, parts[0].table.shape[1], *columns(parts), items.num_items, ranks.shape[2],
-        out.shape[1], EXPERTS=items.experts, EACH=items.places, TOP_K=items.top_k,
+        out, ranks, shares, items.token_slots, items.blocks, PartRows.of_b(parts),
+        *most_rows(parts), layer, parts[0].table.shape[1], *columns(parts), items.num_items,
+        ranks.shape[2], out.shape[1], EXPERTS=items.experts, EACH=items.places, TOP_K=items.top_k,
         RANKS_TOP_K=ranks_top_k, SUMMED=summed if shares is None else shares.shape[1],
         ROWS=items.rows, TILES_EACH=items.tiles_each, SHARERS=items.sharers,
         RANKS=_most_ranks(parts), COLUMNS=_COLUMNS, SPAN=span,
@@ -195,9 +194,7 @@ def _most_ranks(parts: Parts) -> int:
 
 @triton.jit
 def _items_of(
-    order: tl.tensor,
-    block_begin: tl.tensor,
-    block_end: tl.tensor,
+    blocks: Blocks,
     token_slots: tl.tensor,
     items: int,
     TOP_K: tl.constexpr,
@@ -206,11 +203,11 @@ def _items_of(
 ) -> tuple[tl.tensor, tl.tensor]:
     """A tile's items [ROWS] int64, and their slots; -1 where there is no item."""
     tile = tl.program_id(0)
-    if order is not None:
+    if blocks is not None:
         block, rows_before = tile // TILES_EACH, tile % TILES_EACH * ROWS
-        place = tl.load(block_begin + block) + rows_before + tl.arange(0, ROWS)
-        is_item = place < tl.load(block_end + block)
-        item = tl.load(order + place, mask=is_item, other=0)
+        place = tl.load(blocks.begin + block) + rows_before + tl.arange(0, ROWS)
+        is_item = place < tl.load(blocks.end + block)
+        item = tl.load(blocks.order + place, mask=is_item, other=0)
     else:
         item = tile * ROWS + tl.arange(0, ROWS)
         is_item = item < items
@@ -231,19 +228,8 @@ def _shrink_kernel(
     ranks: tl.tensor,
     x: tl.tensor,
     token_slots: tl.tensor,
-    order: tl.tensor,
-    block_expert: tl.tensor,
-    block_begin: tl.tensor,
-    block_end: tl.tensor,
-    a0: tl.tensor,
-    a1: tl.tensor,
-    a2: tl.tensor,
-    table0: tl.tensor,
-    table1: tl.tensor,
-    table2: tl.tensor,
-    counts0: tl.tensor,
-    counts1: tl.tensor,
-    counts2: tl.tensor,
+    blocks: Blocks,
+    of_a: PartRows,
     max_rows0: int,
     max_rows1: int,
     max_rows2: int,
@@ -268,16 +254,13 @@ def _shrink_kernel(
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     expert = 0
-    if order is not None:
-        expert = tl.load(block_expert + tl.program_id(0) // TILES_EACH)
+    if blocks is not None:
+        expert = tl.load(blocks.expert + tl.program_id(0) // TILES_EACH)
         if expert >= EXPERTS:
             return
-    item, slot = _items_of(
-        order, block_begin, block_end, token_slots, items, TOP_K, ROWS, TILES_EACH
-    )
+    item, slot = _items_of(blocks, token_slots, items, TOP_K, ROWS, TILES_EACH)
     part = tl.program_id(1)
-    most = pick(part, max_rows0, max_rows1, max_rows2)
-    a = pick(part, a0, a1, a2)
+    a = pick(part, *of_a.pools)
     row_at = x + (item // X_TOP_K * K)[:, None]
     to = ranks + item * aligned(width, 8) + 8 * before(part, max_rows0, max_rows1)
     step = tl.arange(0, TILE)
@@ -286,11 +269,11 @@ def _shrink_kernel(
     while current < _LAST:
         is_its = (slot == current)[:, None]
         group = layer * slots + current * EACH + expert
-        limit = 8 * tl.load(pick(part, counts0, counts1, counts2) + group)
+        table, its_count = rows_in(of_a, part, group, max_rows0, max_rows1, max_rows2)
+        limit = 8 * tl.load(its_count)
         for first in range(0, limit, UNIT):
             rank = first + tl.arange(0, UNIT)
             is_rank = rank < limit
-            table = pick(part, table0, table1, table2) + group * most
             row = tl.load(table + rank // 8, mask=is_rank, other=0).to(tl.int64)
             begin = a + ((row * 8 + rank % 8) * K)[:, None]
             total = tl.zeros([ROWS, UNIT], tl.float32)
@@ -310,19 +293,8 @@ def _expand_kernel(
     ranks: tl.tensor,
     shares: tl.tensor,
     token_slots: tl.tensor,
-    order: tl.tensor,
-    block_expert: tl.tensor,
-    block_begin: tl.tensor,
-    block_end: tl.tensor,
-    b0: tl.tensor,
-    b1: tl.tensor,
-    b2: tl.tensor,
-    table0: tl.tensor,
-    table1: tl.tensor,
-    table2: tl.tensor,
-    counts0: tl.tensor,
-    counts1: tl.tensor,
-    counts2: tl.tensor,
+    blocks: Blocks,
+    of_b: PartRows,
     max_rows0: int,
     max_rows1: int,
     max_rows2: int,
@@ -356,18 +328,15 @@ def _expand_kernel(
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     expert = 0
-    if order is not None:
-        expert = tl.load(block_expert + tl.program_id(0) // TILES_EACH)
+    if blocks is not None:
+        expert = tl.load(blocks.expert + tl.program_id(0) // TILES_EACH)
         if expert >= EXPERTS:
             return
-    item, slot = _items_of(
-        order, block_begin, block_end, token_slots, items, TOP_K, ROWS, TILES_EACH
-    )
+    item, slot = _items_of(blocks, token_slots, items, TOP_K, ROWS, TILES_EACH)
     spans0, spans1 = tl.cdiv(out0, COLUMNS * SPAN), tl.cdiv(out1, COLUMNS * SPAN)
     span = tl.program_id(1)
     part = part_of(span, spans0, spans1)
-    most = pick(part, max_rows0, max_rows1, max_rows2)
-    b, features = pick(part, b0, b1, b2), aligned(pick(part, out0, out1, out2), ALIGNMENT)
+    b, features = pick(part, *of_b.pools), aligned(pick(part, out0, out1, out2), ALIGNMENT)
     first = (span - before(part, spans0, spans1)) * COLUMNS * SPAN
     given_at = ranks + item // RANKS_TOP_K * SUMMED * aligned(width, 8)
     given_at += 8 * before(part, max_rows0, max_rows1)
@@ -380,11 +349,9 @@ def _expand_kernel(
     while current < _LAST:
         is_its = slot == current
         group = layer * slots + current * EACH + expert
-        limit = 8 * tl.load(
-            pick(part, counts0, counts1, counts2) + group, mask=current > 0, other=0
-        )
+        table, its_count = rows_in(of_b, part, group, max_rows0, max_rows1, max_rows2)
+        limit = 8 * tl.load(its_count, mask=current > 0, other=0)
         is_rank = rank < limit
-        table = pick(part, table0, table1, table2) + group * most
         row = tl.load(table + rank // 8, mask=is_rank, other=0).to(tl.int64) * 8 + rank % 8
         given = tl.zeros([ROWS, RANKS], tl.float32)
         for number in range(SUMMED):

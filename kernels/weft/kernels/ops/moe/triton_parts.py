@@ -7,27 +7,21 @@ import triton.language as tl
 
 
 @triton.jit
-def gated(
-    gate: tl.tensor,
-    up: tl.tensor,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
-) -> tl.tensor:
-    """`weft.kernels.ops.activation.spec.Gating` in float32; a limit of 0 means no limit."""
-    if GATE_LIMIT > 0.0:
-        gate = tl.minimum(gate, GATE_LIMIT)
-    if LIMIT > 0.0:
-        up = tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
-    if OFFSET != 0.0:
-        up += OFFSET
-    if CUBIC != 0.0:
-        return gate / (1.0 + tl.exp(-gate * (ALPHA + CUBIC * gate * gate))) * up
-    if ALPHA == 1.0:
-        return gate / (1.0 + tl.exp(-gate)) * up
-    return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+def gated(gate: tl.tensor, up: tl.tensor, GATING: tl.constexpr) -> tl.tensor:
+    """`weft.kernels.ops.activation.spec.Gating.in_kernels` of both, in float32."""
+    if GATING.gate_limit is not None:
+        gate = tl.minimum(gate, GATING.gate_limit)
+    if GATING.limit is not None:
+        up = tl.maximum(tl.minimum(up, GATING.limit), -GATING.limit)
+    if GATING.offset != 0.0:
+        up += GATING.offset
+    if GATING.cubic != 0.0:
+        slope = gate * (GATING.alpha + GATING.cubic * gate * gate)
+    elif GATING.alpha != 1.0:
+        slope = GATING.alpha * gate
+    else:
+        slope = gate
+    return gate / (1.0 + tl.exp(-slope)) * up
 
 
 @triton.jit
@@ -46,11 +40,7 @@ def store_inner(
     pair: tl.tensor,
     column: tl.tensor,
     width: int,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
+    GATING: tl.constexpr,
 ) -> None:
     """Writes gate and up of a pair's column, combined, with biases and what adapters add."""
     if bias is not None:
@@ -60,7 +50,7 @@ def store_inner(
         added_at = added + pair * 2 * width + column
         gate += tl.load(added_at).to(tl.float32)
         up += tl.load(added_at + width).to(tl.float32)
-    product = gated(gate, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
+    product = gated(gate, up, GATING)
     tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))
 
 

@@ -113,7 +113,7 @@ def multiply_sorted(
         out, x, data, weight_tiles, shares, *blocks, added,
         more.gate_up_bias if is_gated else more.down_bias, columns, experts, x_scales,
         scale_places, K=depth, **scaling,
-        **more.gating_arguments(),
+        GATING=more.gating.in_kernels,
         TOP_K=top_k, IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows,
         HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0, COLUMNS=tile.columns,
         TILE=inner, IS_EXACT=x.dtype == torch.float32,
@@ -153,11 +153,7 @@ def _sorted_kernel(
     IS_DEPENDENT: tl.constexpr,
     IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
+    GATING: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -185,15 +181,15 @@ def _sorted_kernel(
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT,
-            CUBIC, K, TOP_K, IS_GATED, IS_RAW,
+            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
+            IS_RAW,
             HALF_ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
     else:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT,
-            CUBIC, K, TOP_K, IS_GATED, IS_RAW,
+            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
+            IS_RAW,
             ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
 
@@ -217,11 +213,7 @@ def _multiply_block(
     scales: tl.tensor,
     IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    CUBIC: tl.constexpr,
+    GATING: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -310,7 +302,7 @@ def _multiply_block(
             added_at = added + (pair * 2 * columns)[:, None] + column[None, :]
             product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
-        product = gated(product, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
+        product = gated(product, up, GATING)
     else:
         product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
     at = pair[:, None] * out_width + column[None, :]
