@@ -25,13 +25,14 @@ from weft.kernels.ops.linear.triton_groups_product import (
 )
 from weft.kernels.ops.linear.triton_groups_tensor_cores import can_multiply, multiply_wide
 from weft.kernels.ops.linear.triton_groups_unpack import (
+    GroupsTensors,
+    groups_arguments,
     power_of_two,
     unpacked,
     unpacked_scaled,
 )
 from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.shared.dependent_launch import (
-    is_dependent,
     launch_options,
     release_next,
     wait_for_last,
@@ -128,18 +129,10 @@ def in_floats(matrix: PackedGroups, dtype: torch.dtype) -> torch.Tensor:
     grid = (triton.cdiv(columns, 2 * matrix.half), triton.cdiv(rows, _ROWS_AT_ONCE))
     _in_floats_kernel[grid](
         out,
-        matrix.data,
-        matrix.scales,
-        matrix.offsets,
-        matrix.factors,
-        rows,
-        columns,
-        matrix.scales.shape[1],
-        matrix.data.shape[1],
-        HALF=matrix.half,
-        UNIT=matrix.unit,
-        IS_E2M1=matrix.is_e2m1,
-        IS_NATIVE=is_dependent(device),
+        rows=rows,
+        columns=columns,
+        stride=matrix.data.shape[1],
+        **groups_arguments(matrix),
         ROWS=_ROWS_AT_ONCE,
         num_warps=4,
         **launch_options(device),
@@ -150,50 +143,46 @@ def in_floats(matrix: PackedGroups, dtype: torch.dtype) -> torch.Tensor:
 @triton.jit
 def _in_floats_kernel(
     out: tl.tensor,
-    data: tl.tensor,
-    scales: tl.tensor,
-    offsets: tl.tensor,
-    factors: tl.tensor,
+    weight: GroupsTensors,
     rows: int,
     columns: int,
     width: int,
     stride: int,
     IS_DEPENDENT: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """ROWS rows of a block of columns."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
+    HALF: tl.constexpr = FORM.half
+    scales, offsets = weight.scales, weight.offsets
     block = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     last = tl.minimum(row, rows - 1)
     part = tl.arange(0, HALF)
-    tile = tl.load(data + last.to(tl.int64)[:, None] * stride + block * HALF + part[None, :])
-    group = block * (2 * HALF // UNIT)
+    tile = tl.load(weight.data + last.to(tl.int64)[:, None] * stride + block * HALF + part[None, :])
+    group = block * (2 * HALF // FORM.unit)
     at_scale = group * width + last
     column = block * 2 * HALF + part
     at = out + row.to(tl.int64)[:, None] * columns + column[None, :]
     is_row = (row < rows)[:, None]
     is_in = is_row & (column + HALF < columns)[None, :]
-    if factors is not None:
-        factor = tl.load(factors + last)[:, None]
+    if weight.factors is not None:
+        factor = tl.load(weight.factors + last)[:, None]
         words = tl.load(scales + at_scale)
-        lower, upper = unpacked_scaled(tile, words, out.dtype.element_ty, IS_NATIVE)
+        lower, upper = unpacked_scaled(tile, words, out.dtype.element_ty, FORM.is_native)
         wide = (lower.to(tl.float32) * factor).to(out.dtype.element_ty)
         tl.store(at, wide, mask=is_row & (column < columns)[None, :])
         wide = (upper.to(tl.float32) * factor).to(out.dtype.element_ty)
         tl.store(at + HALF, wide, mask=is_in)
         return
-    lower, upper = unpacked(tile, out.dtype.element_ty, IS_E2M1, IS_NATIVE)
-    wide = _scaled(lower, scales, offsets, at_scale, IS_E2M1)
+    lower, upper = unpacked(tile, out.dtype.element_ty, FORM.is_e2m1, FORM.is_native)
+    wide = _scaled(lower, scales, offsets, at_scale, FORM.is_e2m1)
     tl.store(at, wide.to(out.dtype.element_ty), mask=is_row & (column < columns)[None, :])
-    if UNIT == HALF:
+    if FORM.unit == HALF:
         at_scale += width
-    wide = _scaled(upper, scales, offsets, at_scale, IS_E2M1)
+    wide = _scaled(upper, scales, offsets, at_scale, FORM.is_e2m1)
     tl.store(at + HALF, wide.to(out.dtype.element_ty), mask=is_in)
 
 

@@ -15,12 +15,18 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.linear.triton_groups_unpack import byte_scale, power_of_two
+from weft.kernels.ops.linear.triton_groups_unpack import (
+    GroupsTensors,
+    begin_of_expert,
+    byte_scale,
+    groups_arguments,
+    power_of_two,
+    stored_scales,
+)
 from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts
 from weft.kernels.ops.moe.triton_parts import gated
 from weft.kernels.shared.dependent_launch import (
     LaunchOptions,
-    is_dependent,
     launch_options,
     release_next,
     wait_for_last,
@@ -117,21 +123,13 @@ def multiply_few(
     _few_kernel[(triton.cdiv(columns, launch.columns), programs)](
         out,
         x,
-        weight.data,
-        weight.scales,
-        weight.offsets,
-        weight.factors,
-        bias,
-        residual,
+        bias=bias,
+        residual=residual,
         columns=columns,
         own=own,
-        width=weight.scales.shape[-1],
         K=k,
         IS_GATED=is_gated,
-        HALF=first.half,
-        UNIT=first.unit,
-        IS_E2M1=first.is_e2m1,
-        IS_NATIVE=is_dependent(x.device),
+        **groups_arguments(weight),
         COLUMNS=launch.columns,
         STEP=launch.blocks,
         IS_AHEAD=launch.is_ahead,
@@ -146,10 +144,7 @@ def multiply_few(
 def _few_kernel(
     out: tl.tensor,
     x: tl.tensor,
-    data: tl.tensor,
-    scales: tl.tensor,
-    offsets: tl.tensor,
-    factors: tl.tensor,
+    weight: GroupsTensors,
     bias: tl.tensor,
     residual: tl.tensor,
     ids: tl.tensor,
@@ -162,10 +157,7 @@ def _few_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
+    FORM: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -182,13 +174,13 @@ def _few_kernel(
         wait_for_last(IS_DEPENDENT)
     # Released only now, since a settled kernel reads the ids before its own wait.
     release_next(IS_DEPENDENT)
-    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
-    PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
-    WORDS: tl.constexpr = HALF // 4
+    BLOCKS: tl.constexpr = (K + 2 * FORM.half - 1) // (2 * FORM.half)
+    WORDS: tl.constexpr = FORM.half // 4
     weight_rows = columns * 2 if IS_GATED else columns
     pair = tl.program_id(1)
     row_at = x
-    of_expert = 0
+    first_row = 0
+    data, scales, offsets = weight.data, weight.scales, weight.offsets
     if ids is not None:
         expert = tl.load(ids + pair)
         if own is not None:  # noqa: SIM102 - known when compiled, unlike the other
@@ -196,11 +188,12 @@ def _few_kernel(
                 if IS_SETTLED:
                     wait_for_last(IS_DEPENDENT)
                 return
-        of_expert = expert * weight_rows
-        data += expert.to(tl.int64) * weight_rows * (BLOCKS * HALF)
-        scales += expert.to(tl.int64) * (BLOCKS * PER_BLOCK) * width
+        first_row = expert * weight_rows
+        at_data, at_scale = begin_of_expert(expert, weight_rows, width, BLOCKS, FORM)
+        data += at_data
+        scales += at_scale
         if offsets is not None:
-            offsets += expert.to(tl.int64) * (BLOCKS * PER_BLOCK) * width
+            offsets += at_scale
         row_at += (pair // TOP_K).to(tl.int64) * K
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
@@ -211,8 +204,8 @@ def _few_kernel(
     begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * WORDS)
     # The first tiles of the weight are loaded while the preceding kernel ends.
     tile, given, tile_up, given_up = _tiles(
-        begin, begin_up, word, scales, offsets, last, columns, block, 0, width, BLOCKS, WORDS, STEP,
-        HALF, UNIT, IS_GATED,
+        begin, begin_up, word, scales, offsets, last, columns, block, 0, width, BLOCKS, STEP, FORM,
+        IS_GATED,
     )  # fmt: skip
     if IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
@@ -223,35 +216,26 @@ def _few_kernel(
         if first > 0 and not IS_AHEAD:
             tile, given, tile_up, given_up = _tiles(
                 begin, begin_up, word, scales, offsets, last, columns, block, first, width, BLOCKS,
-                WORDS, STEP, HALF, UNIT, IS_GATED,
+                STEP, FORM, IS_GATED,
             )  # fmt: skip
         next_tile, next_given, next_up, next_given_up = tile, given, tile_up, given_up
         if first + STEP < BLOCKS and IS_AHEAD:
             next_tile, next_given, next_up, next_given_up = _tiles(
                 begin, begin_up, word, scales, offsets, last, columns, block, first + STEP, width,
-                BLOCKS, WORDS, STEP, HALF, UNIT, IS_GATED,
+                BLOCKS, STEP, FORM, IS_GATED,
             )  # fmt: skip
-        numbers = _numbers(tile, IS_E2M1, IS_NATIVE)
-        values = _integers(row_at, first + block, K, HALF, WORDS, STEP, IS_NATIVE)
-        product += _sums(
-            numbers, values, given, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
-        )
+        numbers = _numbers(tile, FORM)
+        values = _integers(row_at, first + block, K, STEP, FORM)
+        product += _sums(numbers, values, given, offsets is not None, FORM)
         numbers_up = numbers
         if IS_GATED:
-            numbers_up = _numbers(tile_up, IS_E2M1, IS_NATIVE)
-            up += _sums(
-                numbers_up, values, given_up, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
-            )
+            numbers_up = _numbers(tile_up, FORM)
+            up += _sums(numbers_up, values, given_up, offsets is not None, FORM)
         if ROWS > 1:
-            values = _integers(row_at + K, first + block, K, HALF, WORDS, STEP, IS_NATIVE)
-            product_second += _sums(
-                numbers, values, given, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
-            )
+            values = _integers(row_at + K, first + block, K, STEP, FORM)
+            product_second += _sums(numbers, values, given, offsets is not None, FORM)
             if IS_GATED:
-                up_second += _sums(
-                    numbers_up, values, given_up, offsets is not None, UNIT == HALF, IS_E2M1,
-                    IS_NATIVE,
-                )  # fmt: skip
+                up_second += _sums(numbers_up, values, given_up, offsets is not None, FORM)
         tile, given, tile_up, given_up = next_tile, next_given, next_up, next_given_up
     for row in tl.static_range(ROWS):
         if row == 0:
@@ -259,14 +243,14 @@ def _few_kernel(
         else:
             total, total_up = _summed(product_second), _summed(up_second)
         mask = column < columns
-        if factors is not None:
-            total *= tl.load(factors + of_expert + last)
+        if weight.factors is not None:
+            total *= tl.load(weight.factors + first_row + last)
             if IS_GATED:
-                total_up *= tl.load(factors + of_expert + columns + last)
+                total_up *= tl.load(weight.factors + first_row + columns + last)
         if bias is not None:
-            total += tl.load(bias + of_expert + last).to(tl.float32)
+            total += tl.load(bias + first_row + last).to(tl.float32)
             if IS_GATED:
-                total_up += tl.load(bias + of_expert + columns + last).to(tl.float32)
+                total_up += tl.load(bias + first_row + columns + last).to(tl.float32)
         of_row = (pair + row).to(tl.int64)
         at = of_row * columns + column
         if IS_GATED:
@@ -301,23 +285,22 @@ def _tiles(
     first: tl.constexpr,
     width: int,
     BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
     STEP: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
+    FORM: tl.constexpr,
     IS_GATED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tuple, tl.tensor, tl.tuple]:
     """Numbers and scales of STEP blocks from `first` on, also those of the second matrix of a gated
     pair.
     """
+    WORDS: tl.constexpr = FORM.half // 4
     tile = _words(begin, word, first, BLOCKS, WORDS, STEP)
-    given = _scales_of(scales, offsets, column, first + block, width, BLOCKS, HALF, UNIT)
+    at = ((first + block) * (2 * FORM.half // FORM.unit) * width)[None, :] + column[:, None]
+    exists = (first + block < BLOCKS)[None, :]
+    given = stored_scales(scales, offsets, at, exists, width, FORM)
     tile_up, given_up = tile, given
     if IS_GATED:
         tile_up = _words(begin_up, word, first, BLOCKS, WORDS, STEP)
-        given_up = _scales_of(
-            scales, offsets, column + columns, first + block, width, BLOCKS, HALF, UNIT
-        )
+        given_up = stored_scales(scales, offsets, at + columns, exists, width, FORM)
     return tile, given, tile_up, given_up
 
 
@@ -341,43 +324,13 @@ def _words(
 
 
 @triton.jit
-def _scales_of(
-    scales: tl.tensor,
-    offsets: tl.tensor,
-    column: tl.tensor,
-    block: tl.tensor,
-    width: int,
-    BLOCKS: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """[COLUMNS, STEP] each: scales and offsets of blocks as they are stored, of the first and the
-    second half; zero for blocks that do not exist. Without offsets their place holds a value that
-    is not read.
-    """
-    at = (block * (2 * HALF // UNIT) * width)[None, :] + column[:, None]
-    exists = (block < BLOCKS)[None, :]
-    scale = tl.load(scales + at, mask=exists, other=0)
-    offset, scale_high, offset_high = scale, scale, scale
-    if offsets is not None:
-        offset = tl.load(offsets + at, mask=exists, other=0)
-    if UNIT == HALF:
-        scale_high = tl.load(scales + at + width, mask=exists, other=0)
-        if offsets is not None:
-            offset_high = tl.load(offsets + at + width, mask=exists, other=0)
-    return scale, offset, scale_high, offset_high
-
-
-@triton.jit
-def _numbers(
-    tile: tl.tensor, IS_E2M1: tl.constexpr, IS_NATIVE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _numbers(tile: tl.tensor, FORM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The lower and the upper numbers of four bytes, as four bytes each. Numbers of e2m1 are
     returned as twice the number plus 64.
     """
-    if not IS_E2M1:
+    if not FORM.is_e2m1:
         return tile & 0x0F0F0F0F, (tile >> 4) & 0x0F0F0F0F
-    if IS_NATIVE:
+    if FORM.is_native:
         lower, upper = tl.inline_asm_elementwise(
             _E2M1_BYTES, "=&r,=&r,r", [tile], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
@@ -426,14 +379,15 @@ def _integers(
     row_at: tl.tensor,
     block: tl.tensor,
     K: tl.constexpr,
-    HALF: tl.constexpr,
-    WORDS: tl.constexpr,
     STEP: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Values of a row's blocks as integers: pairs of the first and of the second half in words,
     [STEP, WORDS] each; then the scale and the sums of both halves, [STEP, WORDS / 4].
     """
+    HALF: tl.constexpr = FORM.half
+    WORDS: tl.constexpr = HALF // 4
+    IS_NATIVE: tl.constexpr = FORM.is_native
     word = block[:, None] * (2 * WORDS) + tl.arange(0, WORDS)[None, :]
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     at = row_at.to(tl.pointer_type(tl.int64)) + word
@@ -523,15 +477,14 @@ def _sums(
     values: tl.tuple,
     given: tl.tuple,
     HAS_OFFSETS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
     """Products of blocks, [COLUMNS, STEP, WORDS / 4] float32.
 
-    `numbers` are from `_numbers`, `values` from `_integers`, `given` from `_scales_of`. IS_SPLIT:
-    each half of a block has a scale of its own.
+    `numbers` are from `_numbers`, `values` from `_integers`, `given` from `stored_scales`.
     """
+    IS_E2M1: tl.constexpr = FORM.is_e2m1
+    IS_NATIVE: tl.constexpr = FORM.is_native
     low, high = numbers
     l0, l1, h0, h1, x_scale, sum_low, sum_high = values
     scale, offset, scale_high, offset_high = given
@@ -543,7 +496,7 @@ def _sums(
         words = scale[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :]
         total = _shifted(sums, sum_low) * (0.5 * byte_scale(words))
         total += _shifted(upper, sum_high) * (0.5 * byte_scale(words >> 8))
-    elif not IS_SPLIT:
+    elif FORM.unit != FORM.half:
         sums = _dot(high, h0, h1, sums, IS_NATIVE)
         total = _finished(sums, sum_low + sum_high, scale, offset, HAS_OFFSETS, IS_E2M1)
     else:

@@ -19,16 +19,19 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.linear.triton_groups_unpack import (
+    GroupsTensors,
+    begin_of_expert,
+    groups_arguments,
     power_of_two,
+    stored_scales,
     unpacked,
     unpacked_scaled,
 )
 from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts
-from weft.kernels.ops.moe.triton_parts import gated
+from weft.kernels.ops.moe.triton_parts import store_pairs
 from weft.kernels.ops.moe.triton_sort import Blocks
 from weft.kernels.shared.dependent_launch import (
     LaunchOptions,
-    is_dependent,
     launch_options,
     release_next,
     wait_for_last,
@@ -161,14 +164,12 @@ def multiply_groups(
     given: dict[str, Any]
     if experts is None:
         many, more = triton.cdiv(x.shape[0], launch.rows), PLAIN_EXPERTS
-        given = {"order": None, "block_expert": None, "block_begin": None, "block_end": None}
-        given |= {"shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
+        given = {"blocks": None, "shares": None, "experts": 1, "TOP_K": 1, "IS_RAW": False}
     else:
         blocks, more = experts.blocks, experts.more
         many = blocks.expert.shape[0]
-        given = {"order": blocks.order, "block_expert": blocks.expert}
-        given |= {"block_begin": blocks.begin, "block_end": blocks.end, "shares": experts.shares}
-        given |= {"experts": weight.shape[0], "TOP_K": experts.top_k, "IS_RAW": experts.is_raw}
+        given = {"blocks": blocks, "shares": experts.shares, "experts": weight.shape[0]}
+        given |= {"TOP_K": experts.top_k, "IS_RAW": experts.is_raw}
         if experts.is_raw:
             columns //= 2
     is_split = launch.splits > 1
@@ -179,21 +180,13 @@ def multiply_groups(
     _groups_kernel[(triton.cdiv(columns, launch.columns), many, launch.splits)](
         target,
         x,
-        weight.data,
-        weight.scales,
-        weight.offsets,
-        weight.factors,
-        None if is_split else bias,
-        None if is_split else residual,
+        bias=None if is_split else bias,
+        residual=None if is_split else residual,
         rows=x.shape[0],
         columns=columns,
-        width=weight.scales.shape[-1],
         K=k,
         IS_GATED=is_gated,
-        HALF=first.half,
-        UNIT=first.unit,
-        IS_E2M1=first.is_e2m1,
-        IS_NATIVE=is_dependent(x.device),
+        **groups_arguments(weight),
         ROWS=launch.rows,
         COLUMNS=launch.columns,
         SLICES=launch.slices,
@@ -238,16 +231,10 @@ def sum_parts(
 def _groups_kernel(
     out: tl.tensor,
     x: tl.tensor,
-    data: tl.tensor,
-    scales: tl.tensor,
-    offsets: tl.tensor,
-    factors: tl.tensor,
+    weight: GroupsTensors,
     bias: tl.tensor,
     residual: tl.tensor,
-    order: tl.tensor,
-    block_expert: tl.tensor,
-    block_begin: tl.tensor,
-    block_end: tl.tensor,
+    blocks: Blocks | None,
     shares: tl.tensor,
     rows: int,
     columns: int,
@@ -259,10 +246,7 @@ def _groups_kernel(
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_RAW: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
@@ -273,26 +257,27 @@ def _groups_kernel(
     """Parts of a split product are written as they are, to [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
-    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
+    BLOCKS: tl.constexpr = (K + 2 * FORM.half - 1) // (2 * FORM.half)
     weight_rows = columns * 2 if IS_GATED else columns
     block = tl.program_id(1)
-    if order is None:
+    data, scales, offsets = weight.data, weight.scales, weight.offsets
+    if blocks is None:
         row = block * ROWS + tl.arange(0, ROWS)
         exists = row < rows
-        of_expert = 0
+        first_row = 0
     else:
-        expert = tl.load(block_expert + block)
+        expert = tl.load(blocks.expert + block)
         if expert >= experts:
             return
-        place = tl.load(block_begin + block) + tl.arange(0, ROWS)
-        exists = place < tl.load(block_end + block)
-        row = tl.load(order + place, mask=exists, other=0)
-        wide_expert = expert.to(tl.int64)
-        of_expert = expert * weight_rows
-        data += wide_expert * weight_rows * (BLOCKS * HALF)
-        scales += wide_expert * (BLOCKS * (2 * HALF // UNIT)) * width
+        place = tl.load(blocks.begin + block) + tl.arange(0, ROWS)
+        exists = place < tl.load(blocks.end + block)
+        row = tl.load(blocks.order + place, mask=exists, other=0)
+        first_row = expert * weight_rows
+        at_data, at_scale = begin_of_expert(expert, weight_rows, width, BLOCKS, FORM)
+        data += at_data
+        scales += at_scale
         if offsets is not None:
-            offsets += wide_expert * (BLOCKS * (2 * HALF // UNIT)) * width
+            offsets += at_scale
     row = row.to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
@@ -302,48 +287,24 @@ def _groups_kernel(
     OWN: tl.constexpr = (BLOCKS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = tl.program_id(2) * OWN
     end = tl.minimum(begin + OWN, BLOCKS)
-    if SLICES > 0:
-        product, up = _sliced(
-            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
-            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES,
-        )  # fmt: skip
-    else:
-        product, up = _tiled(
-            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
-            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES, IS_ROUNDED,
-        )  # fmt: skip
-    in_out = column < columns
-    mask = in_out[:, None] & exists[None, :]
-    if factors is not None:
-        product *= tl.load(factors + of_expert + last)[:, None]
+    product, up = _walk(
+        row_at, exists, data, scales, offsets, last, columns, width, begin, end, K, IS_GATED, FORM,
+        SLICES, STAGES, IS_ROUNDED,
+    )  # fmt: skip
+    if weight.factors is not None:
+        product *= tl.load(weight.factors + first_row + last)[:, None]
         if IS_GATED:
-            up *= tl.load(factors + of_expert + columns + last)[:, None]
-    if bias is not None:
-        product += tl.load(bias + of_expert + last).to(tl.float32)[:, None]
-        if IS_GATED:
-            up += tl.load(bias + of_expert + columns + last).to(tl.float32)[:, None]
-    at = row[None, :] * columns + column[:, None]
+            up *= tl.load(weight.factors + first_row + columns + last)[:, None]
     if SPLITS > 1:
-        stride = tl.cast(columns, tl.int64)
-        at = (tl.program_id(2) * rows + row)[None, :] * stride + column[:, None]
-    elif IS_RAW:
-        at = row[None, :] * (2 * columns) + column[:, None]
-        tl.store(out + at + columns, up.to(out.dtype.element_ty), mask=mask)
-    elif IS_GATED:
-        if residual is not None:
-            beside = residual + row[None, :] * (2 * columns) + column[:, None]
-            product += tl.load(beside, mask=mask, other=0.0).to(tl.float32)
-            up += tl.load(beside + columns, mask=mask, other=0.0).to(tl.float32)
-        product = gated(product, up, GATING)
-    elif shares is not None:
-        product *= tl.load(shares + row, mask=exists, other=0.0)[None, :]
-    elif residual is not None:
-        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+        row += tl.program_id(2) * rows
+    store_pairs(
+        out, product, up, bias, residual, shares, row, exists, column, columns, first_row, GATING,
+        IS_GATED, IS_RAW, True,
+    )  # fmt: skip
 
 
 @triton.jit
-def _sliced(
+def _walk(
     row_at: tl.tensor,
     exists: tl.tensor,
     data: tl.tensor,
@@ -356,132 +317,66 @@ def _sliced(
     end: int,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
     SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """[COLUMNS, ROWS] of one projection, and of the second one of a gated pair."""
-    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
-    IS_WHOLE: tl.constexpr = K % (2 * HALF * SLICES) == 0
-    PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
-    slice_ = tl.arange(0, SLICES)
-    part = tl.arange(0, HALF)
-    begin = data + column.to(tl.int64)[None, :, None] * (BLOCKS * HALF) + part[None, None, :]
-    begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * HALF)
-    row_at = row_at[None, :, None] + part[None, None, :]
-    is_row = exists[None, :, None]
-    product = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
-    up = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
-    at_scale = ((first_block + slice_) * PER_BLOCK)[:, None] * width + column[None, :]
-    step = SLICES * PER_BLOCK * width
-    is_block = (first_block + slice_ < BLOCKS)[:, None]
-    given = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
-    given_up = given
-    if IS_GATED:
-        given_up = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
-    for first in tl.range(first_block, end, SLICES, num_stages=STAGES):
-        block = first + slice_
-        at = (block * HALF)[:, None, None]
-        low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
-        low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
-        tile = _bytes(begin + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
-        # These are the scales of the next blocks, since the compiler does not load them ahead.
-        at_scale += step
-        is_block = (block + SLICES < BLOCKS)[:, None]
-        following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
-        product = _add_groups(
-            product, tile, low, high, given, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
-        )
-        given = following
-        if IS_GATED:
-            following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
-            tile = _bytes(begin_up + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
-            up = _add_groups(
-                up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
-            )
-            given_up = following
-    total = tl.sum(product, axis=0)
-    total_up = total
-    if IS_GATED:
-        total_up = tl.sum(up, axis=0)
-    return total, total_up
-
-
-@triton.jit
-def _tiled(
-    row_at: tl.tensor,
-    exists: tl.tensor,
-    data: tl.tensor,
-    scales: tl.tensor,
-    offsets: tl.tensor,
-    column: tl.tensor,
-    columns: int,
-    width: int,
-    first_block: int,
-    end: int,
-    K: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HALF: tl.constexpr,
-    UNIT: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns the same as `_sliced`."""
+    """[COLUMNS, ROWS] of one projection, and of the second one of a gated pair, over some blocks.
+
+    With SLICES tiles have a dimension more, the first one, of a block for each slice.
+    """
+    HALF: tl.constexpr = FORM.half
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
-    IS_WHOLE: tl.constexpr = K % (2 * HALF) == 0
-    PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
+    STEP: tl.constexpr = SLICES if SLICES > 0 else 1
+    IS_WHOLE: tl.constexpr = K % (2 * HALF * STEP) == 0
+    PER_BLOCK: tl.constexpr = 2 * HALF // FORM.unit
+    ROWS: tl.constexpr = row_at.shape[0]
+    COLUMNS: tl.constexpr = column.shape[0]
     part = tl.arange(0, HALF)[None, :]
     begin = data + column.to(tl.int64)[:, None] * (BLOCKS * HALF) + part
-    begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * HALF)
     row_at = row_at[:, None] + part
-    product = tl.zeros([COLUMNS, ROWS], tl.float32)
-    up = tl.zeros([COLUMNS, ROWS], tl.float32)
-    # Some programs that share K may have no block; they read the first scales nevertheless.
-    at_scale = tl.minimum(first_block, BLOCKS - 1) * PER_BLOCK * width + column
-    given = _given(scales, offsets, at_scale, True, width, UNIT, HALF)
+    is_row = exists[:, None]
+    if SLICES > 0:
+        slice_ = tl.arange(0, SLICES)
+        begin, row_at, is_row, part = begin[None], row_at[None], is_row[None], part[None]
+        product = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
+        block = first_block + slice_
+        at_scale = (block * PER_BLOCK)[:, None] * width + column[None, :]
+        is_block = (block < BLOCKS)[:, None]
+    else:
+        slice_ = 0
+        product = tl.zeros([COLUMNS, ROWS], tl.float32)
+        # Some programs that share K may have no block; they read the first scales nevertheless.
+        at_scale = tl.minimum(first_block, BLOCKS - 1) * PER_BLOCK * width + column
+        is_block = True
+    up = product
+    begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * HALF)
+    given = stored_scales(scales, offsets, at_scale, is_block, width, FORM)
     given_up = given
     if IS_GATED:
-        given_up = _given(scales, offsets, at_scale + columns, True, width, UNIT, HALF)
-    for block in tl.range(first_block, end, num_stages=STAGES):
+        given_up = stored_scales(scales, offsets, at_scale + columns, is_block, width, FORM)
+    for first in tl.range(first_block, end, STEP, num_stages=STAGES):
+        block = first + slice_
         at = block * HALF
-        low, high = _rows(row_at, 2 * at, part, exists[:, None], K, HALF, IS_WHOLE)
-        low, high = tl.trans(low), tl.trans(high)
-        at_scale += PER_BLOCK * width
-        is_block = block + 1 < BLOCKS
-        following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
-        tile = tl.load(begin + at)
-        if IS_ROUNDED:
-            product = _add_rounded(
-                product, tile, low, high, given, offsets is not None, IS_E2M1, IS_NATIVE
-            )
-        else:
-            product = _add_groups(
-                product, tile, low, high, given, offsets is not None, UNIT == HALF, IS_E2M1,
-                IS_NATIVE,
-            )  # fmt: skip
+        is_tile = block < BLOCKS
+        is_next = block + STEP < BLOCKS
+        if SLICES > 0:
+            at, is_tile, is_next = at[:, None, None], is_tile[:, None, None], is_next[:, None]
+        low, high = _rows(row_at, 2 * at, part, is_row, K, HALF, IS_WHOLE)
+        # Scales of the next blocks are loaded by hand: the compiler does not load them ahead.
+        at_scale += STEP * PER_BLOCK * width
+        tile = _bytes(begin + at, is_tile, IS_WHOLE or SLICES == 0)
+        following = stored_scales(scales, offsets, at_scale, is_next, width, FORM)
+        product = _add_block(product, tile, low, high, given, offsets is not None, IS_ROUNDED, FORM)
         given = following
         if IS_GATED:
-            following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
-            tile = tl.load(begin_up + at)
-            if IS_ROUNDED:
-                up = _add_rounded(
-                    up, tile, low, high, given_up, offsets is not None, IS_E2M1, IS_NATIVE
-                )
-            else:
-                up = _add_groups(
-                    up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1,
-                    IS_NATIVE,
-                )  # fmt: skip
+            following = stored_scales(scales, offsets, at_scale + columns, is_next, width, FORM)
+            tile = _bytes(begin_up + at, is_tile, IS_WHOLE or SLICES == 0)
+            up = _add_block(up, tile, low, high, given_up, offsets is not None, IS_ROUNDED, FORM)
             given_up = following
+    if SLICES > 0:
+        product, up = tl.sum(product, axis=0), tl.sum(up, axis=0)
     return product, up
 
 
@@ -495,8 +390,8 @@ def _rows(
     HALF: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Columns of the rows that belong to the two halves of a block, zero beyond the rows and beyond
-    K.
+    """Columns of the rows that belong to the two halves of a block, turned; zero beyond the rows
+    and beyond K.
     """
     if IS_WHOLE:
         low = tl.load(row_at + start, mask=is_row, other=0.0)
@@ -504,6 +399,10 @@ def _rows(
     else:
         low = tl.load(row_at + start, mask=is_row & (start + part < K), other=0.0)
         high = tl.load(row_at + (start + HALF), mask=is_row & (start + HALF + part < K), other=0.0)
+    if len(low.shape) == 3:
+        low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
+    else:
+        low, high = tl.trans(low), tl.trans(high)
     return low, high
 
 
@@ -513,98 +412,54 @@ def _bytes(at: tl.tensor, exists: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def _given(
-    scales: tl.tensor,
-    offsets: tl.tensor,
-    at: tl.tensor,
-    exists: tl.tensor,
-    width: int,
-    UNIT: tl.constexpr,
-    HALF: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Scales and offsets of a block's rows as they are stored, of its first and its second half;
-    zero for blocks that do not exist. Without offsets their place holds a value that is not read.
-    """
-    scale = tl.load(scales + at, mask=exists, other=0)
-    offset = scale
-    if offsets is not None:
-        offset = tl.load(offsets + at, mask=exists, other=0)
-    scale_high = scale
-    offset_high = offset
-    if UNIT == HALF:
-        scale_high = tl.load(scales + at + width, mask=exists, other=0)
-        if offsets is not None:
-            offset_high = tl.load(offsets + at + width, mask=exists, other=0)
-    return scale, offset, scale_high, offset_high
-
-
-@triton.jit
-def _add_groups(
+def _add_block(
     total: tl.tensor,
     tile: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     given: tl.tuple,
     HAS_OFFSETS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
-    """Adds a block's product with its columns of the rows to `total`.
-
-    `given` is from `_given`. IS_SPLIT: each half of a block has a scale of its own.
+    """Adds a block's product with its columns of the rows to `total`. With IS_ROUNDED weights are
+    scaled and rounded first. `given` is from `stored_scales`.
     """
     scale, offset, scale_high, offset_high = given
+    IS_E2M1: tl.constexpr = FORM.is_e2m1
     if IS_E2M1 and scale.dtype == tl.int32:
-        lower, upper = unpacked_scaled(tile, scale, low.dtype, IS_NATIVE)
+        lower, upper = unpacked_scaled(tile, scale, low.dtype, FORM.is_native)
         return tl.dot(upper, high, tl.dot(lower, low, total))
-    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
+    lower, upper = unpacked(tile, low.dtype, IS_E2M1, FORM.is_native)
     zeros = tl.zeros(total.shape, tl.float32)
-    if not IS_SPLIT:
-        total += tl.dot(upper, high, tl.dot(lower, low, zeros)) * _wide(scale, IS_E2M1)
+    if IS_ROUNDED:
+        if IS_E2M1 and FORM.is_native and low.dtype == tl.bfloat16:
+            # Exact: a power of two changes the exponent alone.
+            lower *= _wide(scale, IS_E2M1).to(tl.bfloat16)
+            upper *= _wide(scale_high, IS_E2M1).to(tl.bfloat16)
+        else:
+            lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
+            upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
         if HAS_OFFSETS:
-            ones = tl.full(tile.shape, 1.0, low.dtype)
-            sums = tl.dot(ones, high, tl.dot(ones, low, zeros))
-            total += sums * _moved(offset, scale)
-    else:
+            lower += _moved(offset, scale)
+            upper += _moved(offset_high, scale_high)
+        total = tl.dot(lower.to(low.dtype), low, total)
+        total = tl.dot(upper.to(low.dtype), high, total)
+    elif FORM.unit == FORM.half:
+        # Each half of a block has a scale of its own.
         total += tl.dot(lower, low, zeros) * _wide(scale, IS_E2M1)
         total += tl.dot(upper, high, zeros) * _wide(scale_high, IS_E2M1)
         if HAS_OFFSETS:
             ones = tl.full(tile.shape, 1.0, low.dtype)
             total += tl.dot(ones, low, zeros) * _moved(offset, scale)
             total += tl.dot(ones, high, zeros) * _moved(offset_high, scale_high)
-    return total
-
-
-@triton.jit
-def _add_rounded(
-    total: tl.tensor,
-    tile: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    given: tl.tuple,
-    HAS_OFFSETS: tl.constexpr,
-    IS_E2M1: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-) -> tl.tensor:
-    """Like `_add_groups`, with weights that are scaled and rounded first."""
-    scale, offset, scale_high, offset_high = given
-    if IS_E2M1 and scale.dtype == tl.int32:
-        lower, upper = unpacked_scaled(tile, scale, low.dtype, IS_NATIVE)
-        return tl.dot(upper, high, tl.dot(lower, low, total))
-    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
-    if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:
-        # Exact: a power of two changes the exponent alone.
-        lower *= _wide(scale, IS_E2M1).to(tl.bfloat16)
-        upper *= _wide(scale_high, IS_E2M1).to(tl.bfloat16)
     else:
-        lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
-        upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
-    if HAS_OFFSETS:
-        lower += _moved(offset, scale)
-        upper += _moved(offset_high, scale_high)
-    total = tl.dot(lower.to(low.dtype), low, total)
-    return tl.dot(upper.to(low.dtype), high, total)
+        total += tl.dot(upper, high, tl.dot(lower, low, zeros)) * _wide(scale, IS_E2M1)
+        if HAS_OFFSETS:
+            ones = tl.full(tile.shape, 1.0, low.dtype)
+            sums = tl.dot(ones, high, tl.dot(ones, low, zeros))
+            total += sums * _moved(offset, scale)
+    return total
 
 
 @triton.jit

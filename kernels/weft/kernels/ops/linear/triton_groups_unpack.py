@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from weft.kernels.shared.dependent_launch import is_dependent
+from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
 
 _FOUR_INTEGERS = tl.constexpr(
     """
@@ -29,41 +34,120 @@ _FOUR_INTEGERS = tl.constexpr(
 """Turns four bytes into four lower and four upper numbers. A number in the last bits of 128's
 mantissa is 128 more than itself, from which 136 is subtracted; exact.
 """
-_FOUR_E2M1 = tl.constexpr(
+
+
+def _four_e2m1(registers: str, scales: str, low: str, high: str) -> tl.constexpr:
+    """Like `_FOUR_INTEGERS` for e2m1: exponent and mantissa move to their places in bfloat16, and
+    the factors `low` and `high` correct the exponents' bias; exact, halves included.
     """
-    {
-    .reg .b32 pair, sign, power;
-    mov.b32 power, 0x7E807E80;
-    prmt.b32 pair, $4, 0, 0x1404;
+
+    def pair(select: str, lower: str, upper: str) -> str:
+        return f"""
+    prmt.b32 pair, $4, 0, {select};
     shl.b32 sign, pair, 4;
     and.b32 sign, sign, 0x80008000;
-    shr.u32 $0, pair, 2;
-    and.b32 $0, $0, 0x01C001C0;
-    or.b32 $0, $0, sign;
-    mul.bf16x2 $0, $0, power;
+    shr.u32 {lower}, pair, 2;
+    and.b32 {lower}, {lower}, 0x01C001C0;
+    or.b32 {lower}, {lower}, sign;
+    mul.bf16x2 {lower}, {lower}, {low};
     and.b32 sign, pair, 0x80008000;
-    shr.u32 $2, pair, 6;
-    and.b32 $2, $2, 0x01C001C0;
-    or.b32 $2, $2, sign;
-    mul.bf16x2 $2, $2, power;
-    prmt.b32 pair, $4, 0, 0x3424;
-    shl.b32 sign, pair, 4;
-    and.b32 sign, sign, 0x80008000;
-    shr.u32 $1, pair, 2;
-    and.b32 $1, $1, 0x01C001C0;
-    or.b32 $1, $1, sign;
-    mul.bf16x2 $1, $1, power;
-    and.b32 sign, pair, 0x80008000;
-    shr.u32 $3, pair, 6;
-    and.b32 $3, $3, 0x01C001C0;
-    or.b32 $3, $3, sign;
-    mul.bf16x2 $3, $3, power;
-    }
+    shr.u32 {upper}, pair, 6;
+    and.b32 {upper}, {upper}, 0x01C001C0;
+    or.b32 {upper}, {upper}, sign;
+    mul.bf16x2 {upper}, {upper}, {high};"""
+
+    pairs = pair("0x1404", "$0", "$2") + pair("0x3424", "$1", "$3")
+    return tl.constexpr(f"""
+    {{
+    .reg .b32 {registers};{scales}{pairs}
+    }}
+    """)
+
+
+_FOUR_E2M1 = _four_e2m1("pair, sign, power", "\n    mov.b32 power, 0x7E807E80;", "power", "power")
+"""The factor is 2^126."""
+_FOUR_SCALED = _four_e2m1(
+    "pair, sign, power, upper",
     """
+    shr.u32 pair, $5, $9;
+    shl.b32 power, pair, 4;
+    and.b32 power, power, 0x00000FF0;
+    add.u32 power, power, 0x00007580;
+    shr.u32 upper, pair, 4;
+    and.b32 upper, upper, 0x00000FF0;
+    add.u32 upper, upper, 0x00007580;
+    prmt.b32 power, power, 0, 0x1010;
+    prmt.b32 upper, upper, 0, 0x1010;""",
+    "power",
+    "upper",
 )
-"""Like `_FOUR_INTEGERS` for e2m1: exponent and mantissa move to their places in bfloat16, and a
-factor of 2^126 corrects the exponents' bias; exact, halves included.
+"""The factors are 2^126 times the byte scale of the lower numbers, and of the upper ones: its
+exponent's bias moves from 18 to 127 - 126.
 """
+
+
+class GroupsForm(NamedTuple):
+    """What a kernel knows of a matrix in groups when it is compiled; fields of `PackedGroups`."""
+
+    half: int
+    unit: int
+    is_e2m1: bool
+    is_native: bool
+    """Whether the device has compute capability 9.0."""
+
+
+class GroupsTensors(NamedTuple):
+    """The tensors of a matrix in groups, or of experts' matrices, for kernels."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    factors: torch.Tensor | None
+
+
+def groups_arguments(weight: PackedGroups | PackedExperts) -> dict[str, Any]:
+    """The arguments that say what a matrix in groups, or those of experts, are to a kernel."""
+    first = weight.first if isinstance(weight, PackedExperts) else weight
+    return {
+        "weight": GroupsTensors(weight.data, weight.scales, weight.offsets, weight.factors),
+        "width": weight.scales.shape[-1],
+        "FORM": GroupsForm(first.half, first.unit, first.is_e2m1, is_dependent(weight.data.device)),
+    }
+
+
+@triton.jit
+def begin_of_expert(
+    expert: tl.tensor, rows: int, width: int, BLOCKS: tl.constexpr, FORM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the data and the scales of an expert's matrix of `rows` rows begin."""
+    wide = expert.to(tl.int64)
+    at_scale = wide * (BLOCKS * (2 * FORM.half // FORM.unit)) * width
+    return wide * rows * (BLOCKS * FORM.half), at_scale
+
+
+@triton.jit
+def stored_scales(
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    at: tl.tensor,
+    exists: tl.tensor,
+    width: int,
+    FORM: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Scales and offsets of a block's rows as they are stored, of its first and its second half;
+    zero for blocks that do not exist. Without offsets their place holds a value that is not read.
+    """
+    scale = tl.load(scales + at, mask=exists, other=0)
+    offset = scale
+    if offsets is not None:
+        offset = tl.load(offsets + at, mask=exists, other=0)
+    scale_high = scale
+    offset_high = offset
+    if FORM.unit == FORM.half:
+        scale_high = tl.load(scales + at + width, mask=exists, other=0)
+        if offsets is not None:
+            offset_high = tl.load(offsets + at + width, mask=exists, other=0)
+    return scale, offset, scale_high, offset_high
 
 
 @triton.jit
@@ -102,51 +186,6 @@ def _plain(number: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
     else:
         wide = (number - 8).to(tl.float32)
     return wide
-
-
-_FOUR_SCALED = tl.constexpr(
-    """
-    {
-    .reg .b32 pair, sign, power, upper;
-    shr.u32 pair, $5, $9;
-    shl.b32 power, pair, 4;
-    and.b32 power, power, 0x00000FF0;
-    add.u32 power, power, 0x00007580;
-    shr.u32 upper, pair, 4;
-    and.b32 upper, upper, 0x00000FF0;
-    add.u32 upper, upper, 0x00007580;
-    prmt.b32 power, power, 0, 0x1010;
-    prmt.b32 upper, upper, 0, 0x1010;
-    prmt.b32 pair, $4, 0, 0x1404;
-    shl.b32 sign, pair, 4;
-    and.b32 sign, sign, 0x80008000;
-    shr.u32 $0, pair, 2;
-    and.b32 $0, $0, 0x01C001C0;
-    or.b32 $0, $0, sign;
-    mul.bf16x2 $0, $0, power;
-    and.b32 sign, pair, 0x80008000;
-    shr.u32 $2, pair, 6;
-    and.b32 $2, $2, 0x01C001C0;
-    or.b32 $2, $2, sign;
-    mul.bf16x2 $2, $2, upper;
-    prmt.b32 pair, $4, 0, 0x3424;
-    shl.b32 sign, pair, 4;
-    and.b32 sign, sign, 0x80008000;
-    shr.u32 $1, pair, 2;
-    and.b32 $1, $1, 0x01C001C0;
-    or.b32 $1, $1, sign;
-    mul.bf16x2 $1, $1, power;
-    and.b32 sign, pair, 0x80008000;
-    shr.u32 $3, pair, 6;
-    and.b32 $3, $3, 0x01C001C0;
-    or.b32 $3, $3, sign;
-    mul.bf16x2 $3, $3, upper;
-    }
-    """
-)
-"""Like `_FOUR_E2M1`, with the factor of 2^126 times the byte scale of the lower numbers, and of the
-upper ones: its exponent's bias moves from 18 to 127 - 126.
-"""
 
 
 @triton.jit

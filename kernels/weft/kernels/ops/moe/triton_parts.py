@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from weft.kernels.ops.linear.triton_epilogue import of_columns, of_rows
 
 
 @triton.jit
@@ -83,3 +84,55 @@ def with_row_parts(
     if residual is not None:
         result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
     return result
+
+
+@triton.jit
+def store_pairs(
+    out: tl.tensor,
+    product: tl.tensor,
+    up: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    shares: tl.tensor,
+    pair: tl.tensor,
+    is_pair: tl.tensor,
+    column: tl.tensor,
+    columns: int,
+    of_expert: tl.tensor,
+    GATING: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_RAW: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+) -> None:
+    """Stores products with an expert's weight, in rows `pair` of `out`.
+
+    Args:
+        product: [ROWS, COLUMNS] float32, or [COLUMNS, ROWS] where IS_TURNED.
+        up: The second product of a gated pair.
+        bias: Of all experts, or None; that of this one begins at `of_expert`.
+        residual: [P, N], of a gated pair added before the activation; or None.
+        shares: [P] float32: factors on products without gate; or None.
+        GATING: Of a gated pair. With IS_RAW its products are written side by side instead.
+    """
+    mask = of_rows(is_pair, IS_TURNED) & of_columns(column < columns, IS_TURNED)
+    its_row, its_column = of_rows(pair, IS_TURNED), of_columns(column, IS_TURNED)
+    if bias is not None:
+        at_bias = bias + of_expert + tl.minimum(column, columns - 1)
+        product += of_columns(tl.load(at_bias).to(tl.float32), IS_TURNED)
+        if IS_GATED:
+            up += of_columns(tl.load(at_bias + columns).to(tl.float32), IS_TURNED)
+    at = its_row * columns + its_column
+    if IS_RAW:
+        at = its_row * (2 * columns) + its_column
+        tl.store(out + at + columns, up.to(out.dtype.element_ty), mask=mask)
+    elif IS_GATED:
+        if residual is not None:
+            beside = residual + its_row * (2 * columns) + its_column
+            product += tl.load(beside, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(beside + columns, mask=mask, other=0.0).to(tl.float32)
+        product = gated(product, up, GATING)
+    elif shares is not None:
+        product *= of_rows(tl.load(shares + pair, mask=is_pair, other=0.0), IS_TURNED)
+    elif residual is not None:
+        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)

@@ -17,7 +17,7 @@ from weft.kernels.ops.linear.triton_groups_product import (
 )
 from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts, StackedWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
-from weft.kernels.ops.moe.triton_parts import gated
+from weft.kernels.ops.moe.triton_parts import store_pairs
 from weft.kernels.ops.moe.triton_sort import Blocks
 from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
@@ -110,7 +110,7 @@ def multiply_sorted(
         weight_tiles = copied_tiles(flat, tile.columns, inner)
     # Programs that run at the same time share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
-        out, x, data, weight_tiles, shares, *blocks, added,
+        out, x, data, weight_tiles, shares, blocks, added,
         more.gate_up_bias if is_gated else more.down_bias, columns, experts, x_scales,
         scale_places, K=depth, **scaling,
         GATING=more.gating.in_kernels,
@@ -139,10 +139,7 @@ def _sorted_kernel(
     weight: tl.tensor,
     weight_tiles: tl.tensor_descriptor,
     shares: tl.tensor,
-    order: tl.tensor,
-    block_expert: tl.tensor,
-    block_begin: tl.tensor,
-    block_end: tl.tensor,
+    blocks: Blocks,
     added: tl.tensor,
     bias: tl.tensor,
     columns: int,
@@ -172,23 +169,23 @@ def _sorted_kernel(
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     block = tl.program_id(1)
-    expert = tl.load(block_expert + block).to(tl.int64)
+    expert = tl.load(blocks.expert + block).to(tl.int64)
     if expert >= experts:
         return
-    begin = tl.load(block_begin + block)
-    end = tl.load(block_end + block)
+    begin = tl.load(blocks.begin + block)
+    end = tl.load(blocks.end + block)
     # An expert's last block is multiplied as half a block if it has no more pairs.
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
-            out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
+            out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
+            end, x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
             IS_RAW,
             HALF_ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
     else:
         _multiply_block(
-            out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
+            out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
+            end, x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
             IS_RAW,
             ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
@@ -229,7 +226,6 @@ def _multiply_block(
     is_pair = place < end_place
     pair = tl.load(order + place, mask=is_pair, other=0).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_out = column < columns
     part = tl.arange(0, TILE)
     row_at = x + (pair // TOP_K * K)[:, None]
     weight_rows = columns * 2 if IS_GATED else columns
@@ -286,27 +282,10 @@ def _multiply_block(
         product *= tl.load(of_columns)[None, :]
         if IS_GATED:
             up *= tl.load(of_columns + columns)[None, :]
-    mask = is_pair[:, None] & in_out[None, :]
-    out_width = columns
-    if bias is not None:
-        of_expert_bias = bias + expert * weight_rows + tl.minimum(column, columns - 1)
-        product += tl.load(of_expert_bias)[None, :].to(tl.float32)
-        if IS_GATED:
-            up += tl.load(of_expert_bias + columns)[None, :].to(tl.float32)
-    if IS_RAW:
-        out_width = 2 * columns
-        at = pair[:, None] * out_width + column[None, :] + columns
-        tl.store(out + at, up.to(out.dtype.element_ty), mask=mask)
-    elif IS_GATED:
-        if added is not None:
-            added_at = added + (pair * 2 * columns)[:, None] + column[None, :]
-            product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
-            up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
-        product = gated(product, up, GATING)
-    else:
-        product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
-    at = pair[:, None] * out_width + column[None, :]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+    store_pairs(
+        out, product, up, bias, added, None if IS_GATED else shares, pair, is_pair, column, columns,
+        expert * weight_rows, GATING, IS_GATED, IS_RAW, False,
+    )  # fmt: skip
 
 
 @triton.jit
