@@ -345,7 +345,6 @@ def _walk(
         at_scale = (block * PER_BLOCK)[:, None] * width + column[None, :]
         is_block = (block < BLOCKS)[:, None]
     else:
-        slice_ = 0
         product = tl.zeros([COLUMNS, ROWS], tl.float32)
         # Some programs that share K may have no block; they read the first scales nevertheless.
         at_scale = tl.minimum(first_block, BLOCKS - 1) * PER_BLOCK * width + column
@@ -357,12 +356,15 @@ def _walk(
     if IS_GATED:
         given_up = stored_scales(scales, offsets, at_scale + columns, is_block, width, FORM)
     for first in tl.range(first_block, end, STEP, num_stages=STAGES):
-        block = first + slice_
-        at = block * HALF
-        is_tile = block < BLOCKS
-        is_next = block + STEP < BLOCKS
         if SLICES > 0:
-            at, is_tile, is_next = at[:, None, None], is_tile[:, None, None], is_next[:, None]
+            block = first + slice_
+            at = (block * HALF)[:, None, None]
+            is_tile = (block < BLOCKS)[:, None, None]
+            is_next = (block + SLICES < BLOCKS)[:, None]
+        else:
+            at = first * HALF
+            is_tile = True
+            is_next = first + 1 < BLOCKS
         low, high = _rows(row_at, 2 * at, part, is_row, K, HALF, IS_WHOLE)
         # Scales of the next blocks are loaded by hand: the compiler does not load them ahead.
         at_scale += STEP * PER_BLOCK * width

@@ -5,9 +5,12 @@ A program multiplies one block by one tile of its expert's weight.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.activation.spec import Gating
 from weft.kernels.ops.linear.triton_fp8_rows import quantise_rows
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP, data_of, widened
 from weft.kernels.ops.linear.triton_groups_product import (
@@ -108,17 +111,41 @@ def multiply_sorted(
     is_copied = tiles.rows >= MIN_COPIED_ROWS or (is_gated and x_scales is not None)
     if is_copied and can_copy(flat):
         weight_tiles = copied_tiles(flat, tile.columns, inner)
+    form = SortedForm(
+        depth, top_k, tile.columns, inner, is_gated, is_raw, more.gating.in_kernels,
+        x.dtype == torch.float32, scaling["SCALE_ROWS"], scaling["IS_NATIVE"],
+    )  # fmt: skip
     # Programs that run at the same time share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
         out, x, data, weight_tiles, shares, blocks, added,
         more.gate_up_bias if is_gated else more.down_bias, columns, experts, x_scales,
-        scale_places, K=depth, **scaling,
-        GATING=more.gating.in_kernels,
-        TOP_K=top_k, IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows,
-        HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0, COLUMNS=tile.columns,
-        TILE=inner, IS_EXACT=x.dtype == torch.float32,
+        scale_places, scaling["scales"], FORM=form, ROWS=tiles.rows,
+        HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
+
+
+class SortedForm(NamedTuple):
+    """What the kernel knows when it is compiled."""
+
+    depth: int
+    """K."""
+    top_k: int
+    """Pairs of each row of the input."""
+    columns: int
+    """Output columns of a program; of a gated pair so many of each."""
+    tile: int
+    """Elements of K taken at once."""
+    is_gated: bool
+    is_raw: bool
+    """Whether gate and up are written side by side, not combined."""
+    gating: Gating
+    is_exact: bool
+    """Whether float32 is multiplied as such."""
+    scale_rows: int
+    """As `WeightScales.rows`."""
+    is_native: bool
+    """Whether the device has compute capability 9.0."""
 
 
 def _columns(weight: StackedWeight, tile: Tile) -> int:
@@ -148,23 +175,12 @@ def _sorted_kernel(
     scale_places: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GATING: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_RAW: tl.constexpr,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
     HALF_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_EXACT: tl.constexpr,
 ) -> None:
-    """Multiplies one block of pairs by one tile of columns; pair p reads row p // TOP_K of x.
-
-    IS_RAW: writes gate and up side by side. IS_GATED: writes both combined. Else it writes the
-    product times the pair's share.
+    """Multiplies one block of pairs by one tile of columns; pair p reads row p // top_k of x. What
+    is not gated is multiplied by the pair's share.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -178,16 +194,12 @@ def _sorted_kernel(
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
-            end, x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
-            IS_RAW,
-            HALF_ROWS, COLUMNS, TILE, IS_EXACT,
+            end, x_scales, scale_places, scales, FORM, HALF_ROWS,
         )  # fmt: skip
     else:
         _multiply_block(
             out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
-            end, x_scales, scale_places, scales, IS_NATIVE, SCALE_ROWS, GATING, K, TOP_K, IS_GATED,
-            IS_RAW,
-            ROWS, COLUMNS, TILE, IS_EXACT,
+            end, x_scales, scale_places, scales, FORM, ROWS,
         )  # fmt: skip
 
 
@@ -208,19 +220,16 @@ def _multiply_block(
     x_scales: tl.tensor,
     scale_places: int,
     scales: tl.tensor,
-    IS_NATIVE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GATING: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_RAW: tl.constexpr,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_EXACT: tl.constexpr,
 ) -> None:
     is_fp8: tl.constexpr = scales is not None
+    K: tl.constexpr = FORM.depth
+    TOP_K: tl.constexpr = FORM.top_k
+    COLUMNS: tl.constexpr = FORM.columns
+    TILE: tl.constexpr = FORM.tile
+    IS_GATED: tl.constexpr = FORM.is_gated
+    SCALE_ROWS: tl.constexpr = FORM.scale_rows
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     place = begin_place + tl.arange(0, ROWS)
     is_pair = place < end_place
@@ -256,27 +265,13 @@ def _multiply_block(
             tile = weight_tiles.load([first, start])
         else:
             tile = tl.load(begin + at, mask=at < K, other=0.0)
-        product = _dot(
-            values,
-            tile,
-            product,
-            at_scale,
-            start // GROUP,
-            of_rows,
-            IS_EXACT,
-            IS_NATIVE,
-            SCALE_ROWS,
-            is_fp8,
-        )
+        product = _dot(values, tile, product, at_scale, start // GROUP, of_rows, is_fp8, FORM)
         if IS_GATED:
             if weight_tiles is not None:
                 tile = weight_tiles.load([first + columns, start])
             else:
                 tile = tl.load(up_at + at, mask=at < K, other=0.0)
-            up = _dot(
-                values, tile, up, at_scale_up, start // GROUP, of_rows, IS_EXACT, IS_NATIVE,
-                SCALE_ROWS, is_fp8,
-            )  # fmt: skip
+            up = _dot(values, tile, up, at_scale_up, start // GROUP, of_rows, is_fp8, FORM)
     if is_fp8 and SCALE_ROWS == 0:
         of_columns = scales + expert * weight_rows + tl.minimum(column, columns - 1)
         product *= tl.load(of_columns)[None, :]
@@ -284,7 +279,7 @@ def _multiply_block(
             up *= tl.load(of_columns + columns)[None, :]
     store_pairs(
         out, product, up, bias, added, None if IS_GATED else shares, pair, is_pair, column, columns,
-        expert * weight_rows, GATING, IS_GATED, IS_RAW, False,
+        expert * weight_rows, FORM.gating, IS_GATED, FORM.is_raw, False,
     )  # fmt: skip
 
 
@@ -296,17 +291,15 @@ def _dot(
     at_scale: tl.tensor,
     group: int,
     of_rows: tl.tensor,
-    IS_EXACT: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
     """Adds a product to `total`; for FP8 in blocks, the product of one group times its scales."""
     if IS_FP8 and values.dtype != tile.dtype:
-        tile = widened(tile, values.dtype, IS_NATIVE)
-    if SCALE_ROWS > 0:
+        tile = widened(tile, values.dtype, FORM.is_native)
+    if FORM.scale_rows > 0:
         total += tl.dot(values, tl.trans(tile)) * (of_rows * tl.load(at_scale + group))
-    elif IS_EXACT:
+    elif FORM.is_exact:
         total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
     else:
         total = tl.dot(values, tl.trans(tile), total)

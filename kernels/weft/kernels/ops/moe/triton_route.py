@@ -4,7 +4,7 @@ rows the same launch also sorts the pairs by expert.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -49,8 +49,7 @@ def route(
             chosen,
             experts,
             TOP_K=top_k,
-            RENORMALISE=renormalise,
-            **_described(form, experts),
+            RULE=Rule.of(form, experts, renormalises=renormalise),
             CYCLES=_cycles(placement),
             BLOCK=next_power_of_2(experts),
             num_warps=1 if experts <= 256 else 4,
@@ -63,17 +62,27 @@ def _cycles(placement: torch.Tensor | None) -> int:
     return 1 if placement is None or placement.dim() == 1 else placement.shape[0]
 
 
-def _described(form: RouterForm, experts: int) -> dict[str, Any]:
-    return {
-        "IS_PLAIN": form.is_plain,
-        "IS_SIGMOID": form.is_sigmoid,
-        "GROUPS": form.groups,
-        "GROUP_SIZE": experts // form.groups,
-        "KEPT_GROUPS": form.kept_groups,
-        "SUMMED": form.summed,
-        "LEAST_SUM": form.least_sum,
-        "SCALE": form.scale,
-    }
+class Rule(NamedTuple):
+    """How experts are chosen, a constant of kernels; fields of `RouterForm`."""
+
+    renormalises: bool
+    is_plain: bool
+    is_sigmoid: bool
+    groups: int
+    group_size: int
+    """Experts of a group."""
+    kept_groups: int
+    summed: int
+    least_sum: float
+    scale: float
+
+    @classmethod
+    def of(cls, form: RouterForm, experts: int, *, renormalises: bool) -> Rule:
+        size = experts // form.groups
+        return cls(
+            renormalises, form.is_plain, form.is_sigmoid, form.groups, size, form.kept_groups,
+            form.summed, form.least_sum, form.scale,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -88,15 +97,7 @@ def _route_kernel(
     experts: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    IS_PLAIN: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
-    SCALE: tl.constexpr,
+    RULE: tl.constexpr,
     CYCLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -106,13 +107,10 @@ def _route_kernel(
     expert = tl.arange(0, BLOCK)[None, :]
     exists = expert < experts
     values = tl.load(logits + row * experts + expert, mask=exists, other=float("-inf"))
-    if IS_PLAIN:
-        share, place = choose(values, exists, TOP_K, RENORMALISE)
+    if RULE.is_plain:
+        share, place = choose(values, exists, TOP_K, RULE.renormalises)
     else:
-        share, place = choose_by_score(
-            values, exists, correction, factors, TOP_K, RENORMALISE, IS_SIGMOID, GROUPS,
-            GROUP_SIZE, KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
-        )  # fmt: skip
+        share, place = choose_by_score(values, exists, correction, factors, TOP_K, RULE)
     at_place = ids + row * TOP_K + place
     if placement is not None:
         of_row = placement
@@ -169,18 +167,14 @@ def choose_by_score(
     correction: tl.tensor,
     factors: tl.tensor,
     TOP_K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
-    SCALE: tl.constexpr,
+    RULE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`choose` by the scores that a `RouterForm` describes."""
+    """`choose` by the scores that a `Rule` describes."""
+    GROUPS: tl.constexpr = RULE.groups
+    GROUP_SIZE: tl.constexpr = RULE.group_size
+    LEAST_SUM: tl.constexpr = RULE.least_sum
     expert = tl.arange(0, values.shape[1])[None, :]
-    if IS_SIGMOID:
+    if RULE.is_sigmoid:
         score = 1.0 / (1.0 + tl.exp(-values))
     else:
         power = tl.exp(values - tl.max(values, axis=1)[:, None])
@@ -198,13 +192,13 @@ def choose_by_score(
             is_its = exists & (expert // GROUP_SIZE == group)
             its = tl.where(is_its, worth, least)
             first = tl.max(its, axis=1)[:, None]
-            if SUMMED == 2:
+            if RULE.summed == 2:
                 is_first = is_its & (its == first)
                 at = tl.min(tl.where(is_first, expert, 0x7FFFFFFF), axis=1)[:, None]
                 first += tl.max(tl.where(expert == at, least, its), axis=1)[:, None]
             of_group = tl.where(is_its, first, of_group)
         # In the choice the first expert of a group represents the group.
-        kept = best(of_group, exists & (expert % GROUP_SIZE == 0), KEPT_GROUPS)
+        kept = best(of_group, exists & (expert % GROUP_SIZE == 0), RULE.kept_groups)
         can_be = tl.zeros_like(of_group) > 0.0
         for group in tl.static_range(GROUPS):
             is_kept = tl.sum(tl.where(expert == group * GROUP_SIZE, kept, 0), axis=1)[:, None] == 1
@@ -213,12 +207,12 @@ def choose_by_score(
     chosen = best(by, can_be, TOP_K)
     is_chosen = chosen == 1
     share = score
-    if RENORMALISE:
+    if RULE.renormalises:
         total = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)[:, None]
         share = score / tl.where(total < LEAST_SUM, LEAST_SUM, total)
     if factors is not None:
         share *= tl.load(factors + expert, mask=expert < GROUPS * GROUP_SIZE, other=0.0)
-    return share * SCALE, tl.where(is_chosen, tl.cumsum(chosen, axis=1) - 1, -1)
+    return share * RULE.scale, tl.where(is_chosen, tl.cumsum(chosen, axis=1) - 1, -1)
 
 
 def is_sorted_at_once(rows: int, experts: int) -> bool:
@@ -270,8 +264,7 @@ def route_and_sort(
         own,
         bound,
         TOP_K=top_k,
-        RENORMALISE=renormalise,
-        **_described(form, experts),
+        RULE=Rule.of(form, experts, renormalises=renormalise),
         CYCLES=_cycles(placement),
         ROWS=padded,
         BINS=next_power_of_2(experts),
@@ -300,15 +293,7 @@ def _route_and_sort_kernel(
     bound: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    IS_PLAIN: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
-    SCALE: tl.constexpr,
+    RULE: tl.constexpr,
     CYCLES: tl.constexpr,
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
@@ -324,14 +309,13 @@ def _route_and_sort_kernel(
     at = row[:, None] * experts + expert[None, :]
     values = tl.load(logits + at, mask=is_row & exists, other=float("-inf"))
     values = tl.where(is_row, values, 0.0)
-    if IS_PLAIN:
-        share, place_of = choose(values, exists & (row >= 0)[:, None], TOP_K, RENORMALISE)
+    if RULE.is_plain:
+        share, place_of = choose(values, exists & (row >= 0)[:, None], TOP_K, RULE.renormalises)
     else:
         values = tl.where(exists, values, float("-inf"))
         share, place_of = choose_by_score(
-            values, exists & (row >= 0)[:, None], correction, factors, TOP_K, RENORMALISE,
-            IS_SIGMOID, GROUPS, GROUP_SIZE, KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
-        )  # fmt: skip
+            values, exists & (row >= 0)[:, None], correction, factors, TOP_K, RULE
+        )
     is_chosen = is_row & (place_of >= 0)
     pair = row[:, None] * TOP_K + place_of
     of_pair = tl.broadcast_to(expert[None, :], [ROWS, BINS])
