@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation.spec import Gating
 from weft.kernels.ops.linear.triton_fp8_rows import quantise_rows
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP, data_of, widened
 from weft.kernels.ops.linear.triton_groups_product import (
@@ -112,14 +111,14 @@ def multiply_sorted(
     if is_copied and can_copy(flat):
         weight_tiles = copied_tiles(flat, tile.columns, inner)
     form = SortedForm(
-        depth, top_k, tile.columns, inner, is_gated, is_raw, more.gating.in_kernels,
-        x.dtype == torch.float32, scaling["SCALE_ROWS"], scaling["IS_NATIVE"],
+        depth, top_k, tile.columns, inner, is_gated, is_raw, x.dtype == torch.float32,
+        scaling["SCALE_ROWS"], scaling["IS_NATIVE"],
     )  # fmt: skip
     # Programs that run at the same time share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
         out, x, data, weight_tiles, shares, blocks, added,
         more.gate_up_bias if is_gated else more.down_bias, columns, experts, x_scales,
-        scale_places, scaling["scales"], FORM=form, ROWS=tiles.rows,
+        scale_places, scaling["scales"], GATING=more.gating.in_kernels, FORM=form, ROWS=tiles.rows,
         HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
@@ -139,7 +138,6 @@ class SortedForm(NamedTuple):
     is_gated: bool
     is_raw: bool
     """Whether gate and up are written side by side, not combined."""
-    gating: Gating
     is_exact: bool
     """Whether float32 is multiplied as such."""
     scale_rows: int
@@ -175,6 +173,7 @@ def _sorted_kernel(
     scale_places: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
+    GATING: tl.constexpr,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
     HALF_ROWS: tl.constexpr,
@@ -194,12 +193,12 @@ def _sorted_kernel(
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
-            end, x_scales, scale_places, scales, FORM, HALF_ROWS,
+            end, x_scales, scale_places, scales, GATING, FORM, HALF_ROWS,
         )  # fmt: skip
     else:
         _multiply_block(
             out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
-            end, x_scales, scale_places, scales, FORM, ROWS,
+            end, x_scales, scale_places, scales, GATING, FORM, ROWS,
         )  # fmt: skip
 
 
@@ -220,6 +219,7 @@ def _multiply_block(
     x_scales: tl.tensor,
     scale_places: int,
     scales: tl.tensor,
+    GATING: tl.constexpr,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
@@ -279,7 +279,7 @@ def _multiply_block(
             up *= tl.load(of_columns + columns)[None, :]
     store_pairs(
         out, product, up, bias, added, None if IS_GATED else shares, pair, is_pair, column, columns,
-        expert * weight_rows, FORM.gating, IS_GATED, FORM.is_raw, False,
+        expert * weight_rows, GATING, IS_GATED, FORM.is_raw, False,
     )  # fmt: skip
 
 
