@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from weft.kernels.ops.activation import activate
 from weft.kernels.ops.activation.spec import Activation
 from weft.kernels.ops.greedy import greedy_rows
+from weft.kernels.ops.linear import triton_epilogue
 from weft.kernels.ops.linear import triton_small as small_linear
 from weft.kernels.ops.rope.reference import rope_and_cache_reference
-from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.gpu_kernels import change_kernels, kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -275,8 +276,6 @@ def test_tiled_linear(rows: int, n: int, k: int, gated: bool, tmp_path: Path) ->
     [
         (("range(0, K, TILE)", "range(0, K - TILE, TILE)"), False),
         (("tl.load(begin_up + start)", "tl.load(begin + start)"), True),
-        (("tl.load(bias + columns + column", "tl.load(bias + column"), True),
-        (("mask=is_row & in_out[None, :]", "mask=is_row & (row < 32)[:, None] & in_out"), False),
     ],
 )
 @pytest.mark.full
@@ -284,6 +283,27 @@ def test_a_wrong_tile_is_noticed(change: tuple[str, str], gated: bool, tmp_path:
     fresh_seed()
     with (
         kernel_module("linear.triton_tiled", tmp_path, change) as module,
+        pytest.raises(AssertionError),
+    ):
+        check_tiled(module, 40, 48, 256, gated=gated)
+
+
+@pytest.mark.parametrize(
+    ("change", "gated"),
+    [
+        (("tl.load(bias + columns + column", "tl.load(bias + column"), True),
+        (("tl.load(bias + column,", "tl.load(bias + column + 1,"), True),
+        (("of_rows(row < rows, IS_TURNED) &", "of_rows(row < 32, IS_TURNED) &"), False),
+    ],
+)
+@pytest.mark.full
+def test_a_wrong_end_of_products_is_noticed(
+    change: tuple[str, str], gated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    change_kernels(monkeypatch, triton_epilogue, tmp_path, change)
+    with (
+        kernel_module("linear.triton_tiled", tmp_path) as module,
         pytest.raises(AssertionError),
     ):
         check_tiled(module, 40, 48, 256, gated=gated)
