@@ -21,7 +21,7 @@ from weft.engine.model.layers.encoder import LayerNorm, PlainMLP, Ragged
 from weft.engine.model.step import AlignedRows, Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.attention import paged_attention
+from weft.kernels.ops.attention import joined_requests, paged_attention
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.encoder_attention.spec import Bounds
 from weft.kernels.ops.linear import linear
@@ -226,8 +226,9 @@ class WhisperForConditionalGeneration:
             max_kv_len=group.max_kv_len - num_rows,
         )
         of_clips, max_q_len = table[:, :of_clip], group.max_q_len
-        if not table.is_cuda and len(table) > 1:
-            of_clips, cu_q_lens = _by_clip(of_clips, cu_q_lens)
+        # Such as the texts of a beam search.
+        of_clips, cu_q_lens = joined_requests(of_clips, cu_q_lens)
+        if len(of_clips) < len(table):
             max_q_len = int(cu_q_lens.diff().max())
         ends = torch.full((length,), self._num_positions, dtype=torch.int32, device=table.device)
         clips = AttentionMetadata(
@@ -240,17 +241,6 @@ class WhisperForConditionalGeneration:
             key_ends=ends if max_q_len > 1 else None,
         )
         return _Texts(rows, own, clips, _aligned(step, rows, of_clip))
-
-
-def _by_clip(
-    page_table: torch.Tensor, cu_q_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Requests side by side that have one clip, such as the texts of a beam search, as one request
-    of all of their rows, which then reads the clip once.
-    """
-    is_first = torch.ones(len(page_table), dtype=torch.bool)
-    is_first[1:] = (page_table[1:] != page_table[:-1]).any(1)
-    return page_table[is_first], torch.cat((cu_q_lens[:-1][is_first], cu_q_lens[-1:]))
 
 
 def _aligned(step: Step, rows: torch.Tensor | None, num_pages: int) -> list[_Aligned]:

@@ -129,6 +129,28 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: AttentionMetadata) -> O
     return _gpu.own_kv(qkv, spec, step)
 
 
+def joined_requests(
+    page_table: torch.Tensor, cu_q_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Requests side by side with the same pages as one request of all of their rows, so that each
+    page is read once: for rows that all see the same positions.
+
+    On a GPU the requests stay as they are, since the host would wait to know how many are left.
+
+    Args:
+        page_table: [R, pages] int32.
+        cu_q_lens: [R + 1] int32.
+
+    Returns:
+        Both, of at most R requests.
+    """
+    if page_table.is_cuda or len(page_table) < 2:
+        return page_table, cu_q_lens
+    is_first = torch.ones(len(page_table), dtype=torch.bool)
+    is_first[1:] = (page_table[1:] != page_table[:-1]).any(1)
+    return page_table[is_first], torch.cat((cu_q_lens[:-1][is_first], cu_q_lens[-1:]))
+
+
 def is_faster_by_lengths(
     heads: int,
     dim: int,
