@@ -249,6 +249,27 @@ def test_audio_in_containers(name: str, codec: str, rate: int, layout: str, coun
             continue
 
 
+@pytest.mark.parametrize(("layout", "is_read"), [("6.1", True), ("7.1", False)])
+def test_sound_of_many_channels_is_read_or_refused(layout: str, *, is_read: bool) -> None:
+    """PyAV reads past the planes of frames with eight channels or more."""
+    out = io.BytesIO()
+    out.name = "a.m4a"
+    with av.open(out, "w") as container:
+        stream = container.add_stream("aac", rate=16_000, layout=layout)
+        count = stream.layout.nb_channels
+        for _ in range(8):
+            values = np.zeros((1, 1024 * count), np.float32)
+            frame = av.AudioFrame.from_ndarray(values, format="flt", layout=layout)
+            frame.sample_rate = 16_000
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    if is_read:
+        assert len(audio.decode(out.getvalue(), 60)) >= 8 * 1024
+    else:
+        with pytest.raises(audio.BadFile, match="has 8 channels; at most 7"):
+            audio.decode(out.getvalue(), 60)
+
+
 def test_a_video_without_sound_is_no_audio() -> None:
     with pytest.raises(audio.BadFile, match="has no audio"):
         audio.decode(video(5, Fraction(5), (32, 32)), 60)

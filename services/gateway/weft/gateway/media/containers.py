@@ -29,6 +29,10 @@ _BRAND_AT = 4
 _MAX_FRAMES = 1 << 20
 """Frames of a video that are counted before it is refused."""
 _MAX_RATE = 1000
+_MAX_PLANES = 7
+"""Most channels of a frame that has each in a plane of its own. PyAV 18 reads past the planes of
+frames with more, which ends the process.
+"""
 _FULL_SCALE = {"u1": 128.0, "i2": 2.0**15, "i4": 2.0**31}
 
 
@@ -88,6 +92,8 @@ def sound_of(data: bytes | bytearray, demuxer: str) -> Iterator[tuple[int, Float
 
 
 def _mono(frame: Any) -> Float32Array:
+    if frame.format.is_planar and (count := frame.layout.nb_channels) > _MAX_PLANES:
+        raise BadFile(f"has {count} channels; at most {_MAX_PLANES}")
     values = frame.to_ndarray()
     if not frame.format.is_planar:
         values = values.reshape(-1, len(frame.layout.channels)).T
