@@ -11,6 +11,7 @@ import pytest
 from weft.testing.engine.eagle3_cases import HeadReference, PublishedEntries
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench
+from weft.testing.models.families import make_family
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -24,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 
 
 def new_prompt(num_pages: int) -> list[int]:
-    return [random.randrange(3, 500) for _ in range(num_pages * PAGE + 3)]
+    return [random.randrange(3, 250) for _ in range(num_pages * PAGE + 3)]
 
 
 @pytest.mark.parametrize(("owner", "filler"), [*itertools.product(SIZES, SIZES)][1:])
@@ -48,6 +49,15 @@ def test_shipped_pages_hold_the_entries_of_a_draft_head_and_of_layers_with_exper
     reference = HeadReference(folder, head["draft_dir"])
     of_owner |= {"drafter": "eagle3", "draft_gate": "fixed"}
     check_shipped(folder, of_owner, of_filler, reference)
+
+
+@pytest.mark.parametrize(("owner", "filler"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4-keys"])
+def test_pages_of_layers_that_share_k_and_v_or_have_heads_of_other_shapes(
+    kind: str, owner: int, filler: int, tmp_path: Path, seed: int
+) -> None:
+    folder = make_family(kind, tmp_path / "model", seed)
+    check_shipped(folder, {"tp": owner}, {"tp": filler})
 
 
 def check_shipped(

@@ -17,6 +17,7 @@ from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.stage import Stage
 from weft.engine.model.step import Step
+from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.pack import weight_rows
@@ -197,26 +198,42 @@ def planes_of_stage(config: ModelConfig, stage: Stage | None) -> PagePlanes:
 
 
 def place_in_pools(
-    config: ModelConfig, layers: Sequence[StackLayer], stage: Stage | None = None
+    config: ModelConfig,
+    layers: Sequence[StackLayer],
+    stage: Stage | None = None,
+    shard: Shard = Shard(),  # noqa: B008 - frozen
 ) -> None:
     """Assigns the layers of a stack to page groups. Call it before runs are made."""
-    places = places_in_pools(planes_of_stage(config, stage))
+    places = places_in_pools(planes_of_stage(config, stage), shard)
     for number in config.attention_layers:
         if (source := config.kv_source(number)) in places:
             layers[number].mixer.move(*places[source])
 
 
-def places_in_pools(page_planes: PagePlanes) -> dict[int, tuple[int, int, PlaneInPage | None]]:
+def places_in_pools(
+    page_planes: PagePlanes,
+    shard: Shard = Shard(),  # noqa: B008 - frozen
+) -> dict[int, tuple[int, int, PlaneInPage | None]]:
     """The page group, the layer in its pool, and the plane of each layer; None: its group has one
-    plane.
+    plane. Of several planes a rank has its heads, in pages that all ranks of a CPU share.
     """
     places: dict[int, tuple[int, int, PlaneInPage | None]] = {}
     for group, (_, planes) in enumerate(page_planes):
         vectors = [2 * heads * len(numbers) for heads, _, numbers in planes]
         widths = [count * dim for count, (_, dim, _) in zip(vectors, planes, strict=True)]
         for index, (heads, dim, numbers) in enumerate(planes):
-            before = sum(widths[:index]), sum(widths), sum(vectors[:index]), sum(vectors)
-            plane = PlaneInPage(*before, heads, len(numbers), 2, dim)
+            own = shard.of(heads, 1, may_repeat=True)
+            others = own.start * 2 * len(numbers)
+            plane = PlaneInPage(
+                sum(widths[:index]) + others * dim,
+                sum(widths),
+                sum(vectors[:index]) + others,
+                sum(vectors),
+                own.stop - own.start,
+                len(numbers),
+                2,
+                dim,
+            )
             for in_plane, number in enumerate(numbers):
                 places[number] = group, in_plane, plane if len(planes) > 1 else None
     return places
@@ -247,6 +264,6 @@ def _build_stack(
                 mlp(config, index, layer.at("mlp")),
             )
         )
-    place_in_pools(config, layers, weights.stage)
+    place_in_pools(config, layers, weights.stage, weights.shard)
     norm = Norm(weights.norm("norm", size), eps)
     return Stack(embed_tokens, layers, norm, peers=weights.peers, stage=weights.stage)

@@ -19,6 +19,7 @@ from weft.contract.layout import CacheLayout, PageGroup
 
 DIVIDED = frozenset(
     {
+        "AfmoeForCausalLM",
         "ArceeForCausalLM",
         "Cohere2ForCausalLM",
         "CodeGenForCausalLM",
@@ -38,6 +39,10 @@ DIVIDED = frozenset(
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
@@ -46,9 +51,11 @@ DIVIDED = frozenset(
         "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
+        "GraniteMoeSharedForCausalLM",
         "HYV3ForCausalLM",
         "HunYuanDenseV1ForCausalLM",
         "HunYuanMoEV1ForCausalLM",
+        "HyperCLOVAXForCausalLM",
         "InternLM3ForCausalLM",
         "InternVLForConditionalGeneration",
         "Kimi_K25ForConditionalGeneration",
@@ -56,7 +63,9 @@ DIVIDED = frozenset(
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
         "LlavaForConditionalGeneration",
+        "MellumForCausalLM",
         "MiMoForCausalLM",
+        "MiniCPMForCausalLM",
         "Ministral3ForCausalLM",
         "MinistralForCausalLM",
         "Mistral3ForConditionalGeneration",
@@ -104,6 +113,8 @@ DIVIDED = frozenset(
         "FalconH1ForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Lfm3ForCausalLM",
         "NemotronHForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
@@ -113,6 +124,11 @@ DIVIDED = frozenset(
     }
 )
 """Architectures that can be divided among ranks; tests compare them with one rank."""
+
+_ON_CPUS = "Gemma4"
+"""Beginning of the architectures that no one has yet seen divided on GPUs, where several planes of
+a page are not divided either.
+"""
 
 SHARED_EXPERTS = frozenset(
     {
@@ -144,6 +160,12 @@ def check_ranks(
     if size == 1:
         return
     check_divides(config, size, ep)
+    if on_gpu and config.architecture.startswith(_ON_CPUS):
+        raise ConfigError(
+            f"tp = {size}: {config.architecture} is not divided among ranks on GPUs yet; take "
+            "tp = 1 or device = cpu",
+            param="tp",
+        )
     task = load_pooling(model_dir, task).task
     if task != "generate" and on_gpu:
         raise ConfigError(
@@ -183,9 +205,9 @@ def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
     for name, count in _counts(config, is_ep=ep > 1).items():
         if count % size:
             raise ConfigError(f"tp = {size}: {_fix(config, name, count, ep)}", param="tp")
-    heads = config.num_kv_heads
-    if heads % size and size % heads:
-        raise ConfigError(f"tp = {size}: {_fix(config, 'KV heads', heads, ep)}", param="tp")
+    for heads in _kv_heads(config):
+        if heads % size and size % heads:
+            raise ConfigError(f"tp = {size}: {_fix(config, 'KV heads', heads, ep)}", param="tp")
 
 
 def check_divided_pages(config: ModelConfig, tp: int, size: int) -> None:
@@ -246,6 +268,8 @@ def _counts(config: ModelConfig, *, is_ep: bool) -> dict[str, int]:
         counts["experts"] = moe.num_experts
     elif moe is not None:
         counts["columns of an expert"] = moe.intermediate_size
+    if config.decoder is not None and config.decoder.per_layer is not None:
+        counts["columns of the second embedding's parts"] = config.decoder.per_layer.dim
     return counts | _recurrent_counts(config)
 
 
@@ -262,8 +286,17 @@ def _fix(config: ModelConfig, name: str, count: int, ep: int) -> str:
 
 
 def _divides(config: ModelConfig, size: int, *, is_ep: bool) -> bool:
-    counts, heads = _counts(config, is_ep=is_ep).values(), config.num_kv_heads
-    return not any(count % size for count in counts) and not (heads % size and size % heads)
+    counts = _counts(config, is_ep=is_ep).values()
+    fits = all(heads % size == 0 or size % heads == 0 for heads in _kv_heads(config))
+    return fits and not any(count % size for count in counts)
+
+
+def _kv_heads(config: ModelConfig) -> list[int]:
+    """Those of each kind of layer."""
+    if config.latent is not None:
+        return [config.num_kv_heads]
+    others = {heads for _, planes in config.page_planes for heads, _, _ in planes}
+    return sorted({config.num_kv_heads, *others})
 
 
 def _recurrent_counts(config: ModelConfig) -> dict[str, int]:

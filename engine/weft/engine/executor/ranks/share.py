@@ -10,7 +10,7 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.contract.errors import ConfigError
-from weft.contract.layout import CacheLayout, StatePlane
+from weft.contract.layout import CacheLayout, PageGroup, StatePlane
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
@@ -416,8 +416,16 @@ def pool_of(
     whole = by_page(memory.view(dtype_of(layout.plane)), layout.page_shape)
     if shared.size == 1:
         return layout, RankPool(whole, whole, memory=memory)
-    heads = kv_heads_of(layout.plane.heads, shared.rank, shared.size)
-    return layout, RankPool(whole, whole[:, heads], memory=memory)
+    return layout, RankPool(whole, _of_rank(whole, layout.groups[0], shared), memory=memory)
+
+
+def _of_rank(whole: torch.Tensor, group: PageGroup, shared: SharedMemory) -> torch.Tensor:
+    """The part of a group's pool that has a rank's heads. Of several planes it is the whole: layers
+    know where their heads are.
+    """
+    if len(group.planes) > 1:
+        return whole
+    return whole[:, kv_heads_of(group.plane.heads, shared.rank, shared.size)]
 
 
 def window_pools_of(
@@ -430,8 +438,7 @@ def window_pools_of(
     for number, (group, count) in enumerate(zip(layout.groups[1:], counts, strict=True), 1):
         segment = shared.others.share(count * group.page_bytes(layout.page_size))
         whole = segment.tensor(layout.pool_shape(count, number), dtype_of(group.plane))
-        heads = kv_heads_of(group.plane.heads, shared.rank, shared.size)
-        found.append(RankPool(whole, whole[:, heads]))
+        found.append(RankPool(whole, _of_rank(whole, group, shared)))
     return found
 
 

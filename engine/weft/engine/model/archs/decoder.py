@@ -151,7 +151,7 @@ def _build_stack(
         return AltUpLayer.read(made, parts.altup, config.hidden_size, parts.norm.eps, own)
 
     layers = [layer(index) for index in range(config.num_layers)]
-    place_in_pools(config, layers, weights.stage)
+    place_in_pools(config, layers, weights.stage, weights.shard)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     per_layer = _per_layer_embedding(config, parts, weights)
     factor = parts.embedding_multiplier
@@ -263,8 +263,9 @@ def _per_layer_part(
     gate, proj, norm = config.names.per_layer
     part = PerLayerPart(
         index,
-        weights.linear(LinearSpec(names=(gate,), in_features=hidden, rows=(dim,))),
-        weights.linear(LinearSpec(names=(proj,), in_features=dim, rows=(hidden,))),
+        weights.shard.of(dim, 1, may_repeat=False),
+        weights.linear(LinearSpec(names=(gate,), in_features=hidden, rows=(dim,), split="out")),
+        weights.linear(LinearSpec(names=(proj,), in_features=dim, rows=(hidden,), split="in")),
         parts.mlp.activation,
     )
     return part, read_norm(parts.norm, weights, norm, hidden)
@@ -425,9 +426,19 @@ def _shared_attention(
     hidden, head_norm, norm = config.hidden_size, layer.head_norm, None
     if head_norm is not None:
         norm = _rms(head_norm.norm, weights, head_norm.q_name, dim)
-    q = LinearSpec(names=("q_proj",), in_features=hidden, rows=(heads * dim,), bias=layer.qkv_bias)
+    q = LinearSpec(
+        names=("q_proj",),
+        in_features=hidden,
+        rows=(heads * dim,),
+        split="out",
+        unit=dim,
+        bias=layer.qkv_bias,
+    )
+    spec = _spec(config, index, layer, weights)
+    of_q = weights.shard.of(heads, 1, may_repeat=False)
+    of_kv = weights.shard.of(spec.kv_heads, 1, may_repeat=True)
     return SharedAttention(
-        _spec(config, index, layer, weights),
+        spec._replace(heads=of_q.stop - of_q.start, kv_heads=of_kv.stop - of_kv.start),
         index,
         rotaries.of(layer.rope, dim),
         q_proj=weights.linear(q),
@@ -503,7 +514,7 @@ def _experts_beside(
     router = Norm(scale * hidden**-0.5, parts.norm.eps)
     before, behind, before_experts, behind_experts = read
     norms = DualNorm(before, behind, before_experts, behind_experts, router)
-    return ExpertsBesideMLP(mlp, experts, norms)
+    return ExpertsBesideMLP(mlp, experts, norms, weights.peers)
 
 
 def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:

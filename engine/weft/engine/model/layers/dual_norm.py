@@ -8,6 +8,7 @@ from weft.engine.model.layers.mlp import PlainMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.step import Step
 from weft.kernels.ops.norm import AnyNorm
+from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.stream import Stream
 from weft.kernels.ops.stream.additions import Combine, Computed, Normed
 
@@ -27,11 +28,14 @@ class ExpertsBesideMLP:
     It reads the stream without a norm.
     """
 
-    def __init__(self, mlp: PlainMLP, experts: SparseMLP, norms: DualNorm) -> None:
-        self._mlp, self._experts, self._norms = mlp, experts, norms
+    def __init__(
+        self, mlp: PlainMLP, experts: SparseMLP, norms: DualNorm, peers: Peers | None
+    ) -> None:
+        """`peers` are the ranks that have parts of both, which are summed up before their norms."""
+        self._mlp, self._experts, self._norms, self._peers = mlp, experts, norms, peers
 
     def __call__(self, x: Normed, step: Step) -> Computed:
-        norms, hidden, stream = self._norms, x.value, Stream(x.value)
+        norms, hidden, stream = self._norms, x.value, Stream(x.value, peers=self._peers)
         mlp = stream.computed(self._mlp(Normed(norms.mlp(hidden)), step))
         routed = self._experts(Normed(norms.experts(hidden)), step)
         assert isinstance(routed, Combine), "there are no shared experts"

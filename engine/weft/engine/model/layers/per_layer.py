@@ -50,15 +50,21 @@ class PerLayerPart:
     """proj(activation(gate(x)) * part), where the step brings the layer's part: a `FeedForward`."""
 
     def __init__(
-        self, layer: int, gate: LinearWeight, proj: LinearWeight, activation: Activation
+        self,
+        layer: int,
+        columns: slice,
+        gate: LinearWeight,
+        proj: LinearWeight,
+        activation: Activation,
     ) -> None:
-        self._layer, self._gate, self._proj = layer, gate, proj
+        """`columns` of the layer's part are this rank's."""
+        self._layer, self._columns, self._gate, self._proj = layer, columns, gate, proj
         self._activation: Activation = activation
 
     def __call__(self, x: Normed, step: Step) -> Sum:
         assert step.per_layer is not None, "the stack computes the parts of all layers"
         gate = activate(x.linear(self._gate, None), self._activation, is_gated=False)
-        return Sum(gate * step.per_layer[:, self._layer], self._proj, None)
+        return Sum(gate * step.per_layer[:, self._layer, self._columns], self._proj, None)
 
     def folds(self, rows: int, step: Step) -> bool:
         return False
