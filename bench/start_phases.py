@@ -45,6 +45,8 @@ from weft.testing.models.senders import free_port
 from weft.testing.services.certificates import make_certificates
 
 FILE_BYTES = 2 << 30
+NUM_DRAWN = 1 << 24
+"""Random numbers, which all tensors repeat: drawing those of a large model takes minutes."""
 START_S = 600.0
 COLD, WARM, PEER = "cold", "warm", "peer"
 WORK = "of these: "
@@ -68,8 +70,9 @@ def write_model(folder: Path, shape: str) -> int:
     config, shapes = ModelConfig.load(folder), Shapes()
     class_of(config)(config, Weights(shapes, scheme_of(None), torch.bfloat16, torch.device("meta")))
     weight_map, total = dict[str, str](), 0
+    noise = torch.empty(NUM_DRAWN, dtype=torch.bfloat16).normal_(0.0, 0.02)
     for number, names in enumerate(groups(shapes.found)):
-        tensors = {name: made_up(name, shapes.found[name]) for name in names}
+        tensors = {name: made_up(name, shapes.found[name], noise) for name in names}
         file = f"model-{number:05}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
@@ -92,10 +95,11 @@ def groups(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
         yield names
 
 
-def made_up(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def made_up(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Tensor:
+    size = torch.Size(shape).numel()
     if name.endswith("norm.weight"):
-        return torch.ones(shape, dtype=torch.bfloat16)
-    return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02)
+        return torch.ones_like(noise[:size]).view(shape)
+    return noise.repeat(-(-size // len(noise)))[:size].clone().view(shape)
 
 
 def forget(folder: Path) -> None:
