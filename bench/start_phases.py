@@ -149,6 +149,7 @@ def start(model: Path, cache: Path, tls: Path, flags: list[str]) -> dict[str, fl
     with worker(model, cache, tls, flags) as (_, told):
         phases: dict[str, float] = told["start_seconds"]
         work = {f"{WORK}{name}": s for name, s in told["start_work_seconds"].items()}
+        print(f"{shlex.join(flags)}: {json.dumps(phases | work)}", flush=True)
         return {**phases, "total": sum(phases.values()), **work}
 
 
