@@ -222,7 +222,7 @@ class Engine:
         self._profiles.turn(begins_step=len(plan) > 0, num_under_way=self.pipeline.num_steps)
         self.ran_step = self.pipeline.turn(plan)
         if self.ran_step:
-            self._fill_pace.stepped(now, self._clock())
+            self._fill_pace.stepped(self._clock())
         if plan.chunks and self.filler.reads_early:
             self._read_early(plan)
         self.adapters.turn()

@@ -180,8 +180,7 @@ class EngineWiring:
             interval_s = 0.0
         self.pace = StreamPace(interval_s, clock)
         gives_way = config.fillers_on_host and not parts.executor.facts.is_asynchronous
-        target_s = config.inter_token_target_s if gives_way else 0.0
-        self.fill_pace = FillPace(self.scheduler, target_s, config.first_token_weight)
+        self.fill_pace = FillPace(self.scheduler, config.inter_token_target_s if gives_way else 0.0)
 
     # -- what is made ----------------------------------------------------------------------------
 
