@@ -183,7 +183,7 @@ def test_a_mutated_addition_is_noticed(change: tuple[str, str], tmp_path: Path) 
         kernel_module("lora.triton_product", tmp_path, change) as module,
         pytest.MonkeyPatch.context() as patch,
     ):
-        for name in ("rows_of_b", "added_to_columns"):
+        for name in ("wait_for_ranks", "added_to_columns"):
             patch.setattr(small_linear, name, getattr(module, name))
         added = module.added_within(x, lora)
         out = small_linear.small_linear(x, weight, None, None, x.dtype, added=added)
