@@ -250,6 +250,7 @@ def damage(data: bytes, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.full)])
 async def test_damaged_clips_are_heard_or_refused(count: int) -> None:
     seed = random.randrange(1 << 30)
