@@ -160,9 +160,11 @@ class Texts:
 
 def check_pages(llm: LLM) -> None:
     """No request holds a page, every page is free or cached, and tiers gave back what they got."""
-    while llm.engine.has_work:
+    memory, deadline = llm.engine.memory, time.monotonic() + LIMIT_S
+    # Pages on their way to host memory are in use until they are there.
+    while (llm.engine.has_work or memory.counts().used) and time.monotonic() < deadline:
         llm.engine.turn()
-    memory = llm.engine.memory
+        time.sleep(0.001)
     memory.check_integrity()
     counts = memory.counts()
     assert counts.used == 0
