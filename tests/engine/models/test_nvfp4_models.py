@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from weft.contract.errors import ModelError
 from weft.engine.model.loader import check_weights, load_model
-from weft.testing.models.choices import where_experts_are_sure
-from weft.testing.models.every_family import load_reference
+from weft.testing.models.every_family import check_logits
 from weft.testing.models.int_models import SIZES
 from weft.testing.models.nvfp4_models import CONFIGS, Layout, nvfp4_models
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -39,13 +38,7 @@ def test_logits_are_those_of_the_weights_that_the_files_mean(
     loaded = load_model(packed, "float32")
     assert loaded.described_format.startswith("nvfp4")
     assert "file: nvfp4" in loaded.described_format
-    prompt = [random.randrange(3, 500) for _ in range(33)]
-    found = PagedDriver(loaded.model, 16).step([(PagedRequest(), prompt)], range(33))
-    reference = load_reference(floats)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([prompt]), use_cache=False).logits[0]
-    with where_experts_are_sure(lambda: reference, prompt):
-        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+    check_logits(loaded.model, floats)
 
 
 def test_what_is_damaged_is_named(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from weft.testing.models.choices import Choices
+from weft.engine.model.interface import Model
+from weft.testing.models.choices import Choices, where_experts_are_sure
 from weft.testing.models.families import FAMILIES, make_family, name_own_code
 from weft.testing.models.ling import is_ling, load_ling, to_ling
 from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.reference_models import make_reference
 
 _BASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,3 +90,18 @@ def gaps_of(reference: Any, prompt: list[int], tokens: list[int]) -> list[float]
     ulp = 2.0 ** (torch.floor(torch.log2(logits.abs().amax(dim=-1))) - 7)
     gaps: list[float] = ((best - chosen) / ulp).tolist()
     return gaps
+
+
+def check_logits(model: Model, floats: Path) -> None:
+    """A random prompt's logits are those of the same weights in floats.
+
+    Args:
+        floats: Directory of that model.
+    """
+    prompt = [random.randrange(3, 500) for _ in range(33)]
+    found = PagedDriver(model, 16).step([(PagedRequest(), prompt)], range(33))
+    reference = load_reference(floats)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt]), use_cache=False).logits[0]
+    with where_experts_are_sure(lambda: reference, prompt):
+        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
