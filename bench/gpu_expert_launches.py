@@ -6,6 +6,10 @@ rows `all` compare the graph's own time with it. A router is part of a call, its
 
     python bench/gpu_expert_launches.py                               Qwen3-30B-A3B, all formats
     python bench/gpu_expert_launches.py --model deepseek-v3 --formats fp8 --rows 1,16,64,256
+    python bench/gpu_expert_launches.py --only forms --rows 1,2,4,6,8,12,16,128,256,512
+
+`forms` (only if named) computes FP8 layers in other forms too, all in turns: unsorted pairs with
+other launches, sorted ones from the first row on, and sorted ones in blocks of other sizes.
 """
 
 from __future__ import annotations
@@ -13,18 +17,23 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import cycle, islice
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from clocks import capture, graph_us, num_inputs
+from clocks import capture, graph_us, num_inputs, replay_us
 from gpu_fp8 import quantise_blocks
 from gpu_quantised import Format, Product, draw_experts
 from gpu_roof import kept_rates
-from harness import Harness, Run, numbers
+from harness import Harness, Run, numbers, spread
 from torch.profiler import ProfilerActivity, profile
+from weft.kernels.ops.moe import gpu, triton_direct
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.spec import StackedWeight
+from weft.kernels.ops.moe.tiles import Tile, Tiles
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.shared.formats.quantised import Fp8Experts
 
@@ -43,6 +52,29 @@ BITS = {"bf16": 16.0, "fp8": 8.0 + 32 / 128 / 128, "int4": 4.0 + 16 / 128, "mxfp
 """Bits of a weight with its share of scales."""
 _PROFILED = 5
 """Replays that are profiled."""
+
+_SORTED = (gpu, "MAX_DIRECT_ROWS", 0)
+
+
+def _in_blocks(rows: int, first: Tile, second: Tile) -> list[tuple[Any, str, object]]:
+    return [_SORTED, (gpu, "fp8_tiles", lambda pairs, experts: Tiles(rows, first, second))]
+
+
+FORMS: dict[str, list[tuple[Any, str, object]]] = {
+    "chosen": [],
+    "unsorted": [(gpu, "MAX_DIRECT_ROWS", 16)],
+    "unsorted, 1 column": [(triton_direct, "_OUT_COLUMNS", 1)],
+    "unsorted, 4 columns": [(triton_direct, "_OUT_COLUMNS", 4)],
+    "unsorted, 8 warps": [(triton_direct, "_WARPS_PER_SM", 8)],
+    "unsorted, 32 warps": [(triton_direct, "_WARPS_PER_SM", 32)],
+    "blocks of 16": _in_blocks(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
+    "blocks of 16, 6 stages": _in_blocks(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6)),
+    "blocks of 32": _in_blocks(32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
+    "blocks of 64": _in_blocks(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    "blocks of 128": _in_blocks(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
+}
+"""What of the operation is replaced."""
+_TURNS = 9
 
 harness = Harness(__file__, __doc__)
 harness.flag("--model", choices=SHAPES, default="qwen3-30b", help="whose layer")
@@ -104,6 +136,34 @@ def launches(run: Run) -> None:
         torch.cuda.empty_cache()
 
 
+@harness.part_if_named
+def forms(run: Run) -> None:
+    """FP8 layers in each of `FORMS`."""
+    experts, hidden, inner, top_k = SHAPES[run.options.model]
+    rates = kept_rates(run)
+    each = BITS["fp8"] / 8 * 3 * hidden * inner
+    layers = [
+        draw_layer("fp8", experts, hidden, inner) for _ in range(num_inputs(round(each * top_k)))
+    ][:8]
+    for rows in run.options.rows:
+        calls, roof_us = _calls(layers, rows, top_k, each, rates.bytes_per_s)
+        graphs = {}
+        for name, replaced in FORMS.items():
+            if name.startswith("unsorted") and rows > 16:
+                continue
+            with run.noted(f"{name}, {rows} rows"), ExitStack() as stack:
+                for place, attribute, value in replaced:
+                    stack.enter_context(patch.object(place, attribute, value))
+                graphs[name] = capture(calls)
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(_TURNS):
+            for name, graph in graphs.items():
+                times[name].append(replay_us(*graph))
+        for name, found in times.items():
+            us = spread(found)
+            run.row(table=f"forms, {rows} rows", form=name, us=us, share=roof_us / us.median)
+
+
 def _time(
     run: Run,
     name: str,
@@ -113,6 +173,23 @@ def _time(
     expert_bytes: float,
     bytes_per_s: float,
 ) -> None:
+    calls, roof_us = _calls(layers, rows, top_k, expert_bytes, bytes_per_s)
+    us = graph_us(calls)
+    graph, number = capture(calls)
+    table = f"{run.options.model} {name}"
+    for kernel, (its_us, count) in kernel_times(graph, number).items():
+        run.row(table=table, rows=rows, launch=kernel, us=its_us, launches=count)
+    run.row(table=table, rows=rows, launch="all", us=us, roof_us=roof_us, share=roof_us / us)
+
+
+def _calls(
+    layers: Sequence[tuple[StackedWeight, StackedWeight]],
+    rows: int,
+    top_k: int,
+    expert_bytes: float,
+    bytes_per_s: float,
+) -> tuple[list[Callable[[], object]], float]:
+    """Calls with different routes, and the microseconds of their roof."""
     experts, hidden, _ = layers[0][1].shape
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     after = NormAfter(torch.zeros_like(x), torch.ones_like(x[0]), 1e-6)
@@ -123,12 +200,7 @@ def _time(
         partial(routed_moe, x, logits, top_k, *weights, after, renormalise=True)
         for logits, weights in zip(scores, islice(cycle(layers), len(scores)), strict=True)
     ]
-    us = graph_us(calls)
-    graph, number = capture(calls)
-    table = f"{run.options.model} {name}"
-    for kernel, (its_us, count) in kernel_times(graph, number).items():
-        run.row(table=table, rows=rows, launch=kernel, us=its_us, launches=count)
-    run.row(table=table, rows=rows, launch="all", us=us, roof_us=roof_us, share=roof_us / us)
+    return calls, roof_us
 
 
 if __name__ == "__main__":
