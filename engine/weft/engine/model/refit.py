@@ -81,9 +81,13 @@ class Refit:
         """Raises ModelError unless the folder has this model's tensors, and this model's
         config.json or none.
         """
-        if not folder.is_dir():
+        try:
+            is_folder, has_config = folder.is_dir(), (folder / "config.json").exists()
+        except OSError as error:  # Such as a name that is too long.
+            raise ModelError(f"cannot read the folder: {error}", param="model_path") from error
+        if not is_folder:
             raise ModelError(f"{folder} is no folder on this worker's host", param="model_path")
-        if (folder / "config.json").exists():
+        if has_config:
             theirs = self._steps.config_of(folder)
             if theirs.fingerprint() != self._config.fingerprint():
                 raise ModelError(
