@@ -106,7 +106,7 @@ class GroupsTensors(NamedTuple):
 
 
 def groups_arguments(weight: PackedGroups | PackedExperts) -> dict[str, Any]:
-    """The arguments that say what a matrix in groups, or those of experts, are to a kernel."""
+    """A kernel's arguments for a matrix in groups, or for those of all experts."""
     first = weight.first if isinstance(weight, PackedExperts) else weight
     return {
         "weight": GroupsTensors(weight.data, weight.scales, weight.offsets, weight.factors),

@@ -139,7 +139,7 @@ class SortedForm(NamedTuple):
     is_raw: bool
     """Whether gate and up are written side by side, not combined."""
     is_exact: bool
-    """Whether float32 is multiplied as such."""
+    """Whether float32 is multiplied without being rounded to TF32."""
     scale_rows: int
     """As `WeightScales.rows`."""
     is_native: bool

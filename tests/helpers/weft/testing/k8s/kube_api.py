@@ -89,7 +89,7 @@ class KubeApi:
         )
 
     def kubeconfig(self) -> Path:
-        """A file by which Kubernetes' own programs find the server, as its administrator."""
+        """A kubeconfig file with an administrator's credentials for the server."""
         server = {"server": self.url, "certificate-authority": str(self.ca)}
         config = {
             "apiVersion": "v1",
