@@ -9,7 +9,8 @@ rows `all` compare the graph's own time with it. A router is part of a call, its
     python bench/gpu_expert_launches.py --only forms --rows 1,2,4,6,8,12,16,128,256,512
 
 `forms` (only if named) computes FP8 layers in other forms too, all in turns: unsorted pairs with
-other launches, sorted ones from the first row on, and sorted ones in blocks of other sizes.
+other launches and by tensor cores, sorted ones from the first row on, and sorted ones in blocks of
+other sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gpu_quantised import Format, Product, draw_experts
 from gpu_roof import kept_rates
 from harness import Harness, Run, numbers, spread
 from torch.profiler import ProfilerActivity, profile
-from weft.kernels.ops.moe import gpu, triton_direct
+from weft.kernels.ops.moe import gpu, triton_direct, triton_listed, triton_products
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.spec import StackedWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
@@ -60,6 +61,12 @@ def _in_blocks(rows: int, first: Tile, second: Tile) -> list[tuple[Any, str, obj
     return [_SORTED, (gpu, "fp8_tiles", lambda pairs, experts: Tiles(rows, first, second))]
 
 
+def _by_pairs(up: Tile, down: Tile) -> list[tuple[Any, str, object]]:
+    return [(gpu, "MAX_UNSORTED_FP8_ROWS", 16), (gpu, "FEW_FP8", Tiles(16, up, down))]
+
+
+_ONE_BY_ONE = (triton_direct, "_MAX_AT_ONCE", 0)
+
 FORMS: dict[str, list[tuple[Any, str, object]]] = {
     "chosen": [],
     "unsorted": [(gpu, "MAX_DIRECT_ROWS", 16)],
@@ -67,10 +74,21 @@ FORMS: dict[str, list[tuple[Any, str, object]]] = {
     "unsorted, 4 columns": [(triton_direct, "_OUT_COLUMNS", 4)],
     "unsorted, 8 warps": [(triton_direct, "_WARPS_PER_SM", 8)],
     "unsorted, 32 warps": [(triton_direct, "_WARPS_PER_SM", 32)],
+    "unsorted, experts in turn": [_ONE_BY_ONE],
+    "unsorted, experts in turn, 256 of K": [_ONE_BY_ONE, (triton_listed, "_MAX_TILE", 256)],
+    "unsorted, tensor cores, 16 columns": _by_pairs(Tile(16, 128, 2, 6), Tile(16, 128, 2, 6)),
+    "unsorted, tensor cores, 32 columns": _by_pairs(Tile(32, 128, 4, 4), Tile(32, 128, 4, 4)),
+    "unsorted, tensor cores, 32, 6 stages": _by_pairs(Tile(32, 128, 4, 6), Tile(32, 128, 4, 6)),
+    "unsorted, tensor cores, 32, 2 warps": _by_pairs(Tile(32, 128, 2, 6), Tile(32, 128, 2, 6)),
+    "unsorted, tensor cores, 64 columns": _by_pairs(Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
     "blocks of 16": _in_blocks(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
     "blocks of 16, 6 stages": _in_blocks(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6)),
     "blocks of 32": _in_blocks(32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
     "blocks of 64": _in_blocks(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    "blocks of 64, rows in 16 bits": [
+        (triton_products, "MIN_ROUNDED_ROWS", 128),
+        *_in_blocks(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    ],
     "blocks of 128": _in_blocks(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
 }
 """What of the operation is replaced."""

@@ -38,6 +38,9 @@ FIXED_FP8 = Tiles(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
 `multiply_sorted` rounds rows to FP8, so that a row's result would depend on its batch.
 """
 
+FEW_FP8 = Tiles(16, Tile(32, 128, 4, 4), Tile(32, 128, 4, 4))
+"""For FP8 weights in blocks, where each pair is a block of its own."""
+
 
 def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
     """The tiles measured to be fastest for the nearest number of rows, T; for other shapes a
