@@ -6,12 +6,13 @@
 It writes layers of Llama 3.1 8B's shape in bfloat16 to a temporary folder, reads the files so that
 they are in the page cache, and takes in turns, each in a process of its own: Weft's loader as a
 first start (which computes the files' digests), as a later one and with nothing in the page cache,
-from a peer (another process that has the model, whose packed weights are copied over NIXL),
-safetensors, and fastsafetensors where it is installed. All keep what they load; Weft's time
-includes the packing of products for the device. Once it takes what the machine can do: reads by one
-thread and by eight, also from disk, writes of new files, copies from pinned memory to the device,
-and on a CPU the first write of as much new memory. `pull` fetches the files from a hub on loopback
-to a new cache beside them, as `weft model pull` does.
+from a peer (another process that has the model, whose packed weights the GPU copies, or NIXL),
+safetensors, and fastsafetensors where it is installed. Seconds of a loader's phases are printed
+first. All keep what they load; Weft's time includes the packing of products for the device. Once it
+takes what the machine can do: reads by one thread and by eight, also from disk, writes of new
+files, copies from pinned memory to the device, and on a CPU the first write of as much new memory.
+`pull` fetches the files from a hub on loopback to a new cache beside them, as `weft model pull`
+does.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
@@ -32,6 +35,7 @@ import torch
 from harness import Harness, Run, spread, timed
 from safetensors.torch import load_file, save_file
 from weft.checkpoint.hub import HubName, pull
+from weft.contract.start_work import START_WORK
 from weft.contract.weights import WeightOffer
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
 from weft.engine.model.loader import load_model
@@ -179,7 +183,7 @@ def offer_weights(folder: Path, device: str) -> None:
     any more.
     """
     loaded = load_model(folder, "bfloat16", device)
-    offered = OfferedWeights(0)
+    offered, began = OfferedWeights(0), time.monotonic()
     offer = WeightOffer(
         model_digest=loaded.digest,
         start_digest=loaded.packed.origin.digest,
@@ -187,6 +191,7 @@ def offer_weights(folder: Path, device: str) -> None:
         version="",
         ranks=[offered.offer(loaded.packed, loaded.digest)],
     )
+    print(f"offered after {time.monotonic() - began:.2f} s", file=sys.stderr)
     print(offer.to_json(), flush=True)
     sys.stdin.read()
     offered.withdraw()
@@ -194,7 +199,17 @@ def offer_weights(folder: Path, device: str) -> None:
 
 def load_from_peer(folder: Path, device: str) -> None:
     """Weft's loader, of another process's packed weights."""
+    copy_from(WeightOffer.of_json(Path(os.environ[OFFER]).read_text()), folder, device)
+
+
+def load_over_nixl(folder: Path, device: str) -> None:
+    """The same as if the other process were on another host."""
     offer = WeightOffer.of_json(Path(os.environ[OFFER]).read_text())
+    ranks = [replace(one, allocations=[]) for one in offer.ranks]
+    copy_from(replace(offer, ranks=ranks), folder, device)
+
+
+def copy_from(offer: WeightOffer, folder: Path, device: str) -> None:
     loaded = load_model(folder, "bfloat16", device, peer=PeerWeights(offer, 0))
     assert loaded.is_from_peer, "the log says why the files were read"
 
@@ -246,6 +261,7 @@ LOADERS: dict[str, Callable[[Path, str], None]] = {
     "weft": load_with_weft,
     "weft, from disk": load_with_weft,
     "weft, from a peer": load_from_peer,
+    "weft, from a peer over NIXL": load_over_nixl,
     "safetensors": load_with_safetensors,
     "fastsafetensors": load_with_fastsafetensors,
 }
@@ -270,14 +286,17 @@ def seconds_of(way: str, folder: Path, device: str) -> float:
             mirror.commit(_REPOSITORY)  # Computes the files' hashes.
         if way.endswith(FROM_DISK):
             forget(folder)
-        is_copied = WAYS[way] is load_from_peer
+        is_copied = WAYS[way] in (load_from_peer, load_over_nixl)
         peer = peer_of(folder, device, Path(cache)) if is_copied else nullcontext({})
         with peer as told:
             environment = {**os.environ, **hub, **told}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{way}: {done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
+    told = json.loads(done.stdout.splitlines()[-1])
+    for work, seconds in told["of these"].items():
+        print(f"    {work}: {seconds:.3f} s", flush=True)
+    return float(told["s"])
 
 
 def time_one(way: str, folder: Path, device: str) -> float:
@@ -337,7 +356,8 @@ def loading(run: Run) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [ONE]:
-        print(time_one(sys.argv[2], Path(sys.argv[3]), sys.argv[4]))
+        taken = time_one(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+        print(json.dumps({"s": taken, "of these": START_WORK.seconds()}))
         sys.exit(0)
     if sys.argv[1:2] == [PEER]:
         offer_weights(Path(sys.argv[2]), sys.argv[3])

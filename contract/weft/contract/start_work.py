@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 READING, DIGESTS, COMPILING = "reading files", "digests of files", "compiling kernels"
+LAYING_OUT = "laying out tensors for a worker's weights"
+CONNECTING = "opening a worker's memory"
+COPYING = "copying a worker's weights"
+CHECKING = "digests of a worker's weights"
 
 
 class StartWork:

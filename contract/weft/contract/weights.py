@@ -165,8 +165,21 @@ class PackedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAllocation:
+    """Memory of a GPU that other processes of its host can open."""
+
+    address: int
+    """In the process that has allocated it."""
+    device_id: int
+    handle: bytes = field(metadata=wire(least=CUDA_HANDLE_BYTES, most=CUDA_HANDLE_BYTES))
+    """The CUDA driver's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankWeights:
-    """The packed weights of one rank, which others may read over NIXL."""
+    """The packed weights of one rank, which others may read: on the same host by the driver's
+    handles of `allocations`, anywhere over NIXL.
+    """
 
     scheme: bytes
     """32 bytes over the configuration, the dtype and the number format."""
@@ -180,6 +193,11 @@ class RankWeights:
     agent_name: str
     agent_metadata: bytes = field(repr=False)
     tensors: list[PackedTensor] = field(metadata=wire(most=MAX_PACKED_TENSORS))
+    host: str = ""
+    """Names the running system of the host; empty: `allocations` is."""
+    allocations: list[GpuAllocation] = field(
+        default_factory=list, metadata=wire(most=MAX_PACKED_TENSORS)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +229,13 @@ def rank_of_json(found: dict[str, Any]) -> RankWeights:
     tensors = [
         PackedTensor(**(one | {"digest": bytes.fromhex(one["digest"])})) for one in found["tensors"]
     ]
+    allocations = [
+        GpuAllocation(**(one | {"handle": bytes.fromhex(one["handle"])}))
+        for one in found["allocations"]
+    ]
     names = ("scheme", "constants", "agent_metadata")
     data = {name: bytes.fromhex(found[name]) for name in names}
-    return RankWeights(**(found | data | {"tensors": tensors}))
+    return RankWeights(**(found | data | {"tensors": tensors, "allocations": allocations}))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from weft.contract.errors import ModelError
-from weft.contract.weights import PackedTensor, RankWeights, WeightOffer
+from weft.contract.start_work import CHECKING, START_WORK
+from weft.contract.weights import GpuAllocation, PackedTensor, RankWeights, WeightOffer
 from weft.engine.base.config import EngineConfig
 from weft.engine.model.weights.packed import PackedModel, PackedTensors, bytes_of, span_of
 from weft.kernels.ops.page_digest import page_digests
+from weft.pages.transfer.device_ranges import allocations_of, host_name, read_ranges
 from weft.pages.transfer.digest import WORD_BYTES, digest_pages
 from weft.pages.transfer.nixl_ranges import (
     MemoryRange,
@@ -20,6 +22,7 @@ from weft.pages.transfer.nixl_ranges import (
     RangesTarget,
     SharedRanges,
 )
+from weft.pages.transfer.nixl_wire import TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,8 @@ STALL_S = 20.0
 _BLOCK_BYTES = 64 << 10
 _MOST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Bytes under way at a time."""
+_LOST: list[torch.Tensor] = []
+"""Tensors to which a GPU that hangs may still write, so that nothing else gets their memory."""
 
 
 class OfferedWeights:
@@ -61,6 +66,7 @@ class OfferedWeights:
         if self._shared is None:
             self._shared = SharedRanges(self._name, _storages([one for _, one in tensors]))
         spans = [_range_of(place, one) for place, one in tensors]
+        allocations = _allocations(spans)
         digests = _digests([one for _, one in tensors], spans)
         listed = [
             PackedTensor(
@@ -82,6 +88,8 @@ class OfferedWeights:
             agent_name=target.agent_name,
             agent_metadata=target.metadata,
             tensors=listed,
+            host=host_name() if allocations else "",
+            allocations=allocations,
         )
         self._offer = version, found
         return found
@@ -161,12 +169,15 @@ class PeerWeights:
                 pairs[span] = far
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        total = sum(span.num_bytes for span in pairs)
-        target = RangesTarget(theirs.nixl_version, theirs.agent_name, theirs.agent_metadata)
-        reader = RangesReader("weights", most_bytes=_MOST_BYTES[device.type], stall_s=STALL_S)
-        reader.read(target, list(pairs.items()), lambda done: self._progress(done, total))
+        try:
+            lanes = self._read(list(pairs.items()), device)
+        except TransferError as error:
+            if error.may_still_arrive:
+                _LOST.extend(one for _, one in tensors)
+            raise
         read_s = time.monotonic() - began
-        digests = _digests([one for _, one in tensors], spans)
+        with START_WORK.time(CHECKING):
+            digests = _digests([one for _, one in tensors], spans)
         for (place, _), digest in zip(tensors, digests, strict=True):
             if digest != known[place].digest:
                 raise ModelError(
@@ -176,12 +187,32 @@ class PeerWeights:
         logger.info(
             "weights copied from a worker",
             extra={
-                "bytes": total,
+                "bytes": sum(span.num_bytes for span in pairs),
                 "read_s": round(read_s, 3),
                 "checked_s": round(time.monotonic() - began - read_s, 3),
-                "lanes": reader.lanes,
+                "lanes": lanes,
             },
         )
+
+    def _read(self, pairs: Sequence[tuple[MemoryRange, MemoryRange]], device: torch.device) -> str:
+        """Returns the way that the bytes took."""
+        theirs, total = self._theirs(), sum(own.num_bytes for own, _ in pairs)
+
+        def report(done: int) -> None:
+            self._progress(done, total)
+
+        if device.type == "cuda" and theirs.allocations and theirs.host == host_name():
+            try:
+                read_ranges(theirs.allocations, pairs, stall_s=STALL_S, report=report)
+                return "CUDA IPC"
+            except TransferError as error:
+                if error.may_still_arrive:
+                    raise
+                logger.info("weights of this host are read over NIXL: %s", error.message)
+        target = RangesTarget(theirs.nixl_version, theirs.agent_name, theirs.agent_metadata)
+        reader = RangesReader("weights", most_bytes=_MOST_BYTES[device.type], stall_s=STALL_S)
+        reader.read(target, pairs, report)
+        return reader.lanes
 
     def _theirs(self) -> RankWeights:
         if self._rank >= len(self._offer.ranks):
@@ -220,6 +251,15 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[MemoryRange]:
             kind, number = ("VRAM", one.device.index or 0) if one.is_cuda else ("DRAM", 0)
             found[memory.data_ptr()] = MemoryRange(memory.data_ptr(), memory.nbytes(), kind, number)
     return list(found.values())
+
+
+def _allocations(spans: Sequence[MemoryRange]) -> list[GpuAllocation]:
+    """What processes of this host need to open the memory; empty: they cannot."""
+    try:
+        return allocations_of([one for one in spans if one.memory_type == "VRAM" and one.num_bytes])
+    except TransferError as error:
+        logger.info("processes of this host read weights over NIXL: %s", error.message)
+        return []
 
 
 def _digests(tensors: Sequence[torch.Tensor], spans: Sequence[MemoryRange]) -> list[bytes]:

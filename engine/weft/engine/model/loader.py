@@ -30,7 +30,7 @@ from weft.checkpoint.pooling import PoolingConfig, load_pooling, with_head_for
 from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.contract.errors import ModelError, WeftError
-from weft.contract.start_work import DIGESTS, START_WORK
+from weft.contract.start_work import DIGESTS, LAYING_OUT, START_WORK
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.audio.tower import AudioTower
 from weft.engine.model.decoder_only import DecoderOnlyLM
@@ -258,9 +258,10 @@ def load_model(
             digests = known_file_digests(files)
             if digests is not None and digest_of(digests) != source.start_digest:
                 raise ModelError("the worker has begun with other files, or another number format")
-            parts = read_folder(model_dir, None, read, is_outline=True)
-            packed = pack(parts)
-            source.check(packed)
+            with START_WORK.time(LAYING_OUT):
+                parts = read_folder(model_dir, None, read, is_outline=True)
+                packed = pack(parts)
+                source.check(packed)
             source.fill(packed)
         except (WeftError, RuntimeError, OSError) as error:
             logger.warning("weights are read from %s, not from a worker: %s", model_dir, error)

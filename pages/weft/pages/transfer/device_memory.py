@@ -14,10 +14,10 @@ import functools
 import secrets
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weft.pages.transfer.nixl_wire import PoolRegion, TransferError, TransportMismatch
 
@@ -98,18 +98,18 @@ class ForeignMemory:
         with driver.on(device_id):
             copied = _IpcHandle.from_buffer_copy(handle)
             driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), copied, _LAZY_PEER_ACCESS)
-            self._address = address.value
+            self.address = address.value
             try:
                 found = ctypes.byref(begin), ctypes.byref(size)
                 driver.call("cuMemGetAddressRange_v2", *found, address)
             except TransferError:
                 self.close()
                 raise
-        left = begin.value + size.value - self._address
+        self.num_bytes = left = begin.value + size.value - self.address
         self.__cuda_array_interface__ = {
             "shape": (left,),
             "typestr": "|u1",
-            "data": (self._address, False),
+            "data": (self.address, False),
             "version": 3,
         }
 
@@ -117,7 +117,7 @@ class ForeignMemory:
         """No work on the memory may be under way."""
         driver = _driver()
         with driver.on(self._device_id):
-            driver.call("cuIpcCloseMemHandle", c_uint64(self._address))
+            driver.call("cuIpcCloseMemHandle", c_uint64(self.address))
 
 
 def exported(address: int, device_id: int) -> tuple[bytes, int]:
@@ -161,6 +161,44 @@ class DeviceCopy:
         return "done"
 
 
+class Copy(NamedTuple):
+    to: int
+    begin: int
+    """Address of the first byte to read."""
+    num_bytes: int
+
+
+class DeviceStream:
+    """Enqueues copies of a GPU between any memory that it reaches. Used by one thread. The driver
+    frees it with the process.
+
+    Raises:
+        TransferError: There is no driver.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        self._device_id = device_id
+        self._stream = c_void_p()
+        driver = _driver()
+        with driver.on(device_id):
+            driver.call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+
+    def copy(self, copies: Iterable[Copy]) -> DeviceCopy:
+        """Raises TransferError if the GPU failed. What was enqueued before has ended then."""
+        driver, event = _driver(), c_void_p()
+        with driver.on(self._device_id):
+            driver.call("cuEventCreate", ctypes.byref(event), _NO_TIMING)
+            try:
+                for one in copies:
+                    ends = c_uint64(one.to), c_uint64(one.begin)
+                    driver.call("cuMemcpyDtoDAsync_v2", *ends, one.num_bytes, self._stream)
+                driver.call("cuEventRecord", event, self._stream)
+            except TransferError:
+                driver.call("cuStreamSynchronize", self._stream)
+                raise
+        return DeviceCopy(self._device_id, event)
+
+
 class DeviceWriter:
     """Copies from a region of this process's GPU into memory that other processes export. Used by
     one thread.
@@ -171,11 +209,8 @@ class DeviceWriter:
 
     def __init__(self, region: PoolRegion) -> None:
         self._region = region
-        self._stream = c_void_p()
+        self._stream = DeviceStream(region.device_id)
         self._opened: set[int] = set()
-        driver = _driver()
-        with driver.on(region.device_id):
-            driver.call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
 
     def open(self, export: bytes) -> int:
         """Address at which this process's GPU reaches another process's memory.
@@ -208,18 +243,10 @@ class DeviceWriter:
         Raises:
             TransferError: The GPU failed. What was enqueued before has ended.
         """
-        driver, event, region = _driver(), c_void_p(), self._region
-        with driver.on(region.device_id):
-            driver.call("cuEventCreate", ctypes.byref(event), _NO_TIMING)
-            try:
-                for source, offset, count in copies:
-                    to, begin = _at(address, offset), _at(region.address, source)
-                    driver.call("cuMemcpyDtoDAsync_v2", to, begin, count, self._stream)
-                driver.call("cuEventRecord", event, self._stream)
-            except TransferError:
-                driver.call("cuStreamSynchronize", self._stream)
-                raise
-        return DeviceCopy(region.device_id, event)
+        begin = self._region.address
+        return self._stream.copy(
+            Copy(address + offset, begin + source, count) for source, offset, count in copies
+        )
 
     def forget(self, address: int) -> None:
         """Closes opened memory, behind all copies.

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from weft.contract.start_work import CONNECTING, COPYING, START_WORK
 from weft.pages.transfer.nixl_binding import Binding, is_destroyed, load_binding
 from weft.pages.transfer.nixl_peer import ONE_SIDED_READ_LANES, new_agent_name
 from weft.pages.transfer.nixl_wire import (
@@ -122,7 +123,7 @@ class RangesReader:
         """
         binding = load_binding()
         _check(target, binding.version)
-        with binding.calls("reading weights"):
+        with START_WORK.time(CONNECTING), binding.calls("reading weights"):
             self._agent = binding.create_agent(self._name, has_device=False, has_thread=False)
         # No local variable has the agent: a frame of an exception would keep it from its end.
         reference = weakref.ref(self._agent.agent)
@@ -141,14 +142,17 @@ class RangesReader:
         pairs: Sequence[_Pair],
         report: Callable[[int], None],
     ) -> None:
-        with binding.calls("connecting to a worker for its weights"):
+        with (
+            START_WORK.time(CONNECTING),
+            binding.calls("connecting to a worker for its weights"),
+        ):
             _register(self._agent, _whole([own for own, _ in pairs]))
             peer = self._agent.add_remote_agent(target.metadata)
         peer = peer.decode() if isinstance(peer, bytes) else peer
         if peer != target.agent_name:
             raise TransportMismatch("the weights' metadata is of another agent than its name says")
         under_way: deque[_UnderWay] = deque()
-        done = 0
+        done, began = 0, time.monotonic()
         try:
             for batch in _batches(pairs, self._most_bytes // _AT_ONCE):
                 if len(under_way) == _AT_ONCE:
@@ -167,6 +171,7 @@ class RangesReader:
             for one in under_way:
                 _release(binding, one)
             under_way.clear()
+            START_WORK.add(COPYING, time.monotonic() - began)
             self.lanes = binding.lanes(self._name) or self.lanes
 
     def _wait(self, binding: Binding, one: _UnderWay) -> int:

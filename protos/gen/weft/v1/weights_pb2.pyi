@@ -793,7 +793,7 @@ Global___OfferWeightsRequest: _TypeAlias = OfferWeightsRequest  # noqa: Y015
 
 @_typing.final
 class OfferWeightsResponse(_message.Message):
-    """A worker's packed weights, which the caller may read over NIXL until they change or sleep. Bounds
+    """A worker's packed weights, which the caller may read until they change or sleep. Bounds
     are checked by the reader, and the digest of each tensor, since nothing holds the weights still.
     """
 
@@ -845,6 +845,8 @@ class RankWeights(_message.Message):
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ALLOCATIONS_FIELD_NUMBER: _builtins.int
     scheme: _builtins.bytes
     """Over the configuration, the dtype and the number format; 32 bytes."""
     share: _builtins.str
@@ -858,8 +860,14 @@ class RankWeights(_message.Message):
     agent_name: _builtins.str
     """Name of the agent that has registered the weights, and its serialised metadata, at most 16 MiB."""
     agent_metadata: _builtins.bytes
+    host: _builtins.str
+    """Names the running system of the host; empty: `allocations` is."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackedTensor]: ...
+    @_builtins.property
+    def allocations(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuAllocation]:
+        """The GPU memory in which the tensors lie, for processes of the same host."""
+
     def __init__(
         self,
         *,
@@ -871,14 +879,44 @@ class RankWeights(_message.Message):
         agent_name: _builtins.str = ...,
         agent_metadata: _builtins.bytes = ...,
         tensors: _abc.Iterable[Global___PackedTensor] | None = ...,
+        host: _builtins.str = ...,
+        allocations: _abc.Iterable[Global___GpuAllocation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "constants", b"constants", "nixl_version", b"nixl_version", "packing", b"packing", "scheme", b"scheme", "share", b"share", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "allocations", b"allocations", "constants", b"constants", "host", b"host", "nixl_version", b"nixl_version", "packing", b"packing", "scheme", b"scheme", "share", b"share", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankWeights: _TypeAlias = RankWeights  # noqa: Y015
+
+@_typing.final
+class GpuAllocation(_message.Message):
+    """Memory of a GPU that other processes of its host can open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    address: _builtins.int
+    device_id: _builtins.int
+    handle: _builtins.bytes
+    """The CUDA driver's, 64 bytes."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.int = ...,
+        device_id: _builtins.int = ...,
+        handle: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device_id", b"device_id", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuAllocation: _TypeAlias = GpuAllocation  # noqa: Y015
 
 @_typing.final
 class PackedTensor(_message.Message):

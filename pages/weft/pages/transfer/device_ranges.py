@@ -1,0 +1,131 @@
+"""Ranges of GPU memory that another process of this host has allocated, copied by the GPU.
+
+The copy takes NVLink between two GPUs and stays within one. The other process does nothing for it
+and nothing protects the bytes from a change meanwhile, so readers compare digests. The driver
+keeps opened memory until it is closed here, also if its process ends.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+from weft.contract.start_work import CONNECTING, COPYING, START_WORK
+from weft.contract.weights import GpuAllocation
+from weft.pages.transfer.device_memory import Copy, DeviceStream, ForeignMemory, exported
+from weft.pages.transfer.nixl_ranges import MemoryRange
+from weft.pages.transfer.nixl_wire import TransferError
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BATCH_BYTES = 1 << 30
+"""Bytes after which progress is reported."""
+_SLEEP_S = 1e-4
+
+_Pair = tuple[MemoryRange, MemoryRange]
+
+
+@cache
+def host_name() -> str:
+    """Names the running system of this host: the same in all its containers, another one after
+    each start. Empty: the system does not tell.
+    """
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def allocations_of(ranges: Sequence[MemoryRange]) -> list[GpuAllocation]:
+    """The allocations in which ranges of GPU memory lie, each once. Raises TransferError if the
+    driver has no handle of one: of expandable segments, for example.
+    """
+    found = dict[tuple[int, int], GpuAllocation]()
+    for one in ranges:
+        handle, offset = exported(one.address, one.device_id)
+        address = one.address - offset
+        found[one.device_id, address] = GpuAllocation(
+            address=address, device_id=one.device_id, handle=handle
+        )
+    return list(found.values())
+
+
+def read_ranges(
+    allocations: Sequence[GpuAllocation],
+    pairs: Sequence[_Pair],
+    *,
+    stall_s: float,
+    report: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Copies ranges of another process's GPU memory, the second of each pair, to those of this
+    process, which lie on one GPU and have the same lengths.
+
+    Args:
+        stall_s: Time without progress after which reading fails.
+        report: Called with the bytes that have come so far.
+
+    Raises:
+        TransferError: The memory cannot be opened, or is smaller than the ranges say; or the GPU
+            failed. With `may_still_arrive` bytes may come later.
+    """
+    with ExitStack() as stack:
+        with START_WORK.time(CONNECTING):
+            copies = _opened(allocations, pairs, stack)
+        with START_WORK.time(COPYING):
+            stream = DeviceStream(pairs[0][0].device_id)
+            under_way = [(part, stream.copy(part)) for part in _batches(copies)]
+            done, until = 0, time.monotonic() + stall_s
+            for part, copy in under_way:
+                while copy.poll() == "pending":
+                    if time.monotonic() > until:
+                        stack.pop_all()  # Memory that may still be read is not closed.
+                        raise TransferError(
+                            f"the GPU has copied nothing for {stall_s:g} s", may_still_arrive=True
+                        )
+                    time.sleep(_SLEEP_S)
+                done, until = done + sum(one.num_bytes for one in part), time.monotonic() + stall_s
+                report(done)
+
+
+def _opened(
+    allocations: Sequence[GpuAllocation], pairs: Sequence[_Pair], stack: ExitStack
+) -> list[Copy]:
+    """The copies to be made, from memory that is open until `stack` ends."""
+    known = sorted(allocations, key=_place)
+    opened = dict[GpuAllocation, ForeignMemory]()
+    copies = list[Copy]()
+    for own, theirs in pairs:
+        place = theirs.device_id, theirs.address
+        at = bisect_right(known, place, key=_place) - 1
+        if at < 0 or known[at].device_id != theirs.device_id:
+            raise TransferError("weights lie in memory of a GPU whose handle was not told")
+        one = known[at]
+        if one not in opened:
+            opened[one] = memory = ForeignMemory(one.handle, own.device_id)
+            stack.callback(memory.close)
+        memory, offset = opened[one], theirs.address - one.address
+        if offset + own.num_bytes > memory.num_bytes:
+            raise TransferError(
+                f"{own.num_bytes:,} bytes from {offset:,} on, of memory of {memory.num_bytes:,}"
+            )
+        copies.append(Copy(own.address, memory.address + offset, own.num_bytes))
+    return copies
+
+
+def _place(one: GpuAllocation) -> tuple[int, int]:
+    return one.device_id, one.address
+
+
+def _batches(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    batch, size = list[Copy](), 0
+    for one in copies:
+        batch.append(one)
+        size += one.num_bytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
