@@ -52,7 +52,7 @@ from weft.checkpoint.dtypes import resolve_dtype
 from weft.checkpoint.resolve import resolve_model
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.features.constraints.grammar import GrammarSource
-from weft.engine.features.constraints.masks import ConstraintState
+from weft.engine.features.constraints.grammar_state import ConstraintState
 from weft.engine.features.constraints.vocabulary import load_vocabulary
 from weft.engine.loop.llm import LLM, GeneratedSample
 

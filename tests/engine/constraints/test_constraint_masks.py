@@ -17,12 +17,11 @@ from weft.contract.request import Constraint, SamplingParams
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.executor.graphs import without_collection
-from weft.engine.features.constraints import masks
+from weft.engine.features.constraints import grammar_state, masks
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
+from weft.engine.features.constraints.grammar_state import ChargedTime, ConstraintState
 from weft.engine.features.constraints.masks import (
-    ChargedTime,
-    ConstraintState,
     MaskJob,
     MaskMaker,
 )
@@ -363,7 +362,8 @@ def test_a_sample_whose_masks_are_slow_is_ended(
     jobs = [MaskJob(state, [], (), slot) for slot, state in enumerate(states)]
     assert [allowed(mask) for mask in made(maker, jobs)] == count * [{*b"a", END}]
     monkeypatch.setattr(masks, "SLOW_MASK_S", 0.0)
-    monkeypatch.setattr(masks, "MAX_SLOW_S", 1e-3)
+    monkeypatch.setattr(grammar_state, "SLOW_MASK_S", 0.0)
+    monkeypatch.setattr(grammar_state, "MAX_SLOW_S", 1e-3)
     num_masks, found = 0, list[Result]()
     with without_collection():  # Which may take longer than all masks.
         while not any(isinstance(mask, InvalidRequest) for mask in found):

@@ -160,7 +160,7 @@ def test_pages_without_their_states_are_not_continued(
         for prompt, (answer, _), expected in zip(prompts, again, answers, strict=True):
             check_same(lambda: model, prompt, answer, expected, near_tie=OF_STATES)
         assert 0 in [hit for _, hit in again]
-        counts = load_report(llm.engine).state_counts
+        counts = load_report(llm.engine.wired).state_counts
         assert counts is not None
         assert counts.checkpoint_tokens == SETTINGS["checkpoint_tokens"]
         assert 0 < counts.continuable_pages <= counts.prefix_pages < num_pages

@@ -17,8 +17,8 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import DeviceStates, StateMemory
 from weft.engine.model.layers import gated_delta
+from weft.kernels.ops.gated_delta import triton_gates
 from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.recurrence import triton_rows as recurrent_rows
 from weft.kernels.ops.recurrence import triton_steps as recurrence
 from weft.kernels.ops.recurrence.head_rows import HeadRows
 
@@ -71,7 +71,7 @@ def test_a_layer_makes_few_launches(
     )
     monkeypatch.setattr(gated_delta, "short_conv", recurrence.short_conv)
     monkeypatch.setattr(gated_delta, "gated_delta", recurred)
-    monkeypatch.setattr(gated_delta, "delta_gates", recurrent_rows.delta_gates)
+    monkeypatch.setattr(gated_delta, "delta_gates", triton_gates.delta_gates)
     cpu = torch.device("cpu")
     config = GatedDeltaConfig(
         key_heads=KEY_HEADS, value_heads=HEADS, key_dim=DIM, value_dim=DIM, taps=4, eps=1e-6

@@ -84,7 +84,7 @@ def test_no_page_of_old_weights_comes_back_from_host_memory_or_disk(
     others = [[3 + (7 * number + at) % 500 for at in range(40)] for number in range(20)]
 
     def hits(llm: LLM) -> int:
-        return sum(tier.counters["hit_pages"] for tier in load_report(llm.engine).tiers)
+        return sum(tier.counters["hit_pages"] for tier in load_report(llm.engine.wired).tiers)
 
     with LLM(second, **SETTINGS) as fresh:
         right = texts(fresh)

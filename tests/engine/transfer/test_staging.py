@@ -181,7 +181,7 @@ def test_pages_being_read_are_neither_changed_nor_freed(
     taken = filler.memory.allocate(filler.memory.num_available_pages)
     assert {page for pages in held for page in pages}.isdisjoint(taken)
     filler.memory.release(taken)
-    staging = filler.staging_counts()
+    staging = filler.parts.transport.staging_counts()
     assert staging is not None
     assert staging.used == sum(map(len, held))
     may_end.set()

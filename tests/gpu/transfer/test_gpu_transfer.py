@@ -134,7 +134,7 @@ def check_idle(pair: EnginePair) -> None:
     """Nothing is lost, in the pools and in the staging areas."""
     pair.settle()
     for engine in (pair.owner, *pair.fillers.values()):
-        staging = engine.staging_counts()
+        staging = engine.parts.transport.staging_counts()
         assert staging is not None
         assert staging.free == staging.total, staging
         assert num_quarantined(engine) == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.ops.gated_delta import delta_gates
+from weft.kernels.ops.gated_delta import delta_gates, triton_gates
 from weft.kernels.ops.gated_delta.reference import gated_delta_reference
-from weft.kernels.ops.gated_norm import GateForm, gated_norm
+from weft.kernels.ops.gated_norm import gated_norm, triton_norm
+from weft.kernels.ops.gated_norm.spec import GateForm
 from weft.kernels.ops.mamba2 import mamba2_reference
-from weft.kernels.ops.recurrence import triton_rows as rows_gpu
 from weft.kernels.ops.recurrence.head_rows import HeadRows
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.recurrence.triton_chunks import chunked_recurrence
@@ -62,7 +62,7 @@ def test_norms_with_gates(form: GateForm, has_weight: bool) -> None:
     for weight in (torch.randn(20), torch.randn(6, 20)) if has_weight else (None,):
         for first in (False, True):
             settings = {"form": form, "gates_first": first}
-            made = rows_gpu.gated_norm(x, gate, weight, 1e-3, **settings)
+            made = triton_norm.gated_norm(x, gate, weight, 1e-3, **settings)
             torch.testing.assert_close(made, gated_norm(x, gate, weight, 1e-3, **settings))
 
 
@@ -70,5 +70,5 @@ def test_gates() -> None:
     fresh_seed()
     ba, rates, bias = torch.randn(7, 24) * 9, -torch.rand(12), torch.randn(12)
     for shared in (12, 3):
-        made = rows_gpu.delta_gates(ba, rates, bias, shared)
+        made = triton_gates.delta_gates(ba, rates, bias, shared)
         torch.testing.assert_close(made, delta_gates(ba, rates, bias, shared))

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from weft.contract.request import Constraint
 from weft.engine.features.constraints.disjoint import same
 from weft.engine.features.constraints.grammar import GrammarSource
-from weft.engine.features.constraints.masks import ConstraintState
+from weft.engine.features.constraints.grammar_state import ConstraintState
 from weft.engine.features.constraints.schema import MAX_UNIQUE
 from weft.engine.features.constraints.unique import Matcher
 from weft.engine.features.constraints.vocabulary import tokenizer_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from weft.contract.errors import ConfigError
 from weft.engine.executor.device_arena import DeviceArena
-from weft.engine.executor.sleeping import Span, spans_of, without
+from weft.engine.executor.memory_spans import Span, spans_of, without
 
 CPU = torch.device("cpu")
 PAGE = 1 << 16

@@ -11,7 +11,8 @@ import soundfile
 import soxr
 from transformers import WhisperFeatureExtractor
 from weft.gateway.media import audio
-from weft.gateway.media.audio import BadAudio, decode, log_mel
+from weft.gateway.media.audio import decode, log_mel
+from weft.gateway.media.prompts import BadFile
 
 RATE = 16_000
 
@@ -66,7 +67,7 @@ def test_what_an_extra_reads_is_refused_with_its_name(
     begin: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audio, "is_installed", lambda: False)
-    with pytest.raises(BadAudio, match=f"extra `{audio.EXTRA}`"):
+    with pytest.raises(BadFile, match=f"extra `{audio.EXTRA}`"):
         decode(begin + random.randbytes(200), 10)
 
 
@@ -74,15 +75,15 @@ def test_no_more_is_decoded_than_allowed_whatever_a_header_says() -> None:
     """Silence compresses to nothing, and a forged rate hides how long a file is."""
     long = file_of(np.zeros(60 * RATE, np.float32), RATE, "FLAC")
     assert len(long) < 10_000
-    with pytest.raises(BadAudio, match="longer than 59 s"):
+    with pytest.raises(BadFile, match="longer than 59 s"):
         decode(long, 59)
     assert len(decode(long, 60)) == 60 * RATE
     forged = bytearray(file_of(np.zeros(RATE, np.float32), RATE))
     forged[24:28] = (2_000).to_bytes(4, "little")
-    with pytest.raises(BadAudio, match="longer than 7 s"):
+    with pytest.raises(BadFile, match="longer than 7 s"):
         decode(forged, 7)
     forged[24:28] = (1).to_bytes(4, "little")
-    with pytest.raises(BadAudio, match="1 samples a second"):
+    with pytest.raises(BadFile, match="1 samples a second"):
         decode(forged, 7)
 
 
@@ -114,7 +115,7 @@ def test_damaged_files_are_refused_or_have_a_sound(count: int) -> None:
         data = damage(rng.choice(files), rng)
         try:
             samples = decode(data, 5)
-        except BadAudio:
+        except BadFile:
             continue
         assert 0 < len(samples) <= 5 * RATE
         assert np.isfinite(samples).all()

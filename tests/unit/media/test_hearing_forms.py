@@ -22,9 +22,9 @@ from weft.checkpoint.resolve import resolve_model
 from weft.common.settings import load_settings
 from weft.contract.errors import InvalidRequest, ModelError
 from weft.contract.spans import Media, MediaKind
-from weft.gateway.media.clip_forms import BadAudio, ClipForm
+from weft.gateway.media.clip_forms import ClipForm
 from weft.gateway.media.hearing import ClipPrompts, load_clip_prompts
-from weft.gateway.media.prompts import MediaForm, put_in
+from weft.gateway.media.prompts import BadFile, MediaForm, put_in
 from weft.gateway.media.reader import FetchedFiles, MediaReader, ProcessedFile
 from weft.gateway.request import MediaFile
 from weft.gateway.settings import GatewaySettings
@@ -134,9 +134,9 @@ def test_qwen2_audios_clips_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_clips_that_a_model_cannot_take_are_refused(tmp_path: Path) -> None:
     form = prompts_of(tmp_path / "model", "qwen2_audio").form
-    with pytest.raises(BadAudio, match="longer than 2 s"):
+    with pytest.raises(BadFile, match="longer than 2 s"):
         form.process(noise(WINDOW + 1))
-    with pytest.raises(BadAudio, match="too short"):
+    with pytest.raises(BadFile, match="too short"):
         form.process(noise(160))
 
 

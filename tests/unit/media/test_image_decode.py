@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from weft.gateway.media.decode import open_image, to_rgb, upright_size
-from weft.gateway.media.forms import BadImage
+from weft.gateway.media.prompts import BadFile
 from weft.testing.models.tiny_images import encoded, random_image
 
 MAX_PIXELS = 1_000_000
@@ -170,27 +170,27 @@ def png(
 
 @pytest.mark.parametrize("size", [(100_000, 100_000), (1001, 1000), ((1 << 31) - 1, 1)])
 def test_too_many_pixels_are_refused_by_the_header(size: tuple[int, int]) -> None:
-    with pytest.raises(BadImage, match="pixels"):
+    with pytest.raises(BadFile, match="pixels"):
         open_image(png(*size, 8, 2, b"\0" * 4000), MAX_PIXELS)
 
 
 def test_headers_of_gif_and_webp_count_too() -> None:
     gif = b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\0\0\0,"
-    with pytest.raises(BadImage):
+    with pytest.raises(BadFile):
         to_rgb(open_image(gif + b"\0" * 100, MAX_PIXELS))
     webp = encoded(Image.new("RGB", (2000, 2000)), "WEBP")
-    with pytest.raises(BadImage, match="pixels"):
+    with pytest.raises(BadFile, match="pixels"):
         open_image(webp, MAX_PIXELS)
 
 
 @pytest.mark.parametrize("kind", ["BMP", "TIFF", "PPM", "ICO"])
 def test_other_formats_are_not_read(kind: str) -> None:
     data = encoded(Image.new("RGB", (16, 16)), kind)
-    with pytest.raises(BadImage, match="JPEG, PNG, WEBP, GIF"):
+    with pytest.raises(BadFile, match="JPEG, PNG, WEBP, GIF"):
         open_image(data, MAX_PIXELS)
 
 
 def test_a_truncated_file_is_damaged() -> None:
     data = encoded(random_image(12, 200, 200), "JPEG")
-    with pytest.raises(BadImage, match="damaged"):
+    with pytest.raises(BadFile, match="damaged"):
         to_rgb(open_image(data[: len(data) // 2], MAX_PIXELS))

@@ -17,9 +17,9 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from weft.contract.errors import ModelError
 from weft.contract.spans import media_digest
-from weft.gateway.media.forms import COARSE_PIXELS, BadImage, ScaledForm
+from weft.gateway.media.forms import COARSE_PIXELS, ScaledForm
 from weft.gateway.media.load import ImagePrompts, load_image_prompts
-from weft.gateway.media.prompts import put_in
+from weft.gateway.media.prompts import BadFile, put_in
 from weft.testing.models.tiny_images import random_image
 from weft.testing.models.tiny_qwen_vl import IDS, MARKS, SQUARE, VOCAB_SIZE
 from weft.testing.models.tiny_vision import write_marked_tokenizer
@@ -80,7 +80,7 @@ def test_pictures_of_paddleocr_are_those_of_transformers(patch: int, least: int,
         try:
             found = processor(image, do_rescale=False, do_normalize=False, return_tensors="np")
         except ValueError:
-            with pytest.raises(BadImage, match="200 times"):
+            with pytest.raises(BadFile, match="200 times"):
                 form.plan(height, width)
             continue
         (one,) = form.process(image)
@@ -119,7 +119,7 @@ def test_coarse_images_have_few_tokens() -> None:
 def test_long_images_are_refused() -> None:
     form = ScaledForm(square=32, min_pixels=65_536, max_pixels=16_777_216, resample=3)
     for size in ((1, 201), (4001, 20)):
-        with pytest.raises(BadImage, match="200 times"):
+        with pytest.raises(BadFile, match="200 times"):
             form.plan(*size)
 
 

@@ -23,6 +23,7 @@ from transformers.models.qwen3_vl import processing_qwen3_vl
 from transformers.video_utils import VideoMetadata, read_video_pyav
 from weft.gateway.media import audio, containers
 from weft.gateway.media.process import _answer
+from weft.gateway.media.prompts import BadFile
 from weft.gateway.media.video_forms import VideoForm, VideoPrompts
 from weft.testing.models.tiny_qwen_vl import MARKS
 from weft.testing.models.tiny_video import video
@@ -237,7 +238,7 @@ def test_audio_in_containers(name: str, codec: str, rate: int, layout: str, coun
     at = np.argmax(np.correlate(found, wanted[4000:12_000], "valid"))
     part = found[at : at + 8000]
     assert np.corrcoef(part, wanted[4000:12_000])[0, 1] > 0.98
-    with pytest.raises(audio.BadAudio, match="longer than 1 s"):
+    with pytest.raises(BadFile, match="longer than 1 s"):
         audio.decode(data, 1.0)
     for _ in range(count):
         damaged = bytearray(data)
@@ -304,7 +305,7 @@ def test_silence_that_unpacks_to_much_is_not_unpacked() -> None:
     assert len(data) < 40_000
     taken = list[int]()
     with (
-        pytest.raises(audio.BadAudio, match="longer than 2 s"),
+        pytest.raises(BadFile, match="longer than 2 s"),
         patch.object(
             audio, "sound_of", lambda *given: _counted(containers.sound_of(*given), taken)
         ),

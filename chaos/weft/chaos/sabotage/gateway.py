@@ -10,9 +10,8 @@ from weft.chaos.sabotage.wrap import wrap
 from weft.contract.faults import FaultPoint
 from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.generation.generation import Generation
-from weft.gateway.routing.base import RoutingRequest
 from weft.gateway.routing.page_index import FleetPageIndex
-from weft.gateway.routing.view import Column, PoolView
+from weft.gateway.routing.view import Column, PoolView, RoutingRequest
 
 DELIVER = FaultPoint(
     "gateway.deliver", "the gateway hands out tokens: one of them twice", "sabotage"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from weft.contract.errors import ConfigError
-from weft.engine.executor.sleeping import Span, spans_of, without
+from weft.engine.executor.memory_spans import Span, spans_of, without
 
 _PINNED, _DEVICE, _READ_WRITE, _NO_MEMORY = 1, 1, 3, 2
 

@@ -14,7 +14,7 @@ from typing import Any
 from weft.contract import faults
 from weft.contract.clock import Clock, monotonic
 from weft.contract.errors import Draining, Internal, MediaMissing, Overloaded, WeftError
-from weft.contract.fills import LeaseReply, StagingCounts
+from weft.contract.fills import LeaseReply
 from weft.contract.messages import Inbox, Outbox
 from weft.contract.reports import QUIET_REPORT_S
 from weft.contract.submits import Ping, Pong, Submit
@@ -74,7 +74,7 @@ class Engine:
         self._intake = parts.intake
         self._constraints = parts.constraints
         self.info = parts.info
-        wired = EngineWiring(config, parts, self, clock)
+        self.wired = wired = EngineWiring(config, parts, self, clock)
         self._out = wired.out
         self._kv_events = wired.kv_events
         self.memory, self.memories = parts.memory, wired.memories
@@ -103,7 +103,6 @@ class Engine:
         self._pace, self._fill_pace = wired.pace, wired.fill_pace
         self._look_up, self._fail = wired.look_up, wired.fail
         self._flush_pages = wired.flush
-        self.is_draining = False
         self.ran_step = False
         """The result of the last `StepPipeline.turn`."""
         self._expire_at = self._report_at = 0.0
@@ -137,14 +136,8 @@ class Engine:
             or self.pipeline.num_steps
             or self.fills.num_open
             or self.filler.num_active
-            or self.num_copies
+            or self.wired.num_copies
         )
-
-    @property
-    def num_copies(self) -> int:
-        """Number of pages held while they are copied to tiers or the KV store."""
-        num_copies = self.store.num_open_pages if self.store is not None else 0
-        return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
 
     def leave_steps(self) -> None:
         """Lets a turn return while the device computes, so that messages to other workers do not
@@ -244,7 +237,7 @@ class Engine:
         self._is_reported = is_due or (inbox is not None and wants_report(inbox))
         if self._is_reported:
             self._report_at = now + REPORT_INTERVAL_S
-            self._out.outbox.load = load_report(self)
+            self._out.outbox.load = load_report(self.wired)
         if goes:
             self._out.outbox.kv_changes = self._kv_events.take()
         self.pipeline.host_rests()
@@ -336,7 +329,7 @@ class Engine:
             self.experts.obey(about_experts)
 
     def _set_drain(self, drains: bool) -> None:
-        self.is_draining = self.filler.is_draining = drains
+        self.filler.is_draining = drains
         if drains:
             self._groups.hand_back(is_running_too=False)
 
@@ -347,7 +340,7 @@ class Engine:
 
     def _follow_group(self, lockstep: LockstepExecutor) -> None:
         """Drains with the workers that share this one's experts."""
-        if lockstep.drains != self.is_draining:
+        if lockstep.drains != self.filler.is_draining:
             self._set_drain(lockstep.drains)
         if lockstep.takes_hand_back():
             self._hand_back()
@@ -386,7 +379,7 @@ class Engine:
             self._groups.repeat_state(key)
             return
         try:
-            if self.is_draining:
+            if self.filler.is_draining:
                 raise Draining("this worker is draining", stage="queue")
             self.weights.check()
             self._check_queue()
@@ -414,7 +407,7 @@ class Engine:
         num_waiting = self.scheduler.num_waiting + self._groups.num_unforked()
         if num_waiting >= self.config.max_waiting_requests:
             message = f"{num_waiting} requests are waiting"
-            raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
+            raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self.wired))
 
     def _answer(self, ping: Ping) -> None:
         if ping.expects_constraints:
@@ -537,13 +530,8 @@ class Engine:
 
     # -- state -----------------------------------------------------------------------------------
 
-    def staging_counts(self) -> StagingCounts | None:
-        """Staging pages by state; None if there are none."""
-        area = self.parts.transport.staging
-        return area.counts() if area is not None else None
-
     def counters(self) -> dict[str, int]:
-        return engine_counters(self)
+        return engine_counters(self.wired)
 
     def sizes(self) -> dict[str, int]:
         """Sizes of everything that grows with requests, by name, as `snapshot` reports them."""
@@ -570,4 +558,6 @@ class Engine:
         Args:
             max_entries: Most entries of each list; `sizes` has the whole lengths.
         """
-        return engine_snapshot(self, self._clock(), max_entries)
+        return engine_snapshot(
+            self.wired, self._clock(), max_entries, is_idle=self.is_idle, sizes=self.sizes()
+        )

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.contract.adapters import AdapterState
+from weft.engine.loop.reports import engine_counters
+from weft.engine.loop.wiring import EngineWiring
 from weft.engine.requests.request import Request
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.fill import Fill
 from weft.pages.fills.lease import Lease
 
-if TYPE_CHECKING:
-    from weft.engine.loop.engine import Engine
 
-
-def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, Any]:
+def engine_snapshot(
+    wired: EngineWiring,
+    now: float,
+    max_entries: int,
+    *,
+    is_idle: bool,
+    sizes: Mapping[str, int],
+) -> dict[str, Any]:
     """Snapshot of an engine's scheduler, memory and fills, as JSON values. The engine must be
     between two turns.
 
     Args:
         max_entries: Most entries of each list.
     """
-    memory, staging = engine.memory, engine.staging_counts()
-    counts = [(each.name, each.memory.counts()._asdict()) for each in engine.parts.companions]
+    parts = wired.parts
+    memory, staging = parts.memory, parts.transport.staging_counts()
+    counts = [(each.name, each.memory.counts()._asdict()) for each in parts.companions]
     return {
-        "epoch": f"{engine.info.epoch:016x}",
-        "is_idle": engine.is_idle,
-        "is_draining": engine.is_draining,
+        "epoch": f"{parts.info.epoch:016x}",
+        "is_idle": is_idle,
+        "is_draining": wired.filler.is_draining,
         "pages": {**memory.counts()._asdict(), "promised": memory.num_promised_pages},
         "state_blocks": next((own for name, own in counts if name == "state"), None),
         "window_pages": [own for name, own in counts if name == "window"],
         "staging_pages": asdict(staging) if staging is not None else None,
-        "sizes": engine.sizes(),
-        "requests": request_entries(engine.scheduler, now, max_entries),
-        "open_fills": fill_entries(engine.fills.open_fills, now, max_entries),
-        "adapters": adapter_entries(engine.adapters.states(), max_entries),
-        "leases": lease_entries(engine.filler.leases, now, max_entries),
-        "counters": engine.counters(),
-        "audit": asdict(engine.audit.check()) if engine.audit is not None else None,
+        "sizes": sizes,
+        "requests": request_entries(wired.scheduler, now, max_entries),
+        "open_fills": fill_entries(wired.owner_fills.open_fills, now, max_entries),
+        "adapters": adapter_entries(parts.adapters.states(), max_entries),
+        "leases": lease_entries(wired.filler.leases, now, max_entries),
+        "counters": engine_counters(wired),
+        "audit": asdict(wired.audit.check()) if wired.audit is not None else None,
     }
 
 

@@ -63,7 +63,8 @@ class EngineWiring:
     def __init__(
         self, config: EngineConfig, parts: EngineComponents, owner: StepOwner, clock: Clock
     ) -> None:
-        self._config, self._parts, self._clock = config, parts, clock
+        self.parts = parts
+        self._config, self._clock = config, clock
         # What lies in memory, and who is told of it.
         self.out = Outgoing()
         self.kv_events = KvEvents(config.page_size)
@@ -188,14 +189,14 @@ class EngineWiring:
         stored, removed = self.kv_events.stored, self.kv_events.removed
         # A prefix that ends where no companion has a piece cannot be continued. Companions that
         # know of this tell of such pages themselves.
-        tell_themselves = [each.watch(stored, removed) for each in self._parts.companions]
+        tell_themselves = [each.watch(stored, removed) for each in self.parts.companions]
         if not any(tell_themselves):
-            memory = self._parts.memory
+            memory = self.parts.memory
             memory.on_published.append(lambda _, key, parent: stored(key, parent))
             memory.on_evicted.append(removed)
 
     def _make_tiers(self, fill_events: FillEvents) -> Tiers | None:
-        config, parts = self._config, self._parts
+        config, parts = self._config, self.parts
         if parts.tiers is None:
             return None
         return Tiers(
@@ -215,7 +216,7 @@ class EngineWiring:
         )
 
     def _make_packer(self) -> CompanionPacker | None:
-        config, parts = self._config, self._parts
+        config, parts = self._config, self.parts
         if not parts.carriers or not config.ships_pages:
             return None
         return CompanionPacker(
@@ -229,7 +230,7 @@ class EngineWiring:
         )
 
     def _make_tail(self) -> TailRows | None:
-        config, parts = self._config, self._parts
+        config, parts = self._config, self.parts
         media = self.media or self.filled_media
         if media is None or not parts.media_row_bytes:
             return None
@@ -237,15 +238,15 @@ class EngineWiring:
         return TailRows(*sizes, media, parts.executor)
 
     def _make_media(self) -> MediaRows | None:
-        config, encoder = self._config, self._parts.encoder
+        config, encoder = self._config, self.parts.encoder
         if encoder is None:
             return None
         store = MediaStore(config.media_bytes)
         sizes = config.media_rows, config.max_step_patches, config.max_step_tokens
-        return MediaRows(store, encoder, *sizes, self._parts.media_axes)
+        return MediaRows(store, encoder, *sizes, self.parts.media_axes)
 
     def _make_scheduler(self, *, drafts_on_device: bool) -> Scheduler:
-        config, parts, pages = self._config, self._parts, self.pages
+        config, parts, pages = self._config, self.parts, self.pages
         fills: Fills = self.owner_fills
         if self.tiers is not None or config.has_store:
             fills = TieredFills(
@@ -297,7 +298,7 @@ class EngineWiring:
         )
 
     def _make_filler(self) -> Filler:
-        config, parts, clock = self._config, self._parts, self._clock
+        config, parts, clock = self._config, self.parts, self._clock
         jobs = ComputeJobs(
             config,
             parts.intake,
@@ -330,7 +331,7 @@ class EngineWiring:
         )
 
     def _make_sleep(self) -> SleepControl:
-        parts = self._parts
+        parts = self.parts
         pages = CachedPages(self.flush, self._are_pages_quiet, lambda: parts.memory.counts().used)
         return SleepControl(
             *(parts.executor, parts.local.sleeper, parts.transport, pages),
@@ -354,10 +355,14 @@ class EngineWiring:
         # it, if these are still there.
         return sum(memory.flush_cache() for memory in reversed(self.memories))
 
+    @property
+    def num_copies(self) -> int:
+        """Number of pages held while they are copied to tiers or the KV store."""
+        num_copies = self.store.num_open_pages if self.store is not None else 0
+        return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
+
     def _are_pages_quiet(self) -> bool:
-        copies = self.store.num_open_pages if self.store is not None else 0
-        copies += self.tiers.num_open if self.tiers is not None else 0
-        return not (copies or self.owner_fills.num_open or self.filler.num_active)
+        return not (self.num_copies or self.owner_fills.num_open or self.filler.num_active)
 
     def fail(self, request: Request, error: WeftError) -> None:
         """Ends a request of a client with all of its samples, or a fill job."""
@@ -394,10 +399,10 @@ class EngineWiring:
             self.groups.on_finished(request)
 
     def _on_slot_free(self, slot: int) -> None:
-        self._parts.executor.page_table.clear(slot)
+        self.parts.executor.page_table.clear(slot)
         self.step_sampler.free(slot)
-        if self._parts.drafter is not None:
-            self._parts.drafter.forget(slot)
+        if self.parts.drafter is not None:
+            self.parts.drafter.forget(slot)
 
     def _num_leaving_tokens(self) -> int:
         return self.filler.num_leaving_tokens()

@@ -22,7 +22,8 @@ from weft.kernels.ops.divided_pages import divided
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.peers.spec import Peers
 from weft.kernels.ops.replaced import adapt_embeddings
-from weft.kernels.ops.stream import Stream, stream_of
+from weft.kernels.ops.stream import stream_of
+from weft.kernels.ops.stream.reference import Stream
 from weft.kernels.ops.stream.taps import Taps
 
 

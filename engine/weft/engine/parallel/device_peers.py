@@ -13,7 +13,7 @@ from torch.distributed import _symmetric_memory as symmetric
 from weft.contract.errors import ConfigError
 from weft.engine.parallel.device_page_ranks import MAX_ROWS, DevicePageRanks
 from weft.engine.parallel.shared import SharedGroup
-from weft.kernels.ops.divided_pages.spec import PageRanks
+from weft.kernels.ops.attention.spec import PageRanks
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.peers import triton_pages
 from weft.kernels.ops.peers.triton_logits import LogitsMemory, gather_logits, memory_bytes

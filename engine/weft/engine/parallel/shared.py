@@ -25,7 +25,7 @@ import torch
 from weft.contract.arrays import Int32Array, Int64Array
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
-from weft.kernels.ops.divided_pages.spec import PageRanks
+from weft.kernels.ops.attention.spec import PageRanks
 from weft.kernels.shared import cpu
 
 _COUNTER_BYTES = 64

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from weft.contract.errors import ConfigError
+from weft.contract.fills import StagingCounts
 from weft.contract.handle import NixlTargetInfo, SharedTargetInfo
 from weft.engine.base.config import EngineConfig
 from weft.engine.transfer.exchange import PageExchange
@@ -84,6 +85,10 @@ class Transport:
     def staging(self) -> StagingArea | None:
         """The area that peers write to instead of the pool; None: they write into the pool."""
         return self._exchange.staging
+
+    def staging_counts(self) -> StagingCounts | None:
+        """Staging pages by state; None if there are none."""
+        return None if self.staging is None else self.staging.counts()
 
     @property
     def last_piece_tokens(self) -> int:

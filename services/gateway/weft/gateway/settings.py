@@ -27,7 +27,7 @@ from weft.gateway.routing import POLICIES, PolicyOptions
 from weft.gateway.text.answer.formats import FORMATS, REASONING_FORMATS
 
 if TYPE_CHECKING:
-    from weft.gateway.fleet.discovery import Role  # which takes these settings
+    from weft.gateway.fleet.discovery.base import Role
 
 DiscoveryName = Literal["static", "dns", "file", "kubernetes"]
 MAX_PROMPTS = 4096

@@ -21,7 +21,7 @@ from weft.engine.base.token_trees import TokenTree, parents_of
 from weft.engine.scheduler.ports import Mask, Masks
 
 if TYPE_CHECKING:
-    from weft.engine.features.constraints.masks import ChargedTime, ConstraintState
+    from weft.engine.features.constraints.grammar_state import ChargedTime, ConstraintState
 
 
 class Phase(Enum):

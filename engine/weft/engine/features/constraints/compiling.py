@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
 MAX_RUNNING = 2
 """Constraints that are compiled at a time."""
 MAX_LOST = 4

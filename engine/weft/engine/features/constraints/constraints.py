@@ -10,25 +10,19 @@ from weft.checkpoint.vocabularies import TOKENIZER_FILE
 from weft.contract.errors import InvalidRequest, WeftError
 from weft.contract.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.base.config import EngineConfig
-from weft.engine.features.constraints.compiling import VocabularyConfig
+from weft.engine.features.constraints.compiling import TOO_SLOW, VocabularyConfig
 from weft.engine.features.constraints.grammars import Grammars
 from weft.engine.requests.request import Request, RequestKey, State
 from weft.engine.scheduler.ports import Made, MaskRows
 
 if TYPE_CHECKING:
     from weft.engine.features.constraints.after_reasoning import AfterReasoning
-    from weft.engine.features.constraints.masks import (
-        ChargedTime,
-        ConstraintState,
-        MaskGroup,
-        MaskJob,
-        MaskMaker,
-    )
+    from weft.engine.features.constraints.grammar_state import ChargedTime, ConstraintState
+    from weft.engine.features.constraints.masks import MaskGroup, MaskJob, MaskMaker
     from weft.engine.features.constraints.unique import Matcher
 
 MAX_REFUSED = 64
 """Number of too slow constraints that are remembered."""
-TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
 """Error message for a request whose constraint took too long."""
 
 
@@ -194,7 +188,7 @@ class Constraints:
 
     def _begun(self, request: Request) -> ConstraintState | AfterReasoning:
         from weft.engine.features.constraints.after_reasoning import AfterReasoning
-        from weft.engine.features.constraints.masks import ChargedTime, ConstraintState
+        from weft.engine.features.constraints.grammar_state import ChargedTime, ConstraintState
 
         grammar = self.grammars[request.key]
         constraint = request.params.constraint

@@ -31,7 +31,7 @@ from weft.kernels.ops.eagle_head import keep_last_states, states_before
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import AnyNorm
-from weft.kernels.ops.stream import Stream
+from weft.kernels.ops.stream.reference import Stream
 
 
 class MtpHead:

@@ -18,8 +18,9 @@ from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.pack import pack_linear
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import AnyNorm, Norm
-from weft.kernels.ops.stream import Stream, stream_of
+from weft.kernels.ops.stream import stream_of
 from weft.kernels.ops.stream.additions import Normed
+from weft.kernels.ops.stream.reference import Stream
 
 _LEAST_SQUARE = 1e-5
 """Least mean square of a copy before it is scaled."""

@@ -9,8 +9,8 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.step import Step
 from weft.kernels.ops.norm import AnyNorm
 from weft.kernels.ops.peers.spec import Peers
-from weft.kernels.ops.stream import Stream
 from weft.kernels.ops.stream.additions import Combine, Computed, Normed
+from weft.kernels.ops.stream.reference import Stream
 
 
 class DualNorm(NamedTuple):

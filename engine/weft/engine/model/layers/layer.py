@@ -9,8 +9,8 @@ from weft.engine.model.step import Step
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
-from weft.kernels.ops.stream import Stream
 from weft.kernels.ops.stream.additions import Computed, Normed, Pending
+from weft.kernels.ops.stream.reference import Stream
 
 if TYPE_CHECKING:
     from weft.kernels.ops.attention.spec import OwnKv

@@ -12,9 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec, PageRanks, PagesHere
 from weft.kernels.ops.divided_pages.reference import attention_here_reference
-from weft.kernels.ops.divided_pages.spec import PageRanks, PagesHere
 from weft.kernels.ops.latent_attention.scaled import scaled_latents
 from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.kernels.ops.pages.scaled_kv import dequantised, is_scaled

@@ -24,10 +24,10 @@ from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
-    from weft.kernels.ops.recurrence import triton_rows as _triton_rows
+    from weft.kernels.ops.gated_delta import triton_gates as _triton_gates
     from weft.kernels.ops.recurrence import triton_steps as _triton_steps
 else:
-    _triton_rows = deferred(__name__, "weft.kernels.ops.recurrence.triton_rows")
+    _triton_gates = deferred(__name__, "weft.kernels.ops.gated_delta.triton_gates")
     _triton_steps = deferred(__name__, "weft.kernels.ops.recurrence.triton_steps")
 
 
@@ -78,7 +78,7 @@ def delta_gates(
         [T, Hv] float32 each.
     """
     if ba.is_cuda:
-        return _triton_rows.delta_gates(ba, rates, dt_bias, shared)
+        return _triton_gates.delta_gates(ba, rates, dt_bias, shared)
     b, a = (part.reshape(len(ba), -1) for part in ba.view(len(ba), -1, 2, shared).unbind(2))
     return rates * F.softplus(a.float() + dt_bias), b.sigmoid().float()
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from weft.kernels.ops.gated_norm.spec import GateForm
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
-    from weft.kernels.ops.recurrence import triton_rows as _triton_rows
+    from weft.kernels.ops.gated_norm import triton_norm as _triton_norm
 else:
-    _triton_rows = deferred(__name__, "weft.kernels.ops.recurrence.triton_rows")
-
-GateForm = Literal["silu", "sigmoid"]
+    _triton_norm = deferred(__name__, "weft.kernels.ops.gated_norm.triton_norm")
 
 
 def gated_norm(
@@ -40,7 +39,7 @@ def gated_norm(
     if gate.dim() == 3:
         gate = gate[:, :, None]
     if x.is_cuda:
-        return _triton_rows.gated_norm(x, gate, weight, eps, form=form, gates_first=gates_first)
+        return _triton_norm.gated_norm(x, gate, weight, eps, form=form, gates_first=gates_first)
     gate, wide = gate.flatten(1, 2), x.float()
     factor = F.silu(gate.float()) if form == "silu" else torch.sigmoid(gate.float())
     if gates_first or weight is None:

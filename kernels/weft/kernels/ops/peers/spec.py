@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import torch
-from weft.kernels.ops.divided_pages.spec import PageRanks
+from weft.kernels.ops.attention.spec import PageRanks
 from weft.kernels.ops.norm import Norm
 from weft.kernels.shared import cpu
 

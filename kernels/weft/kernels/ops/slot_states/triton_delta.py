@@ -219,7 +219,7 @@ def _prepare_kernel(
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Does the work of `slot_states._conv_kernel` and `slot_states._shares_kernel` for `AT_ONCE`
-    heads of one key head, and computes the gates of `recurrent_rows.delta_gates` first.
+    heads of one key head, and computes the gates of `delta_gates` first.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)

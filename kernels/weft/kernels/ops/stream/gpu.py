@@ -29,7 +29,6 @@ from weft.kernels.ops.moe.triton_direct import joins_shared
 from weft.kernels.ops.norm import AnyNorm, Norm
 from weft.kernels.ops.norm.triton_rms import add_rms_norm, add_rounding_norm
 from weft.kernels.ops.peers.spec import GpuPeers
-from weft.kernels.ops.stream import Stream
 from weft.kernels.ops.stream.additions import (
     Combine,
     Computed,
@@ -39,6 +38,7 @@ from weft.kernels.ops.stream.additions import (
     SharedCombine,
     Sum,
 )
+from weft.kernels.ops.stream.reference import Stream
 from weft.kernels.ops.stream.taps import Taps
 
 

@@ -376,7 +376,9 @@ class RequestPipeline:
         self._count(answer)
         if self._log is not None:
             self._log.write(answer)
-        answer.trace.end(answer)
+        model = "" if answer.served is None else answer.served.model.name
+        usage = answer.usage() if answer.has_begun else None
+        answer.trace.end(answer.raw, model, answer.outcome, usage)
         for take in self._on_ended:
             take(answer)
 

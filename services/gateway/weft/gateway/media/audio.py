@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from weft.checkpoint.audio_config import FRAME_SAMPLES, SAMPLE_RATE
 from weft.contract.arrays import Float32Array
-from weft.gateway.media.clip_forms import BadAudio
 from weft.gateway.media.containers import EXTRA, demuxer_of, is_installed, sound_of
 from weft.gateway.media.prompts import BadFile
 
@@ -29,22 +28,22 @@ _LINEAR_HZ, _LINEAR_MELS, _LOG_STEP = 1000.0, 15.0, np.log(6.4) / 27.0
 
 def decode(data: bytes | bytearray, max_seconds: float) -> Float32Array:
     """The samples of a file, 16,000 a second, channels mixed before they are resampled. Decodes no
-    more than `max_seconds`, whatever the file's header says. Raises BadAudio.
+    more than `max_seconds`, whatever the file's header says. Raises BadFile.
     """
     most, parts, count = int(max_seconds * SAMPLE_RATE), list[Float32Array](), 0
     try:
         for part in _resampled(_blocks(data)):
             count += len(part)
             if count > most:
-                raise BadAudio(f"is longer than {max_seconds:g} s")
+                raise BadFile(f"is longer than {max_seconds:g} s")
             parts.append(part)
     except BadFile:
         raise
     except Exception:  # Readers raise errors of several kinds for damaged files.
         known = "WAV, FLAC, OGG, MP3, M4A or WEBM" if is_installed() else "WAV, FLAC, OGG or MP3"
-        raise BadAudio(f"is no audio that can be read; give {known}") from None
+        raise BadFile(f"is no audio that can be read; give {known}") from None
     if not count:
-        raise BadAudio("has no samples")
+        raise BadFile("has no samples")
     samples = np.concatenate(parts)
     return np.nan_to_num(samples, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1e4, 1e4)
 
@@ -53,7 +52,7 @@ def _blocks(data: bytes | bytearray) -> Iterator[tuple[int, Float32Array]]:
     """Samples a second, and the samples of a file, block after block."""
     if demuxer := demuxer_of(data):
         if not is_installed():
-            raise BadAudio(
+            raise BadFile(
                 "is of a kind that this gateway does not read; give WAV, FLAC, OGG or MP3, or "
                 f"install the wheel with its extra `{EXTRA}`"
             )
@@ -75,7 +74,7 @@ def _resampled(blocks: Iterable[tuple[int, Float32Array]]) -> Iterator[Float32Ar
     first, resampler = 0, None
     for rate, mono in blocks:
         if not _LEAST_RATE <= rate <= _MOST_RATE or rate != (first := first or rate):
-            raise BadAudio(f"has {rate} samples a second" + (f" after {first}" if first else ""))
+            raise BadFile(f"has {rate} samples a second" + (f" after {first}" if first else ""))
         if rate != SAMPLE_RATE:
             resampler = resampler or soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32")
             mono = resampler.resample_chunk(mono)

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from weft.contract.arrays import Float32Array
 
 
-class BadAudio(BadFile):
-    """A file that cannot be used as audio; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class ClipForm:
     """A clip is one spectrogram, which is cut into windows: a medium each. An encoder that fills
@@ -42,18 +38,18 @@ class ClipForm:
         return asdict(self.window)
 
     def frames(self, num_samples: int) -> list[int]:
-        """Frames of each window of a clip. Raises BadAudio if the model does not take it."""
+        """Frames of each window of a clip. Raises BadFile if the model does not take it."""
         window = self.window
         count = -(-num_samples // window.num_samples)
         if not window.takes_lengths:
             return [window.num_frames] * count
         if count > 1:
             longest = window.num_samples / SAMPLE_RATE
-            raise BadAudio(f"is longer than {longest:g} s, the longest clip that this model hears")
+            raise BadFile(f"is longer than {longest:g} s, the longest clip that this model hears")
         frames = window.frames_of(num_samples)
         if frames < window.fewest_frames:
             shortest = (window.fewest_frames - 1) * FRAME_SAMPLES / SAMPLE_RATE
-            raise BadAudio(f"is too short; this model hears clips from {shortest:g} s on")
+            raise BadFile(f"is too short; this model hears clips from {shortest:g} s on")
         return [frames]
 
     def process(self, samples: Float32Array) -> list[Media]:

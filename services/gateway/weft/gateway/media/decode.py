@@ -6,7 +6,7 @@ import binascii
 import io
 
 from PIL import Image
-from weft.gateway.media.forms import BadImage
+from weft.gateway.media.prompts import BadFile
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _ORIENTATION = 0x0112
@@ -26,7 +26,7 @@ _WHITE = (255, 255, 255, 255)
 
 
 def from_base64(text: bytearray) -> bytes:
-    """Raises BadImage if it is no base64."""
+    """Raises BadFile if it is no base64."""
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except ValueError:
@@ -34,14 +34,14 @@ def from_base64(text: bytearray) -> bytes:
         try:
             data = binascii.a2b_base64(b"".join(text.split()), strict_mode=True)
         except ValueError:
-            raise BadImage("is not valid base64") from None
+            raise BadFile("is not valid base64") from None
     if not data:
-        raise BadImage("is empty")
+        raise BadFile("is empty")
     return data
 
 
 def open_image(data: bytes | bytearray, max_pixels: int) -> Image.Image:
-    """Reads a file's header. Raises BadImage unless it is an image of a known format with at most
+    """Reads a file's header. Raises BadFile unless it is an image of a known format with at most
     `max_pixels` pixels.
     """
     Image.MAX_IMAGE_PIXELS = max_pixels  # Beyond twice as many Pillow raises, before that it warns.
@@ -49,13 +49,13 @@ def open_image(data: bytes | bytearray, max_pixels: int) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
     except Image.DecompressionBombError:
-        raise BadImage(f"has more than {max_pixels} pixels") from None
+        raise BadFile(f"has more than {max_pixels} pixels") from None
     except Exception:  # Pillow's readers raise errors of any kind for damaged files.
-        raise BadImage(f"is no image that can be read; give one of {', '.join(FORMATS)}") from None
+        raise BadFile(f"is no image that can be read; give one of {', '.join(FORMATS)}") from None
     if width * height > max_pixels:
-        raise BadImage(f"has {width} x {height} pixels; at most {max_pixels} are accepted")
+        raise BadFile(f"has {width} x {height} pixels; at most {max_pixels} are accepted")
     if width < 1 or height < 1:
-        raise BadImage("has no pixels")
+        raise BadFile("has no pixels")
     return image
 
 
@@ -67,14 +67,14 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """The pixels of an opened image, of its first frame if it has several: upright, in RGB, on
-    white where they are transparent. Raises BadImage if the file is damaged.
+    white where they are transparent. Raises BadFile if the file is damaged.
     """
     orientation = _orientation(image)
     try:
         image.load()
         image = _opaque(image)
     except Exception as error:  # as above
-        raise BadImage(f"is damaged: {type(error).__name__}") from None
+        raise BadFile(f"is damaged: {type(error).__name__}") from None
     turn = _TRANSPOSED.get(orientation)
     return image if turn is None else image.transpose(turn)
 

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image  # which only media processes load
 
 
-class BadImage(BadFile):
-    """A file that cannot be used as an image; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
     """What one image becomes in a prompt."""
@@ -59,7 +55,7 @@ class ImageForm(Protocol):
 
     def plan(self, height: int, width: int, *, is_coarse: bool = False) -> ImagePlan:
         """What an image of this size becomes. `is_coarse`: with few tokens, at less detail. Raises
-        BadImage for a size that the model does not take; media processes then refuse the image.
+        BadFile for a size that the model does not take; media processes then refuse the image.
         """
         ...
 
@@ -232,7 +228,7 @@ class ScaledForm:
         if self.enlarges:
             height, width = self._enlarged(height, width)
         if max(height, width) > _MAX_RATIO * min(height, width):
-            raise BadImage(
+            raise BadFile(
                 f"has {width} x {height} pixels; one side may be {_MAX_RATIO} times the other"
             )
         square, most = self.square, self.max_pixels

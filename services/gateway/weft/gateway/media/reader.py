@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weft.contract.errors import Overloaded
 from weft.contract.spans import Media
 from weft.gateway.media.pool import MediaPool
-from weft.gateway.media.prompts import MediaForm
+from weft.gateway.media.prompts import BadFile, MediaForm
 from weft.gateway.media.sources import (
     FetchFailed,
     MediaRefused,
@@ -40,10 +40,6 @@ _IS_OFF = (
     "is a URL, and this gateway fetches none (--media-url-hosts); send the file itself as "
     "data:...;base64,..."
 )
-
-
-class _BadFile(Exception):
-    """A file that its media process refuses."""
 
 
 class ProcessedFile(NamedTuple):
@@ -343,7 +339,7 @@ class MediaReader:
         pool = self.videos if is_video else self.pool
         reply, data = await pool.run(head, source.data, deadline=deadline, tenant=tenant)
         if "bad" in reply:
-            raise _BadFile(reply["bad"])
+            raise BadFile(reply["bad"])
         return reply, data
 
 
@@ -414,7 +410,7 @@ async def _blamed(work: Awaitable[T], file: MediaFile) -> T:
     """Several requests may wait for one file, each of which has its own name for it."""
     try:
         return await work
-    except _BadFile as error:
+    except BadFile as error:
         raise MediaRefused(file, str(error)) from None
 
 

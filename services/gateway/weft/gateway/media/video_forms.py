@@ -34,10 +34,6 @@ _FILES = ("video_preprocessor_config.json", "preprocessor_config.json", "process
 _SECTION = "video_processor"
 
 
-class BadVideo(BadFile):
-    """A file that cannot be used as a video; the message says why."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoForm:
     """Frames at even distances, resized to multiples of what becomes one token, in groups that an
@@ -91,7 +87,7 @@ class VideoForm:
 
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """Height and width of frames in tokens, if so many of this size are looked at. Raises
-        BadVideo for a size that the model does not take.
+        BadFile for a size that the model does not take.
         """
         square, least, most = self.square, self.min_pixels, self.max_pixels
         num_pixels = num_frames if self.is_volume else 1
@@ -105,7 +101,7 @@ class VideoForm:
             scale = max(square / height, square / width)
             height, width = int(height * scale), int(width * scale)
         if max(height, width) > _MAX_RATIO * min(height, width):
-            raise BadVideo(
+            raise BadFile(
                 f"has frames of {width} x {height} pixels; one side may be {_MAX_RATIO} times the "
                 "other"
             )
@@ -119,7 +115,7 @@ class VideoForm:
             rows, columns = (math.ceil(side * factor / square) for side in (height, width))
         rows, columns = max(1, rows), max(1, columns)
         if num_frames * rows * columns * square**2 * 3 > _MOST_BYTES:
-            raise BadVideo(
+            raise BadFile(
                 f"becomes {num_frames} frames of {columns * square} x {rows * square} pixels, more "
                 f"than {_MOST_BYTES >> 20} MiB; send a shorter or smaller one"
             )

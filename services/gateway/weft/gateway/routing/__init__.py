@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
 from weft.gateway.routing.bucket import Bucket
 from weft.gateway.routing.cache_aware import CacheAware
 from weft.gateway.routing.cache_aware_approximate import CacheAwareApproximate
@@ -16,7 +16,7 @@ from weft.gateway.routing.random_choice import RandomChoice
 from weft.gateway.routing.round_robin import RoundRobin
 from weft.gateway.routing.total_requests import TotalRequests
 from weft.gateway.routing.total_tokens import TotalTokens
-from weft.gateway.routing.view import LoadEstimate, PoolView, Throughput, WorkerView
+from weft.gateway.routing.view import LoadEstimate, PoolView, RoutingRequest, Throughput, WorkerView
 
 POLICIES: dict[str, type[Policy]] = {
     "random": RandomChoice,

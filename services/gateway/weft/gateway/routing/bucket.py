@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest, least
-from weft.gateway.routing.view import Column, PoolView
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions, least
+from weft.gateway.routing.view import Column, PoolView, RoutingRequest
 
 _WINDOW = 4096
 """Number of prompts whose lengths determine the borders."""

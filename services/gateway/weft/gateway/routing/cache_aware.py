@@ -6,9 +6,9 @@ from collections import OrderedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
 from weft.gateway.routing.page_index import FleetPageIndex
-from weft.gateway.routing.view import Column, PoolView, Rates
+from weft.gateway.routing.view import Column, PoolView, Rates, RoutingRequest
 
 _LATE = 1 << 40
 """A cost above all others."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
 from weft.gateway.routing.rendezvous import Rendezvous
-from weft.gateway.routing.view import PoolView
+from weft.gateway.routing.view import PoolView, RoutingRequest
 
 
 class ConsistentHashing(Policy):

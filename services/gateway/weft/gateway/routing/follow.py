@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
-from weft.gateway.routing.view import Column, PoolView
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
+from weft.gateway.routing.view import Column, PoolView, RoutingRequest
 
 
 class Follow(Policy):

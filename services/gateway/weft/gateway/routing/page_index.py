@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.gateway.routing.view import Column, PoolView, Rates, WorkerView
-
-if TYPE_CHECKING:
-    from weft.gateway.routing.base import RoutingRequest
+from weft.gateway.routing.view import Column, PoolView, Rates, RoutingRequest, WorkerView
 
 _BLOCK_PAGES = 16
 """Pages of a prompt looked up at a time."""

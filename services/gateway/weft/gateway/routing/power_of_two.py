@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
-from weft.gateway.routing.view import PoolView
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
+from weft.gateway.routing.view import PoolView, RoutingRequest
 
 
 class PowerOfTwo(Policy):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from weft.contract.keys import token_bytes
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
 from weft.gateway.routing.rendezvous import Rendezvous
-from weft.gateway.routing.view import PoolView
+from weft.gateway.routing.view import PoolView, RoutingRequest
 
 
 class PrefixHash(Policy):

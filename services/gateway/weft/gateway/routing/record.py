@@ -12,9 +12,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
 from weft.gateway.routing.page_index import FleetPageIndex
-from weft.gateway.routing.view import LOADS, SPEEDS, UNREPORTED, PoolView, WorkerView
+from weft.gateway.routing.view import (
+    LOADS,
+    SPEEDS,
+    UNREPORTED,
+    PoolView,
+    RoutingRequest,
+    WorkerView,
+)
 
 COLUMNS = (*LOADS, *UNREPORTED, *SPEEDS)
 """Columns of a view that are recorded; the others follow from its workers."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.gateway.routing.base import Choice, Policy, RoutingRequest
-from weft.gateway.routing.view import PoolView
+from weft.gateway.routing.base import Choice, Policy
+from weft.gateway.routing.view import PoolView, RoutingRequest
 
 
 class TotalTokens(Policy):

@@ -1,14 +1,17 @@
-"""The view of a pool that policies get: its workers, and columns of their loads."""
+"""What policies see: a pool's workers with columns of their loads, and the request."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from weft.common.capacity import StepModel
+from weft.contract.keys import PromptMedia, RecentPages, ShortKeys, namespace_digest
+from weft.contract.spans import MediaSpan
 
 Column = NDArray[np.int64]
 """One integer per worker, by its position in the view."""
@@ -107,6 +110,72 @@ class PoolView:
         for name in (*LOADS, *UNREPORTED, *SPEEDS, "has_recent_steps"):
             getattr(view, name)[:] = getattr(self, name)[kept]
         return view, kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRequest:
+    """The part of a request that matters for routing."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    context_tokens: int = 0
+    """Most tokens that prompt and answer may come to; 0: unknown."""
+    cache_salt: str = ""
+    routing_key: str = ""
+    """Routing key; empty: none."""
+    worker_id: str = ""
+    """Decode worker that the client has named; empty: any."""
+    prefill_host: str = ""
+    """Machine of the prefill worker that will fill the request's pages; empty: unknown."""
+    first_token_s: float | None = None
+    """Target for the time from sending to the first token; None: none."""
+    adapter: bytes = b""
+    """Content digest of its adapter; empty: the base model. Pages of other adapters do not match.
+    """
+    is_computed_anew: bool = False
+    """Whether the owner computes the whole prompt, no matter who holds or could fill it."""
+    spans: Sequence[MediaSpan] = ()
+    """Media of the prompt, which the keys of its pages name."""
+    recent: RecentPages | None = field(default=None, repr=False, compare=False)
+    """Prompts of earlier requests, which need not be hashed again; None: nothing is remembered."""
+    _keys: dict[tuple[bytes, str, int, bytes], ShortKeys] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def separator(self) -> bytes:
+        """Requests whose pages match have equal separators."""
+        return self.adapter + self.cache_salt.encode() + b"\0"
+
+    def page_keys(self, worker: WorkerView) -> ShortKeys:
+        """Keys of the prompt's full pages on a worker, whose page size must be known."""
+        encoder = worker.encoder_digest if self.spans else b""
+        naming = (*worker.naming, encoder)
+        keys = self._keys.get(naming)
+        if keys is None:
+            namespace = _namespace(
+                worker.model_digest, worker.kv_layout, self.adapter, self.cache_salt
+            )
+            media = PromptMedia(self.spans, encoder)
+            size = worker.page_size
+            keys = ShortKeys(self.prompt_ids, size, namespace, self.recent, media)
+            self._keys[naming] = keys
+        return keys
+
+    def beside(self, host: str) -> RoutingRequest:
+        """The same request, with its prefill worker's host."""
+        placed = replace(self, prefill_host=host)
+        object.__setattr__(placed, "_keys", self._keys)  # they need not be computed again
+        return placed
+
+    def num_useful_pages(self, page_size: int) -> int:
+        """Number of full pages that others may fill: the owner always runs the last token."""
+        return max(0, len(self.prompt_ids) - 1) // page_size
+
+
+@lru_cache(maxsize=1024)
+def _namespace(model_digest: bytes, layout: str, adapter: bytes, cache_salt: str) -> bytes:
+    return namespace_digest(model_digest, layout, adapter_digest=adapter, cache_salt=cache_salt)
 
 
 class Throughput(NamedTuple):

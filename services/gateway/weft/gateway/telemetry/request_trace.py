@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span, SpanKind
 from weft.common.telemetry.spans import (
@@ -17,9 +16,8 @@ from weft.common.telemetry.spans import (
 )
 from weft.contract.clock import monotonic
 from weft.contract.errors import WeftError
-
-if TYPE_CHECKING:
-    from weft.gateway.generation.answer import Answer
+from weft.gateway.request import RawRequest
+from weft.v1 import common_pb2
 
 _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "embd": "embeddings"}
 """Operation names of OpenTelemetry's conventions, by the kind of the request id."""
@@ -107,24 +105,30 @@ class RequestTrace:
         if self._first_token_s is None:
             self._first_token_s = monotonic()
 
-    def end(self, answer: Answer) -> None:
-        """Ends the root span, of a request that has ended."""
-        raw, outcome = answer.raw, answer.outcome
+    def end(
+        self, raw: RawRequest, model: str, outcome: str, usage: common_pb2.Usage | None
+    ) -> None:
+        """Ends the root span, of a request that has ended.
+
+        Args:
+            model: Name of the model that served it; empty: none did.
+            usage: Its tokens; None: it did not run.
+        """
         attributes: dict[str, Attribute] = {
             "weft.outcome": outcome,
             "weft.prompts": len(raw.prompts),
             "weft.samples": raw.given.get("n", 1),
             "gen_ai.operation.name": self._operation,
-            "gen_ai.request.model": "" if answer.served is None else answer.served.model.name,
+            "gen_ai.request.model": model,
         }
         if raw.client_request_id:
             attributes["weft.client_request_id"] = raw.client_request_id
         if raw.header_request_id:
             attributes["weft.header_request_id"] = raw.header_request_id
-        if answer.has_begun:
-            attributes["gen_ai.usage.input_tokens"] = answer.num_prompt_tokens
-            attributes["gen_ai.usage.output_tokens"] = answer.num_output_tokens
-            attributes["weft.cached_tokens"] = answer.num_cached_tokens
+        if usage is not None:
+            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+            attributes["weft.cached_tokens"] = usage.cached_prompt_tokens
         if self._first_token_s is not None:
             self._tracer.record(
                 "render", self._span, self._request_id, self._first_token_s, monotonic()

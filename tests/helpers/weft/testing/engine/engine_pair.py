@@ -69,7 +69,7 @@ def make_engine(model_dir: Path, role: str, clock: ManualClock, **settings: Any)
 
 def num_quarantined(engine: Engine) -> int:
     """Quarantined pages that peers write to; with a staging area these are not the pool's."""
-    staging = engine.staging_counts()
+    staging = engine.parts.transport.staging_counts()
     if staging is None:
         return engine.memory.counts().quarantined
     assert engine.memory.counts().quarantined == 0
@@ -237,7 +237,7 @@ class EnginePair:
         for engine in engines:
             engine.memory.check_integrity()
             assert engine.memory.counts().used == 0
-            staging = engine.staging_counts()
+            staging = engine.parts.transport.staging_counts()
             assert staging is None or staging.used == 0, staging
 
     def _take_owner(self, outbox: Outbox) -> None:

@@ -358,7 +358,7 @@ def check_empty(engine: Engine) -> None:
         counts = memory.counts()
         assert counts.free + counts.cached == counts.total, counts
     assert (num_quarantined(engine), engine.memory.num_promised_pages) == (0, 0)
-    staging = engine.staging_counts()
+    staging = engine.parts.transport.staging_counts()
     assert staging is None or staging.free == staging.total, staging
     for tier in engine.tiers.report() if engine.tiers is not None else ():
         assert tier.free_pages + tier.cached_pages == tier.total_pages, tier

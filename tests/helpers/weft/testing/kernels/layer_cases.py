@@ -17,7 +17,7 @@ from weft.kernels.ops.lora.spec import LoraStep
 from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import SparseMlpWeight
 from weft.kernels.ops.norm import Norm
-from weft.kernels.ops.stream import Stream
+from weft.kernels.ops.stream.reference import Stream
 from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.shared.formats.quantised import Int8Channels, quantise_channels
 

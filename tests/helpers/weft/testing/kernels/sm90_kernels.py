@@ -55,6 +55,8 @@ from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_
 from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
 from weft.kernels.ops.encoder_attention import triton_ragged as encoder_attention
+from weft.kernels.ops.gated_delta import triton_gates
+from weft.kernels.ops.gated_norm import triton_norm
 from weft.kernels.ops.greedy import triton_rows as greedy
 from weft.kernels.ops.latent_attention import triton_latent as latent_attention
 from weft.kernels.ops.latent_attention.spec import LatentSpec
@@ -85,7 +87,6 @@ from weft.kernels.ops.peers import triton_pages as peer_pages
 from weft.kernels.ops.peers import triton_stage as stage_rows
 from weft.kernels.ops.peers import triton_sum as peer_sum
 from weft.kernels.ops.recurrence import triton_chunks as chunked_recurrence
-from weft.kernels.ops.recurrence import triton_rows as recurrent_rows
 from weft.kernels.ops.recurrence import triton_steps as recurrence
 from weft.kernels.ops.recurrence.head_rows import HeadRows
 from weft.kernels.ops.recurrence.sequences import Sequences
@@ -285,8 +286,8 @@ def compile_recurrences(is_full: bool) -> None:
     recurrence.recurrence(of_steps, states)
     x, tails = torch.zeros(4, 512, dtype=BF16), torch.zeros(2, 512, 3, dtype=BF16)
     recurrence.short_conv(x, torch.zeros(4, 512), None, tails, bounds, has_silu=True)
-    recurrent_rows.gated_norm(v, v[:, :, None], v[0, 0], 1e-6, form="silu", gates_first=False)
-    recurrent_rows.delta_gates(gate.to(BF16).repeat(1, 2), gate[0], gate[0], 8)
+    triton_norm.gated_norm(v, v[:, :, None], v[0, 0], 1e-6, form="silu", gates_first=False)
+    triton_gates.delta_gates(gate.to(BF16).repeat(1, 2), gate[0], gate[0], 8)
     if is_full:
         for decay in (gate, torch.zeros(4, 8, 128)):
             of_delta = HeadRows(q, q, v, decay, bounds, beta=gate)

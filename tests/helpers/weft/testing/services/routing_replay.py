@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 from weft.contract.errors import ConfigError
-from weft.gateway.routing.base import Choice, Policy, PolicyOptions, RoutingRequest
+from weft.gateway.routing.base import Choice, Policy, PolicyOptions
 from weft.gateway.routing.record import (
     COLUMNS,
     AnyLine,
@@ -20,7 +20,7 @@ from weft.gateway.routing.record import (
     Routed,
     Started,
 )
-from weft.gateway.routing.view import PoolView
+from weft.gateway.routing.view import PoolView, RoutingRequest
 
 _decoder = msgspec.json.Decoder(AnyLine)
 _INDEX_CALLS = frozenset({"replace", "add", "remove"})
