@@ -216,7 +216,7 @@ def test_steps_begin_while_layers_come(
 
     def slowly(group: int) -> None:
         with torch.cuda.stream(layers._stream):
-            torch.cuda._sleep(20_000_000)  # Some 10 ms.
+            torch.cuda._sleep(200_000_000)  # Some 100 ms, longer than a busy host is late.
         copy(group)
 
     monkeypatch.setattr(layers, "_copy", slowly)
