@@ -213,7 +213,9 @@ def start(run: Run) -> MeshProcess:
         flags += f"--prefill 0 --device {options.device}"
     mesh = MeshProcess(str(model), options.dtype, flags)
     run.stack.callback(mesh.stop)
+    began = time.perf_counter()
     mesh.wait_until_ready()
+    print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
     _started.append(mesh)
     return mesh
 

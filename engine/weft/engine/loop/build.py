@@ -346,11 +346,9 @@ def _load_parts(
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
     encoder_digest, vision = _encoder_digest(config, loaded, layout), loaded.config.vision
-    # A search needs every token on the host, and requests that are alike but for their pages. On
-    # GPUs no one has yet seen one.
+    # A search needs every token on the host, and requests that are alike but for their pages.
     has_beams = (
-        device.type == "cpu"
-        and drafter is None
+        drafter is None
         and (ranked or executor).facts.num_lanes == 1
         and not has_companions(layout)
         and not config.rotates_by_axes(loaded.config)

@@ -90,7 +90,7 @@ def _columns(dim: int) -> tuple[int, int]:
     """The columns of a tile in two parts, each a power of 2 that products take; the second may be
     0.
     """
-    whole = next_power_of_2(dim)
+    whole = max(_FEWEST_COLUMNS, next_power_of_2(dim))
     more = max(_FEWEST_COLUMNS, next_power_of_2(dim - whole // 2))
     return (whole, 0) if whole // 2 + more >= whole else (whole // 2, more)
 

@@ -77,7 +77,8 @@ def quantised(
     """
     most = FP8_MAX if dtype == FP8 else INT8_MAX
     wide = vectors.float()
-    scales = scale_of(wide.abs().amax(-1) / most)
+    # A GPU multiplies by the reciprocal of a number that is not on it, which rounds otherwise.
+    scales = scale_of(wide.abs().amax(-1) / wide.new_full((), most))
     inverse = torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0)
     scaled = (wide * inverse.unsqueeze(-1)).clamp_(-most, most)
     return (scaled if dtype == FP8 else scaled.round_()).to(dtype), scales

@@ -317,7 +317,7 @@ def compile_recurrences(is_full: bool) -> None:
 def compile_encoders() -> None:
     """Attention in both directions and the norm behind it."""
     cu_lens, slopes = torch.tensor([0, 40, 41], dtype=torch.int32), torch.zeros(8)
-    for dim, dtype in ((64, BF16), (72, BF16), (32, torch.float32)):
+    for dim, dtype in ((64, BF16), (72, BF16), (32, torch.float32), (8, torch.float32)):
         qkv = torch.zeros(41, 3, 8, dim, dtype=dtype).unbind(1)
         for reach, own_slopes in ((None, None), (64, None), (None, slopes)):
             encoder_attention.encoder_attention(*qkv, cu_lens, reach, own_slopes, 0.1)
