@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -146,18 +147,12 @@ def test_the_check_sees_a_dropped_bit(tmp_path: Path, monkeypatch: pytest.Monkey
     tree = make_tree_case(LLAMA, [Work(32, 500, is_tree=True)], torch.bfloat16, CUDA)
     case, out = tree.case, torch.empty(32, 32 * 128, dtype=torch.bfloat16, device=CUDA)
     change = ("words[:, None] >> (of_tree & 31)[None, :]", "-1 - 0 * of_tree[None, :]")
-    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 500)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 32, 500)
     with kernel_module("attention.triton_decode", tmp_path, change) as module:
-        module.decode_attention(
-            out,
-            case.q,
-            case.pool,
-            LAYER,
-            *lengths,
-            is_uniform=False,
-            max_rows=32,
+        in_parts(partial(module.decode_attention, out))(
+            case.q, case.pool, LAYER, *lengths, is_uniform=False, max_rows=32,
             ancestors=tree.ancestors,
-        )
+        )  # fmt: skip
     with pytest.raises(AssertionError):
         assert_trees(out, tree)
 

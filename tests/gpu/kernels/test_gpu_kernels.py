@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -445,15 +447,12 @@ def test_the_checks_see_a_dropped_tile(name: str, change: tuple[str, str], tmp_p
     lengths_and_scale = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
     for applied in (None, change):
         with kernel_module(f"attention.triton_{name}", tmp_path, applied) as module:
+            attention = in_parts(partial(getattr(module, f"{name}_attention"), out))
+            options: dict[str, Any] = {"own": OwnKv(*own) if own else None}
             if is_decode:
-                module.decode_attention(
-                    out, case.q, case.pool, LAYER, *lengths_and_scale, 4000, is_uniform=True
-                )
-            else:
-                module.extend_attention(
-                    out, case.q, case.pool, LAYER, *lengths_and_scale, 300,
-                    OwnKv(*own) if own else None,
-                )  # fmt: skip
+                options = {"is_uniform": True}
+            bounds = case.max_q_len, case.max_kv_len
+            attention(case.q, case.pool, LAYER, *lengths_and_scale, *bounds, **options)
         if applied is None:
             assert_as_exact(out, eager_attention(case), exact_attention(case))
     with pytest.raises(AssertionError):

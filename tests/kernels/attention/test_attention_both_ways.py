@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -74,16 +75,17 @@ def test_ends_outside_are_refused() -> None:
 
 def extend(module: ModuleType, case: Case, window: int | None, ends: torch.Tensor) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
-    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, case.max_q_len)
-    own = (None, 0, window)
-    module.extend_attention(out, case.q, case.pool, LAYER, *lengths, *own, key_ends=ends)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, case.max_q_len, 800)
+    attention = in_parts(partial(module.extend_attention, out))
+    attention(case.q, case.pool, LAYER, *lengths, own=None, window=window, key_ends=ends)
     return out
 
 
 def fixed(module: ModuleType, case: Case, window: int | None, ends: torch.Tensor) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
-    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 800)
-    module.fixed_attention(out, case.q, case.pool, LAYER, *lengths, window, key_ends=ends)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, case.max_q_len, 800)
+    attention = in_parts(partial(module.fixed_attention, out))
+    attention(case.q, case.pool, LAYER, *lengths, window=window, key_ends=ends)
     return out
 
 

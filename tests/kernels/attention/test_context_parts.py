@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,9 @@ def check_extend(
     out = torch.full_like(case.q, float("nan")).flatten(1)
     case = hide_own_pages(case) if has_own else case
     with kernel_module("attention.triton_extend", folder) as module:
-        module.extend_attention(
-            out, case.q, case.pool, LAYER, *arguments, case.max_q_len,
-            module.OwnKv(*case.own_kv()) if has_own else None, sinks=own_sinks, softcap=softcap,
-            several=several,
+        in_parts(partial(module.extend_attention, out))(
+            case.q, case.pool, LAYER, *arguments, case.max_q_len, case.max_kv_len,
+            own=module.OwnKv(*case.own_kv()) if has_own else None, several=several, **softmax,
         )  # fmt: skip
     lens = case.cu_q_lens.diff().long()
     mine = (lens > 1).repeat_interleave(lens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +100,23 @@ def test_triton(
     lengths = [(3, 3), (1, 150), (1, 1), (40, 90), (2, 66)]
     case, softmax = make_case(Geometry(4, 2, 16, 16), lengths, torch.float32), make_softmax(4, way)
     exact, eager = exact_attention(case, **softmax), attend(case, softmax, is_reference=True)
-    options = {**softmax, "softcap": softmax["softcap"] or 0.0}
-    arguments = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 40, 150)
     with kernel_module(f"attention.triton_{name.replace('own', 'extend')}", tmp_path) as module:
         if name == "decode":
             splits = random.choice((1, 3))
             monkeypatch.setattr(module, "num_splits", lambda *_: splits)
-            out = decode_rows(module, case, 150, is_uniform=False, max_rows=4, **options)
+            out = decode_rows(module, case, 150, is_uniform=False, max_rows=4, **softmax)
         else:
             out = torch.full_like(case.q, float("nan")).flatten(1)
             case = hide_own_pages(case) if name == "own" else case
-            rest = [150] if name == "fixed" else [40]
+            options: dict[str, Any] = dict(softmax)
             if name != "fixed":
-                rest.append(module.OwnKv(*case.own_kv()) if name == "own" else None)
+                options["own"] = module.OwnKv(*case.own_kv()) if name == "own" else None
             else:
                 monkeypatch.setattr(module, "SEGMENT", 64)
                 monkeypatch.setattr(module, "_PROGRAMS_PER_SM", random.choice((0, 1 << 10)))
             call = getattr(module, f"{name.replace('own', 'extend')}_attention")
-            call(out, case.q, case.pool, LAYER, *arguments, *rest, **options)
+            in_parts(partial(call, out))(case.q, case.pool, LAYER, *lengths, **options)
     q_lens = case.cu_q_lens.diff().long()
     least, most = {"decode": (1, 4), "fixed": (1, 40)}.get(name, (2, 40))
     mine = ((q_lens >= least) & (q_lens <= most)).repeat_interleave(q_lens)

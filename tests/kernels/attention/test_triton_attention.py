@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -46,19 +47,12 @@ def extend(
     module: ModuleType, case: Case, *, has_own: bool = False, first: int = 0
 ) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
-    module.extend_attention(
-        out,
-        case.q,
-        case.pool,
-        LAYER,
-        case.page_table,
-        case.cu_q_lens,
-        case.kv_lens,
-        case.scale,
-        int(case.cu_q_lens.diff().max()),
-        module.OwnKv(*case.own_kv()) if has_own else None,
-        first,
-    )
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
+    own = module.OwnKv(*case.own_kv()) if has_own else None
+    in_parts(partial(module.extend_attention, out))(
+        case.q, case.pool, LAYER, *lengths, case.max_q_len, case.max_kv_len, own=own,
+        first_position=first,
+    )  # fmt: skip
     return out
 
 

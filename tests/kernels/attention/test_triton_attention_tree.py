@@ -196,7 +196,7 @@ def test_what_no_kernel_does_is_refused(tmp_path: Path) -> None:
         ("words[:, None] >> (of_tree & 31)[None, :]", "-1 - 0 * of_tree[None, :]"),
         ("(of_tree >= 0)[None, :] & ", ""),
         ("root -= earlier_rows", "root -= 0"),
-        ("if start + TILE > root:", "if start > root:"),
+        ("if start + FORM.tile > root:", "if start > root:"),
         ("at = root + _depth(words, last_seen - root)", "at = last_seen"),
         ("bits = words & ((1 << (row & 31)) - 1)", "bits = words"),
         ("block = request % (ROWS // BLOCK_ROWS) * BLOCK_ROWS", "block = 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from weft.testing.kernels.attention_cases import (
     exact_attention,
     hide_before_window,
     hide_own_pages,
+    in_parts,
     make_case,
 )
 from weft.testing.kernels.gpu_kernels import change_kernels, kernel_module
@@ -46,20 +48,12 @@ def extend(
     is_chunked: bool = False,
 ) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
-    module.extend_attention(
-        out,
-        case.q,
-        case.pool,
-        LAYER,
-        case.page_table,
-        case.cu_q_lens,
-        case.kv_lens,
-        case.scale,
-        case.max_q_len,
-        module.OwnKv(*case.own_kv()) if has_own else None,
-        window=window,
-        is_chunked=is_chunked,
-    )
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
+    own = module.OwnKv(*case.own_kv()) if has_own else None
+    in_parts(partial(module.extend_attention, out))(
+        case.q, case.pool, LAYER, *lengths, case.max_q_len, case.max_kv_len, own=own,
+        window=window, is_chunked=is_chunked,
+    )  # fmt: skip
     return out
 
 
@@ -75,9 +69,9 @@ def fixed(
     out = torch.full_like(case.q, float("nan")).flatten(1)
     monkeypatch.setattr(module, "SEGMENT", 128)
     monkeypatch.setattr(module, "_PROGRAMS_PER_SM", random.choice((0, 1 << 10)))
-    lengths = (case.page_table, case.cu_q_lens, case.kv_lens)
-    given = (out, case.q, case.pool, LAYER, *lengths, case.scale, 500, window)
-    module.fixed_attention(*given, is_chunked=is_chunked)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, case.max_q_len, 500)
+    attention = in_parts(partial(module.fixed_attention, out))
+    attention(case.q, case.pool, LAYER, *lengths, window=window, is_chunked=is_chunked)
     return out
 
 
@@ -218,30 +212,30 @@ def test_fixed_rows_are_the_same_bits_however_they_come(
 @pytest.mark.parametrize("name", ["decode", "extend"])
 def test_a_first_position_beside_a_window_is_refused(name: str, tmp_path: Path) -> None:
     case = make_case(Geometry(2, 1, 16, 16), [(2, 20)], torch.float32)
-    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 20)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 2, 20)
     rest = {"is_uniform": False} if name == "decode" else {"own": None}
     rest |= {"first_position": 1, "window": 5}
     with kernel_module(f"attention.triton_{name}", tmp_path) as module:
-        attend = getattr(module, f"{name}_attention")
+        attend = in_parts(partial(getattr(module, f"{name}_attention"), torch.empty(2, 32)))
         with pytest.raises(ValueError, match="first position"):
-            attend(torch.empty(2, 32), case.q, case.pool, LAYER, *lengths, **rest)
+            attend(case.q, case.pool, LAYER, *lengths, **rest)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "has_own"),
     [
-        ("decode", ("kv_len - q_len + 1 - WINDOW", "kv_len - q_len - WINDOW"), False),
+        ("decode", ("kv_len - q_len + 1 - FORM.window", "kv_len - q_len - FORM.window"), False),
         ("decode", ("walk = first_seen // TILE", "walk = TILE + first_seen // TILE"),
          False),
-        ("decode", ("<= at[:, None] - WINDOW", "< at[:, None] - WINDOW"),
+        ("decode", ("<= at[:, None] - FORM.window", "< at[:, None] - FORM.window"),
          False),
         ("decode", ("tl.cdiv(kv_len - walk, TILE)\n    used",
                               "tl.cdiv(kv_len - walk, 2 * TILE)\n    used"), False),
-        ("tiles", ("> own[:, None] - WINDOW", ">= own[:, None] - WINDOW"),
+        ("tiles", ("> at[:, None] - FORM.window", ">= at[:, None] - FORM.window"),
          False),
-        ("tiles", ("tl.maximum(at + 1 - WINDOW, 0)", "tl.maximum(at - WINDOW, 0)"),
+        ("tiles", ("tl.maximum(at + 1 - FORM.window, 0)", "tl.maximum(at - FORM.window, 0)"),
          True),
-        ("tiles", ("at + rows - WINDOW", "at + 1 - WINDOW"), True),
+        ("tiles", ("at + rows - FORM.window", "at + 1 - FORM.window"), True),
     ],
 )  # fmt: skip
 @pytest.mark.full
@@ -275,7 +269,7 @@ def test_the_checks_see_a_mutation(
         ("walk = first // TILE * TILE", "walk = TILE + first // TILE * TILE"),
         ("tl.minimum(full, segment_end), TILE", "tl.minimum(full, segment_end) - TILE, TILE"),
         ("first_segment = first // SEGMENT", "first_segment = 1 + first // SEGMENT"),
-        ("cached + begin, Q_ROWS, common, 0, WINDOW", "cached + begin, 1, common, 0, WINDOW"),
+        ("cached + begin, Q_ROWS, common, 0", "cached + begin, 1, common, 0"),
     ],
 )
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from weft.testing.kernels.attention_cases import (
     Geometry,
     eager_attention,
     exact_attention,
+    in_parts,
     make_case,
 )
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -27,8 +29,9 @@ LENGTHS = [(ROWS, ROWS), (1, 0), (1, 70), (20, 200), (0, 5), (1, 1)]
 
 def attend(module: ModuleType, case: Case) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
-    lengths = (case.page_table, case.cu_q_lens, case.kv_lens)
-    module.fixed_attention(out, case.q, case.pool, LAYER, *lengths, case.scale, case.max_kv_len)
+    lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
+    attention = in_parts(partial(module.fixed_attention, out))
+    attention(case.q, case.pool, LAYER, *lengths, case.max_q_len, case.max_kv_len)
     return out
 
 

@@ -126,11 +126,11 @@ def test_rotation_and_write(kernels: str, dtype: torch.dtype) -> None:
     wide.check(pool)
 
 
-_LINES = "(2 * LAYERS * PAGE_SIZE * DIM)"
-_NEXT_TO_EACH_OTHER = ("* PAGE_STRIDE", f"* (PAGE_STRIDE // {_LINES} * {_LINES})")
-"""A wrong kernel, for which pages lie side by side: rounding the stride drops the gap, which is
-smaller than what one head has of a page.
-"""
+def next_to_each_other(stride: str, head: str, rest: str = "") -> tuple[str, str]:
+    """A wrong kernel, for which pages lie side by side: rounding the stride drops the gap, which is
+    smaller than what one head has of a page.
+    """
+    return f"* {stride}{rest}", f"* ({stride} // ({head}) * ({head})){rest}"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,10 @@ def test_kernels_that_take_pages_for_neighbours_are_noticed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    change_kernels(monkeypatch, triton_tiles, tmp_path, _NEXT_TO_EACH_OTHER)
+    head = "2 * FORM.layers * FORM.page_size * FORM.dim"
+    rest = " + in_page + position % FORM.page_size * FORM.dim"
+    change = next_to_each_other("FORM.page_stride", head, rest)
+    change_kernels(monkeypatch, triton_tiles, tmp_path, change)
     case = make_case(Geometry(6, 2, 24, 16), lengths, torch.float32)
     assert notices(lambda: alike("triton", case, **options))
 
@@ -153,8 +156,7 @@ def test_kernels_that_take_pages_for_neighbours_are_noticed(
 def test_a_write_that_takes_pages_for_neighbours_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, behind = _NEXT_TO_EACH_OTHER
-    change = (before, behind.replace("DIM", "2 * HALF"))
+    change = next_to_each_other("PAGE_STRIDE", "2 * LAYERS * PAGE_SIZE * 2 * HALF")
     change_kernels(monkeypatch, gpu_rope, tmp_path, change)
     assert notices(lambda: test_rotation_and_write("triton", torch.float32))
 

@@ -52,121 +52,47 @@ def paged_attention(
         ValueError: No kernel takes these arguments.
     """
     tokens, heads, dim = q.shape
-    page_table, _, cu_q_lens, kv_lens, max_q_len, max_kv_len, ancestors, *_ = step
-    scale, window, is_fixed, is_settled = spec.scale, spec.window, spec.is_fixed, step.is_settled
-    sinks, softcap, chunked = spec.sinks, spec.softcap or 0.0, spec.is_chunked
-    first_position = spec.first_position
-    requests = page_table.shape[0]
-    is_tree = ancestors is not None
-    if is_tree and is_fixed and first_position == 0:
+    max_q_len, max_kv_len, window = step.max_q_len, step.max_kv_len, spec.window
+    requests, is_tree = step.page_table.shape[0], step.ancestors is not None
+    is_fixed = spec.is_fixed and spec.first_position == 0
+    if is_tree and is_fixed:
         raise ValueError("attention with fixed bits takes no ancestors: draft chains")
-    ends = step.key_ends
     sees_all = (window is None or window >= max_kv_len) and not is_tree
     # Neither cuDNN's nor FlashAttention's softmax is asked for more than a scale.
-    dense = own if sees_all and sinks is None and not softcap else None
+    dense = own if sees_all and spec.sinks is None and not spec.softcap else None
     prompts = None if dense is None else dense.prompts
     if (
         dense is not None
         and prompts is None
         and is_faster(q, pool.shape[1], requests, max_q_len, max_kv_len)
     ):
-        return dense_attention(q, dense.k, dense.v, requests, scale)
+        return dense_attention(q, dense.k, dense.v, requests, spec.scale)
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
     if dense is not None and prompts is not None:
-        flash_attention(out, q, dense, prompts, scale)
-    if is_fixed and first_position == 0:
-        lengths = (page_table, cu_q_lens, kv_lens)
-        fixed_attention(
-            out,
-            q,
-            pool,
-            layer,
-            *lengths,
-            scale,
-            max_kv_len,
-            window,
-            sinks,
-            softcap,
-            is_chunked=chunked,
-            key_ends=ends,
-        )
+        flash_attention(out, q, dense, prompts, spec.scale)
+    given = out, q, pool, layer, spec, step
+    if is_fixed:
+        fixed_attention(*given)
         return out
-    is_few = own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len, requests)
-    is_few &= ends is None
-    if is_tree or is_few:
-        decode_attention(
-            out,
-            q,
-            pool,
-            layer,
-            page_table,
-            cu_q_lens,
-            kv_lens,
-            scale,
-            max_kv_len,
-            is_uniform=False,
-            first_position=first_position,
-            # Few sizes, since each is compiled separately.
-            max_rows=next(size for size in _SIZES if size >= min(max_q_len, MAX_FEW_ROWS)),
-            window=window,
-            is_chunked=chunked,
-            ancestors=ancestors,
-            earlier_rows=earlier_rows,
-            is_settled=is_settled,
-            sinks=sinks,
-            softcap=softcap,
-        )
+    is_few = own is None and spec.first_position == 0 and step.key_ends is None
+    if is_tree or (is_few and are_few_rows(q.dtype, max_q_len, requests)):
+        # Few sizes, since each is compiled separately.
+        max_rows = next(size for size in _SIZES if size >= min(max_q_len, MAX_FEW_ROWS))
+        decode_attention(*given, is_uniform=False, max_rows=max_rows, earlier_rows=earlier_rows)
         if max_q_len <= MAX_FEW_ROWS:
             return out
     # With a bound of few rows, the decode kernel takes requests of one row too, even alone. With a
     # bound of many rows, a single request goes to the extend kernel, however many rows it brings.
     has_decodes = max_q_len == 1 or requests > 1 or max_q_len <= _FEW_OF_MANY
     if max_q_len > 1 and prompts is None:
-        extend_attention(
-            out,
-            q,
-            pool,
-            layer,
-            page_table,
-            cu_q_lens,
-            kv_lens,
-            scale,
-            max_q_len,
-            own,
-            first_position,
-            window=window,
-            is_chunked=chunked,
-            least_rows=1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes,
-            sinks=sinks,
-            softcap=softcap,
-            key_ends=ends,
-            several=step.several if has_decodes else None,
-        )
-    if is_tree:
-        return out
-    if has_decodes:
-        decode_attention(
-            out,
-            q,
-            pool,
-            layer,
-            page_table,
-            cu_q_lens,
-            kv_lens,
-            scale,
-            max_kv_len,
-            # As many rows as requests and no request with two rows: each request then has exactly
-            # one.
-            is_uniform=max_q_len == 1 and tokens == requests,
-            first_position=first_position,
-            window=window,
-            is_chunked=chunked,
-            is_settled=is_settled,
-            sinks=sinks,
-            softcap=softcap,
-        )
+        least_rows = 1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes
+        several = step.several if has_decodes else None
+        extend_attention(*given, own, least_rows=least_rows, several=several)
+    if has_decodes and not is_tree:
+        # As many rows as requests and no request with two rows: each then has exactly one.
+        decode_attention(*given, is_uniform=max_q_len == 1 and tokens == requests)
     return out
 
 

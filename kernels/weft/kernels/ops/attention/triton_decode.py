@@ -13,24 +13,23 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention.spec import MAX_TREE_ROWS
-from weft.kernels.ops.attention.triton_tiles import in_reach, k_of_pages
+from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata, AttentionSpec
+from weft.kernels.ops.attention.triton_tiles import (
+    AttentionForm,
+    in_reach,
+    k_of_pages,
+    scales_at,
+)
 from weft.kernels.ops.pages.scaled_kv import is_scaled
 from weft.kernels.ops.pages.triton_entries import (
     LEAST_UNIT,
     SCALE_BYTES,
     query_in_units,
-    scales_at,
     weights_in_units,
     widened,
 )
-from weft.kernels.shared.dependent_launch import (
-    is_dependent,
-    launch_options,
-    release_next,
-    wait_for_last,
-)
-from weft.kernels.shared.launch_sizes import block_dim, cdiv, next_power_of_2
+from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.shared.multiprocessors import num_multiprocessors
 from weft.kernels.shared.softmax import capped, log_of_sum, weigh_tile, with_sink
 
@@ -65,22 +64,12 @@ def decode_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    page_table: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    max_kv_len: int,
+    spec: AttentionSpec,
+    step: AttentionMetadata,
     *,
     is_uniform: bool,
-    first_position: int = 0,
     max_rows: int = 1,
-    window: int | None = None,
-    is_chunked: bool = False,
-    ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
-    is_settled: bool = False,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
     lse: torch.Tensor | None = None,
 ) -> None:
     """Writes the rows of `out` whose requests bring one row, or at most `max_rows`, and no others.
@@ -89,32 +78,24 @@ def decode_attention(
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D].
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits.
-        page_table: [R, max_pages] int32.
-        cu_q_lens: [R + 1] int32.
-        kv_lens: [R] int32.
+        spec: A first position excludes a window.
+        step: `key_ends` are not read.
         is_uniform: Whether every request brings one row; `cu_q_lens` is not read then.
-        first_position: Rows do not attend to positions before it.
         max_rows: Most rows of a request, up to MAX_FEW_ROWS; a power of two.
-        window: Most positions that a row attends to, or None; not with a `first_position`.
-        is_chunked: Whether the window begins at a multiple of its length, and does not slide.
-        ancestors: [T] int64 where rows form trees (`weft.kernels.ops.attention.paged_attention`),
-            or None.
         earlier_rows: Earlier rows of each tree; 0 with a window.
-        is_settled: `page_table`, `cu_q_lens`, `kv_lens` and what requests have in the pool before
-            their rows in this step may be read before the preceding kernel has ended.
-        sinks: [Hq] float32 as in `AttentionSpec`, or None.
-        softcap: Cap of the scaled scores; 0: none.
         lse: [T, Hq] float32: receives the logarithm of each softmax's sum, sinks not counted, and a
             very negative number for a request without context; or None.
 
     Raises:
-        ValueError: `first_position` or `earlier_rows` with a window.
+        ValueError: A first position or `earlier_rows` with a window.
     """
-    if (first_position or earlier_rows) and window is not None:
+    page_table, _, cu_q_lens, kv_lens, _, max_kv_len, ancestors, *_ = step
+    window, is_settled = spec.window, step.is_settled
+    if (spec.first_position or earlier_rows) and window is not None:
         raise ValueError("a first position or earlier rows are not taken beside a window")
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
-    kv_heads, page_size = pool.shape[1], pool.shape[4]
+    kv_heads = pool.shape[1]
     group = heads // kv_heads
     is_float32 = q.dtype == torch.float32
     tile, warps = launch_config(q.dtype, dim, max_rows)
@@ -150,6 +131,7 @@ def decode_attention(
     is_early = is_settled and splits > 1 and block_group <= 32 and not is_scaled(pool)
     # A first tile that is loaded early takes a few more registers than four programs have.
     is_capped = is_early and warps == 4 and block_group == 16 and dim <= 128
+    form, in_powers = AttentionForm.of(q, pool, spec, tile), spec.scale * math.log2(math.e)
     _decode_kernel[(kv_heads, blocks, splits)](
         partial,
         sums,
@@ -159,37 +141,25 @@ def decode_attention(
         cu_q_lens,
         kv_lens,
         ancestors,
-        sinks,
+        spec.sinks,
         None if splits > 1 else lse,
-        scale * math.log2(math.e),
+        in_powers,
         layer,
         page_table.stride(0),
         splits,
         earlier_rows,
+        FORM=form,
         IS_SETTLED=is_settled,
         IS_EARLY=is_early,
-        IS_NATIVE=is_dependent(q.device),
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
-        IS_ALIKE=first_position == 0
+        IS_ALIKE=spec.first_position == 0
         and window is None
         and (max_rows > _SMALL_ROWS or ancestors is not None),
-        KV_HEADS=kv_heads,
-        LAYERS=pool.shape[2],
-        GROUP=group,
         ROWS=max_rows,
         BLOCK_ROWS=block_rows,
         BLOCK_GROUP=block_group,
-        DIM=dim,
-        BLOCK_DIM=block_dim(dim),
-        PAGE_SIZE=page_size,
-        PAGE_STRIDE=pool.stride(0),
-        TILE=tile,
-        FIRST_POSITION=first_position,
-        WINDOW=window or 0,
-        IS_CHUNKED=is_chunked,
-        SOFTCAP=softcap / scale,
         num_warps=warps,
         num_stages=num_stages(programs, splits, q, is_scaled(pool)),
         **({"maxnreg": 128} if is_capped else {}),
@@ -204,23 +174,18 @@ def decode_attention(
             sums,
             cu_q_lens,
             kv_lens,
-            sinks,
+            spec.sinks,
             lse,
-            scale * math.log2(math.e),
+            in_powers,
             splits,
             heads,
             requests,
+            FORM=form,
             IS_SETTLED=is_settled,
             IS_UNIFORM=is_uniform,
             IS_BY_TOKEN=is_by_token,
             ROWS=max_rows,
             BLOCK_SPLITS=next_power_of_2(splits),
-            DIM=dim,
-            BLOCK_DIM=block_dim(dim),
-            TILE=tile,
-            FIRST_POSITION=first_position,
-            WINDOW=window or 0,
-            IS_CHUNKED=is_chunked,
             num_warps=4,
             **launch_options(q.device),
         )
@@ -276,20 +241,18 @@ def num_stages(programs: int, splits: int, q: torch.Tensor, is_scaled: bool) -> 
 
 
 @triton.jit
-def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
-    if FIRST_POSITION > 0:
-        kv_len = tl.where(kv_len > FIRST_POSITION, kv_len, 0)
+def _context(kv_len: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    if FORM.first_position > 0:
+        kv_len = tl.where(kv_len > FORM.first_position, kv_len, 0)
     return kv_len
 
 
 @triton.jit
-def _first_seen(
-    kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr
-) -> tl.tensor:
-    if IS_CHUNKED:
-        first = tl.maximum(kv_len - q_len, 0) // WINDOW * WINDOW
+def _first_seen(kv_len: tl.tensor, q_len: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    if FORM.is_chunked:
+        first = tl.maximum(kv_len - q_len, 0) // FORM.window * FORM.window
     else:
-        first = tl.maximum(kv_len - q_len + 1 - WINDOW, 0)
+        first = tl.maximum(kv_len - q_len + 1 - FORM.window, 0)
     return first
 
 
@@ -323,29 +286,22 @@ def _decode_kernel(
     splits: int,
     earlier_rows: int,
     IS_DEPENDENT: tl.constexpr,
+    FORM: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     IS_EARLY: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SUMMED: tl.constexpr,
     IS_ALIKE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
 ) -> None:
+    GROUP: tl.constexpr = FORM.group
+    DIM: tl.constexpr = FORM.dim
+    BLOCK_DIM: tl.constexpr = FORM.block_dim
+    PAGE_SIZE: tl.constexpr = FORM.page_size
+    TILE: tl.constexpr = FORM.tile
     release_next(IS_DEPENDENT)
     if not IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
@@ -361,9 +317,9 @@ def _decode_kernel(
     if not IS_UNIFORM:
         first_row = tl.load(cu_q_lens + request)
         q_len = tl.load(cu_q_lens + request + 1) - first_row
-    kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
-    if WINDOW > 0:
-        first_seen = _first_seen(kv_len, q_len, WINDOW, IS_CHUNKED)
+    kv_len = _context(tl.load(kv_lens + request), FORM)
+    if FORM.window > 0:
+        first_seen = _first_seen(kv_len, q_len, FORM)
         walk = first_seen // TILE * TILE
     else:
         first_seen = 0
@@ -383,11 +339,9 @@ def _decode_kernel(
         # kernel ends.
         there = tl.where((q_len > block) & (q_len <= ROWS), end, begin)
         page = tl.load(table + first // PAGE_SIZE, mask=first < there, other=0)
-        is_old = in_reach(first, there, first_seen, FIRST_POSITION, WINDOW)
+        is_old = in_reach(first, there, first_seen, FORM)
         is_old = (is_old & (first < kv_len - q_len))[:, None] & in_dim[None, :]
-        k_at = k_of_pages(
-            pool, page, first, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-        )
+        k_at = k_of_pages(pool, page, first, kv_head, layer, column, FORM)
         first_keys = tl.load(k_at, mask=is_old, other=0.0)
         first_values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_old, other=0.0)
     if IS_SETTLED:
@@ -407,7 +361,7 @@ def _decode_kernel(
     head = kv_head * GROUP + member % GROUP
     row = first_row.to(tl.int64) + in_request
     mask = is_there[:, None] & in_dim[None, :]
-    heads = KV_HEADS * GROUP
+    heads = FORM.kv_heads * GROUP
     q_at = (row * heads + head)[:, None] * DIM + column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
     if IS_SCALED:
@@ -422,47 +376,41 @@ def _decode_kernel(
     if ancestors is not None:
         root -= earlier_rows
         words = tl.load(ancestors + row, mask=is_there, other=-1).to(tl.int32)
-        if WINDOW > 0:
+        if FORM.window > 0:
             at = root + _depth(words, last_seen - root)
     if IS_EARLY:
         # The condition always holds: with a branch the compiler needs fewer registers.
         if begin < end:
-            is_seen = in_reach(first, end, first_seen, FIRST_POSITION, WINDOW)
+            is_seen = in_reach(first, end, first_seen, FORM)
             is_new = (is_seen & (first >= kv_len - q_len))[:, None] & in_dim[None, :]
             keys = tl.load(k_at, mask=is_new, other=first_keys)
             values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
             largest, total, shrink, weights = _weigh_keys(
                 largest, total, query, keys, None, first, is_seen, scale, begin, last_seen,
-                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
-                WINDOW, IS_CHUNKED, SOFTCAP,
+                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, FORM,
             )  # fmt: skip
             mixed = mixed * shrink[:, None]
             mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         begin += TILE
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
-        is_seen = in_reach(position, end, first_seen, FIRST_POSITION, WINDOW)
+        is_seen = in_reach(position, end, first_seen, FORM)
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0)
-        k_at = k_of_pages(
-            pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-        )
+        k_at = k_of_pages(pool, page, position, kv_head, layer, column, FORM)
         kv_mask = is_seen[:, None] & in_dim[None, :]
         keys = tl.load(k_at, mask=kv_mask, other=0)
         values = tl.load(k_at + PAGE_SIZE * (DIM + MORE), mask=kv_mask, other=0)
         k_scales = None
         if IS_SCALED:
-            scale_at = scales_at(
-                pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-            )
+            scale_at = scales_at(pool, page, position, kv_head, layer, FORM)
             k_scales = tl.load(scale_at, mask=is_seen, other=0.0) * unit_of_query
             to_v: tl.constexpr = PAGE_SIZE * (DIM + MORE) // MORE
             v_scales = tl.load(scale_at + to_v, mask=is_seen, other=0.0)
-            keys = widened(keys, query.dtype, IS_NATIVE)
-            values = widened(values, query.dtype, IS_NATIVE, True)
+            keys = widened(keys, query.dtype, FORM.is_native)
+            values = widened(values, query.dtype, FORM.is_native, True)
         largest, total, shrink, weights = _weigh_keys(
             largest, total, query, keys, k_scales, position, is_seen, scale, start, last_seen,
-            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
-            WINDOW, IS_CHUNKED, SOFTCAP,
+            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, FORM,
         )  # fmt: skip
         if IS_SCALED:
             weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
@@ -486,8 +434,8 @@ def _decode_kernel(
             total = with_sink(total, largest, sinks, tl.where(is_there, head, 0), scale)
         # No context at all: zeros.
         mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
-        if (ROWS > 1) & (FIRST_POSITION > 0):
-            mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
+        if (ROWS > 1) & (FORM.first_position > 0):
+            mixed = tl.where((last_seen >= FORM.first_position)[:, None], mixed, 0.0)
         tl.store(partial + q_at, mixed.to(partial.dtype.element_ty), mask=mask)
 
 
@@ -509,11 +457,7 @@ def _weigh_keys(
     IS_SUMMED: tl.constexpr,
     IS_ALIKE: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Each member's largest score and sum of weights with one more tile, the factor on its earlier
     sums, and the tile's weights. `k_scales`: of keys in 8 bits, or None.
@@ -525,19 +469,17 @@ def _weigh_keys(
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if k_scales is not None:
         scores = scores * k_scales[None, :]
-    scores = capped(scores, SOFTCAP)
+    scores = capped(scores, FORM.softcap)
     if ROWS == 1:
         # As in _hide.
-        hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
+        hidden = float("-inf") if FORM.first_position == 0 else -1e30
         scores = tl.where(is_seen[None, :], scores, hidden)
     elif IS_ALIKE:
         # Tiles before all of the rows are seen by each of them.
-        if start + TILE > root:
-            scores = _hide(
-                scores, position, is_seen, last_seen, at, words, root, WINDOW, IS_CHUNKED
-            )
+        if start + FORM.tile > root:
+            scores = _hide(scores, position, is_seen, last_seen, at, words, root, FORM)
     else:
-        scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW, IS_CHUNKED)
+        scores = _hide(scores, position, is_seen, last_seen, at, words, root, FORM)
     return weigh_tile(largest, total, scores, scale, False, False)  # type: ignore[no-any-return]
 
 
@@ -550,17 +492,16 @@ def _hide(
     at: tl.tensor,
     words: tl.tensor,
     root: tl.tensor,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
     """Hides positions of a tile that a row does not see: with `words`, also the rows from `root` on
     that its word does not name.
     """
     is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
-    if IS_CHUNKED:
-        is_hidden |= position[None, :] < (at // WINDOW * WINDOW)[:, None]
-    elif WINDOW > 0:
-        is_hidden |= position[None, :] <= at[:, None] - WINDOW
+    if FORM.is_chunked:
+        is_hidden |= position[None, :] < (at // FORM.window * FORM.window)[:, None]
+    elif FORM.window > 0:
+        is_hidden |= position[None, :] <= at[:, None] - FORM.window
     if words is not None:
         of_tree = position - root
         is_named = (words[:, None] >> (of_tree & 31)[None, :]) & 1
@@ -596,18 +537,15 @@ def _merge_kernel(
     heads: int,
     requests: int,
     IS_DEPENDENT: tl.constexpr,
+    FORM: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
 ) -> None:
+    DIM: tl.constexpr = FORM.dim
+    TILE: tl.constexpr = FORM.tile
     release_next(IS_DEPENDENT)
     if not IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
@@ -624,18 +562,18 @@ def _merge_kernel(
         row = tl.load(cu_q_lens + request)
         q_len = tl.load(cu_q_lens + request + 1) - row
         row += member
-    kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
+    kv_len = _context(tl.load(kv_lens + request), FORM)
     if IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
     if (q_len > ROWS) | (member >= q_len):
         return
     # The splits that had positions to walk, as in _decode_kernel.
-    walk = _first_seen(kv_len, q_len, WINDOW, IS_CHUNKED) // TILE * TILE if WINDOW > 0 else 0
+    walk = _first_seen(kv_len, q_len, FORM) // TILE * TILE if FORM.window > 0 else 0
     tiles = tl.cdiv(kv_len - walk, TILE)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
 
     split = tl.arange(0, BLOCK_SPLITS)
-    column = tl.arange(0, BLOCK_DIM)
+    column = tl.arange(0, FORM.block_dim)
     place = request.to(tl.int64) * ROWS + member
     index = (place * heads + head) * splits + split
     mask = (split < used)[:, None] & (column < DIM)[None, :]
@@ -651,7 +589,7 @@ def _merge_kernel(
     if sinks is not None:
         total = with_sink(total, largest, sinks, head, scale)
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    if (ROWS > 1) & (FIRST_POSITION > 0):
-        mixed = tl.where(kv_len - q_len + member >= FIRST_POSITION, mixed, 0.0)
+    if (ROWS > 1) & (FORM.first_position > 0):
+        mixed = tl.where(kv_len - q_len + member >= FORM.first_position, mixed, 0.0)
     at = (row.to(tl.int64) * heads + head) * DIM + column
     tl.store(out + at, mixed.to(out.dtype.element_ty), mask=column < DIM)

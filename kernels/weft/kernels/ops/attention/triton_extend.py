@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention.spec import OwnKv, SeveralRows
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec, OwnKv, SeveralRows
 from weft.kernels.ops.attention.triton_parts import (
     Parts,
     leave_part,
@@ -25,6 +25,7 @@ from weft.kernels.ops.attention.triton_parts import (
     parts_of,
 )
 from weft.kernels.ops.attention.triton_tiles import (
+    AttentionForm,
     attend_pages,
     attend_tile,
     mix_tile,
@@ -33,13 +34,8 @@ from weft.kernels.ops.attention.triton_tiles import (
 )
 from weft.kernels.ops.pages.triton_entries import LEAST_UNIT, query_in_units
 from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
-from weft.kernels.shared.dependent_launch import (
-    is_dependent,
-    launch_options,
-    release_next,
-    wait_for_last,
-)
-from weft.kernels.shared.launch_sizes import block_dim, cdiv
+from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.shared.launch_sizes import cdiv
 from weft.kernels.shared.multiprocessors import num_multiprocessors
 from weft.kernels.shared.request_tiles import several_rows
 from weft.kernels.shared.softmax import capped, with_sink
@@ -60,19 +56,11 @@ def extend_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    page_table: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    max_q_len: int,
+    spec: AttentionSpec,
+    step: AttentionMetadata,
     own: OwnKv | None,
-    first_position: int = 0,
-    window: int | None = None,
-    is_chunked: bool = False,
+    *,
     least_rows: int = 2,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    key_ends: torch.Tensor | None = None,
     several: SeveralRows | None = None,
 ) -> None:
     """Writes the rows of `out` whose requests bring `least_rows` or more, and no others.
@@ -81,36 +69,26 @@ def extend_attention(
         out: [T, Hq * D], dtype of `q`.
         q: [T, Hq, D].
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
-        page_table: [R, max_pages] int32.
-        cu_q_lens: [R + 1] int32.
-        kv_lens: [R] int32, new rows included.
-        max_q_len: Bound of the requests' rows.
+        spec: A first position excludes `own` and a window.
+        step: `key_ends` exclude `own` and a first position.
         own: The step's K and V; None: they are read from the pool.
-        first_position: Rows do not attend to positions before it; 0 with `own`.
-        window: Most positions that a row attends to, or None; not with a `first_position`.
-        is_chunked: Whether the window begins at a multiple of its length, and does not slide.
-        sinks: [Hq] float32 as in `AttentionSpec`, or None.
-        softcap: Cap of the scaled scores; 0: none.
-        key_ends: [T] int32 as in `AttentionMetadata`, or None; not with `own` or a
-            `first_position`.
         several: The requests that may bring several rows, with `least_rows` of 2 or more; None:
             any may.
 
     Raises:
-        ValueError: `first_position` or `key_ends` with what excludes them.
+        ValueError: A first position or `key_ends` with what excludes them.
     """
-    if first_position and own is not None:
+    if spec.first_position and own is not None:
         raise ValueError("a first position needs K and V in the pool")
-    if first_position and window is not None:
+    if spec.first_position and spec.window is not None:
         raise ValueError("a first position is not taken beside a window")
-    if key_ends is not None and (own is not None or first_position):
+    if step.key_ends is not None and (own is not None or spec.first_position):
         raise ValueError("rows that see later ones need K and V in the pool, all positions")
     tokens, heads, dim = q.shape
-    requests = page_table.shape[0]
-    kv_heads, page_size = pool.shape[1], pool.shape[4]
+    requests = step.page_table.shape[0]
     own_matrices = [] if own is None else [part.flatten(1) for part in (own.k, own.v)]
     is_copied = dim in (64, 128) and bool(own_matrices) and all(map(can_copy, own_matrices))
-    launch = launch_config(q.dtype, dim, max_q_len, is_copied=is_copied)
+    launch = launch_config(q.dtype, dim, step.max_q_len, is_copied=is_copied)
     # An upper bound: each request has at most one tile that is not full.
     tiles = tokens // launch.rows + (several.most + 1 if several else requests)
     k_tiles, v_tiles = (
@@ -118,9 +96,9 @@ def extend_attention(
         if is_copied
         else (None, None)
     )
-    in_powers = scale * math.log2(math.e)
+    in_powers = spec.scale * math.log2(math.e)
     parts = None
-    if window is None and first_position == 0 and not is_chunked:
+    if spec.window is None and spec.first_position == 0 and not spec.is_chunked:
         parts = parts_of_contexts(q, launch, can_share=is_copied)
     _extend_kernel[(heads, tiles, parts.number if parts else 1)](
         out,
@@ -132,43 +110,30 @@ def extend_attention(
         own.v if own else None,
         k_tiles,
         v_tiles,
-        page_table,
-        cu_q_lens,
-        kv_lens,
-        key_ends,
-        sinks,
+        step.page_table,
+        step.cu_q_lens,
+        step.kv_lens,
+        step.key_ends,
+        spec.sinks,
         several.first if several else None,
         in_powers,
         layer,
-        page_table.stride(0),
+        step.page_table.stride(0),
         own.k.stride(0) if own else 0,
         own.v.stride(0) if own else 0,
         requests,
         several.most if several else 0,
         tokens,
-        IS_NATIVE=is_dependent(q.device),
-        KV_HEADS=kv_heads,
-        LAYERS=pool.shape[2],
-        GROUP=heads // kv_heads,
+        FORM=AttentionForm.of(q, pool, spec, launch.tile),
         ROWS=launch.rows,
-        DIM=dim,
-        BLOCK_DIM=block_dim(dim),
-        PAGE_SIZE=page_size,
-        PAGE_STRIDE=pool.stride(0),
-        TILE=launch.tile,
         MIN_ROWS=least_rows,
-        FIRST_POSITION=first_position,
-        WINDOW=window or 0,
-        IS_CHUNKED=is_chunked,
-        SOFTCAP=softcap / scale,
-        IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
         PARTS=parts.number if parts else 1,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **launch_options(q.device),
     )
     if parts:
-        merge_parts(out, parts, cu_q_lens, kv_lens, sinks, in_powers, least_rows, several)
+        merge_parts(out, parts, step, spec.sinks, in_powers, least_rows, several)
 
 
 def launch_config(
@@ -229,24 +194,15 @@ def _extend_kernel(
     most_several: int,
     tokens: int,
     IS_DEPENDENT: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
     MIN_ROWS: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    IS_FUSED: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
+    DIM: tl.constexpr = FORM.dim
+    BLOCK_DIM: tl.constexpr = FORM.block_dim
+    PAGE_SIZE: tl.constexpr = FORM.page_size
+    TILE: tl.constexpr = FORM.tile
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     head = tl.program_id(0)
@@ -265,11 +221,11 @@ def _extend_kernel(
 
     IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
     PART_UNIT: tl.constexpr = max(TILE, PAGE_SIZE)
-    kv_head = head // GROUP
+    kv_head = head // FORM.group
     row = begin + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)
     mask = (row < q_len)[:, None] & (column < DIM)[None, :]
-    q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
+    q_at = ((first_row + row).to(tl.int64) * (FORM.kv_heads * FORM.group) + head)[:, None] * DIM
     q_at += column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
     unit, unit_of_query = LEAST_UNIT, 1.0
@@ -288,7 +244,7 @@ def _extend_kernel(
         if key_ends is not None:
             # What a row sees behind itself is masked, as the diagonal is.
             last_seen, end = seen_behind(key_ends, first_row + row, row < q_len, own_at, end)
-        common = (cached + begin + 1) // TILE * TILE if FIRST_POSITION == 0 else 0
+        common = (cached + begin + 1) // TILE * TILE if FORM.first_position == 0 else 0
     else:
         end = cached
         common = cached // TILE * TILE
@@ -306,29 +262,23 @@ def _extend_kernel(
         tail = tl.where(is_last, tail, end)
         own_begin = tl.where(is_last, own_begin, 0)
         own_end = tl.where(is_last, own_end, 0)
-    if WINDOW > 0:
-        first, full = window_of_rows(cached + begin, ROWS, common, 0, WINDOW, IS_CHUNKED, TILE)
+    if FORM.window > 0:
+        first, full = window_of_rows(cached + begin, ROWS, common, 0, FORM)
         tail = tl.maximum(common, first // TILE * TILE)
         for start in range(first // TILE * TILE, full, TILE):
             largest, total, mixed, unit = attend_pages(
                 largest, total, mixed, unit, query, unit_of_query, pool, table, start, end,
-                first, last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE,
-                DIM, BLOCK_DIM, TILE, True, True, IS_NATIVE, FIRST_POSITION, IS_FUSED, WINDOW,
-                IS_CHUNKED, SOFTCAP,
+                first, last_seen, own_at, kv_head, layer, scale, True, True, FORM,
             )  # fmt: skip
     for start in range(full, common, TILE):
         largest, total, mixed, unit = attend_pages(
             largest, total, mixed, unit, query, unit_of_query, pool, walked, start, end,
-            first, last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE,
-            DIM, BLOCK_DIM, TILE, False, True, IS_NATIVE, FIRST_POSITION, IS_FUSED, WINDOW,
-            IS_CHUNKED, SOFTCAP,
+            first, last_seen, own_at, kv_head, layer, scale, False, True, FORM,
         )  # fmt: skip
     for start in range(tail, end, TILE):
         largest, total, mixed, unit = attend_pages(
             largest, total, mixed, unit, query, unit_of_query, pool, table, start, end,
-            first, last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE,
-            DIM, BLOCK_DIM, TILE, True, True, IS_NATIVE, FIRST_POSITION, IS_FUSED, WINDOW,
-            IS_CHUNKED, SOFTCAP,
+            first, last_seen, own_at, kv_head, layer, scale, True, True, FORM,
         )  # fmt: skip
     if IS_SCALED:
         mixed = mixed * unit
@@ -339,40 +289,37 @@ def _extend_kernel(
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
         v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
         first, full = 0, 0
-        if WINDOW > 0:
-            first, full = window_of_rows(begin, ROWS, begin, cached, WINDOW, IS_CHUNKED, TILE)
+        if FORM.window > 0:
+            first, full = window_of_rows(begin, ROWS, begin, cached, FORM)
             for start in range(first // TILE * TILE, full, TILE):
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                    position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                    first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
+                    position, q_len, row, row, scale, True, FORM, first, cached,
                 )  # fmt: skip
         # Before the diagonal, then across it.
         for start in range(full, own_begin, TILE):
             if k_tiles is not None:
                 keys = k_tiles.load([first_row + start, kv_head * DIM])
                 values = v_tiles.load([first_row + start, kv_head * DIM])
-                scores = capped(tl.dot(query, tl.trans(keys)), SOFTCAP)
+                scores = capped(tl.dot(query, tl.trans(keys)), FORM.softcap)
                 largest, total, mixed = mix_tile(
-                    largest, total, mixed, scores, values, scale, IS_FUSED
+                    largest, total, mixed, scores, values, scale, FORM.is_fused
                 )
             else:
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                    position, q_len, row, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
-                    SOFTCAP=SOFTCAP,
+                    position, q_len, row, row, scale, False, FORM,
                 )  # fmt: skip
         for start in range(own_begin, own_end, TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
+                position, q_len, row, row, scale, True, FORM, first, cached,
             )  # fmt: skip
     if PARTS > 1:
         # The result of a context with one part is complete; the code below writes it.
@@ -386,7 +333,7 @@ def _extend_kernel(
     if sinks is not None:
         total = with_sink(total, largest, sinks, head, scale)
     # With a window, rows beyond the request's own may see no position.
-    mixed = mixed / (tl.where(total > 0.0, total, 1.0) if WINDOW > 0 else total)[:, None]
-    if FIRST_POSITION > 0:
-        mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)
+    mixed = mixed / (tl.where(total > 0.0, total, 1.0) if FORM.window > 0 else total)[:, None]
+    if FORM.first_position > 0:
+        mixed = tl.where((last_seen >= FORM.first_position)[:, None], mixed, 0.0)
     tl.store(out + q_at, mixed.to(out.dtype.element_ty), mask=mask)

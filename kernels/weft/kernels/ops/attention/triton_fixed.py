@@ -15,8 +15,14 @@ import math
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.attention.triton_extend import launch_config
-from weft.kernels.ops.attention.triton_tiles import attend_pages, seen_behind, window_of_rows
+from weft.kernels.ops.attention.triton_tiles import (
+    AttentionForm,
+    attend_pages,
+    seen_behind,
+    window_of_rows,
+)
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import block_dim, cdiv
 from weft.kernels.shared.multiprocessors import num_multiprocessors
@@ -38,17 +44,8 @@ def fixed_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    page_table: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    max_kv_len: int,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    *,
-    is_chunked: bool = False,
-    key_ends: torch.Tensor | None = None,
+    spec: AttentionSpec,
+    step: AttentionMetadata,
 ) -> None:
     """Writes all rows of `out`.
 
@@ -56,23 +53,17 @@ def fixed_attention(
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D], T at least 1.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits.
-        page_table: [R, max_pages] int32.
-        cu_q_lens: [R + 1] int32.
-        kv_lens: [R] int32, new rows included.
-        max_kv_len: Bound of `kv_lens`; it decides on launches, and changes no bits.
-        sinks: [Hq] float32 as in `AttentionSpec`, or None.
-        softcap: Cap of the scaled scores; 0: none.
-        is_chunked: Whether the window begins at a multiple of its length, and does not slide.
-        key_ends: [T] int32 as in `AttentionMetadata`, or None.
+        spec: Without a first position.
+        step: `max_kv_len` decides on launches, and changes no bits.
     """
-    requests = page_table.shape[0]
+    requests = step.page_table.shape[0]
     tokens, heads, dim = q.shape
-    kv_heads, page_size = pool.shape[1], pool.shape[4]
+    kv_heads = pool.shape[1]
     group = heads // kv_heads
     launch = launch_config(q.dtype, dim, 0, is_copied=False)
     # An upper bound: each request has at most one tile that is not full.
     tiles = tokens // (launch.rows // group) + requests
-    segments = cdiv(max_kv_len, SEGMENT)
+    segments = cdiv(step.max_kv_len, SEGMENT)
     is_split = segments > 1 and tokens * segments <= _MAX_PARTS
     is_split &= kv_heads * tiles <= _PROGRAMS_PER_SM * num_multiprocessors(q.device)
     partial, sums = out, out
@@ -80,37 +71,26 @@ def fixed_attention(
         parts = (tokens, heads, segments)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
-    in_powers_of_two = scale * math.log2(math.e)
+    in_powers_of_two = spec.scale * math.log2(math.e)
     _fixed_kernel[(kv_heads, tiles, segments if is_split else 1)](
         partial,
         sums,
         q,
         pool,
-        page_table,
-        cu_q_lens,
-        kv_lens,
-        key_ends,
-        sinks,
+        step.page_table,
+        step.cu_q_lens,
+        step.kv_lens,
+        step.key_ends,
+        spec.sinks,
         in_powers_of_two,
         layer,
-        page_table.stride(0),
+        step.page_table.stride(0),
         requests,
         segments,
+        FORM=AttentionForm.of(q, pool, spec, launch.tile),
         IS_SPLIT=is_split,
-        KV_HEADS=kv_heads,
-        LAYERS=pool.shape[2],
-        GROUP=group,
         ROWS=launch.rows,
-        DIM=dim,
-        BLOCK_DIM=block_dim(dim),
-        PAGE_SIZE=page_size,
-        PAGE_STRIDE=pool.stride(0),
-        TILE=launch.tile,
         SEGMENT=SEGMENT,
-        WINDOW=window or 0,
-        IS_CHUNKED=is_chunked,
-        SOFTCAP=softcap / scale,
-        IS_FUSED=q.dtype.itemsize == 2,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **launch_options(q.device),
@@ -120,7 +100,7 @@ def fixed_attention(
             out,
             partial,
             sums,
-            sinks,
+            spec.sinks,
             in_powers_of_two,
             segments,
             DIM=dim,
@@ -147,25 +127,18 @@ def _fixed_kernel(
     requests: int,
     segments: int,
     IS_DEPENDENT: tl.constexpr,
+    FORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    IS_FUSED: tl.constexpr,
 ) -> None:
     """A tile of one request's rows for the query heads of one KV head, as [ROWS] pairs of row and
     head.
     """
+    GROUP: tl.constexpr = FORM.group
+    DIM: tl.constexpr = FORM.dim
+    BLOCK_DIM: tl.constexpr = FORM.block_dim
+    TILE: tl.constexpr = FORM.tile
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     kv_head = tl.program_id(0)
@@ -184,7 +157,7 @@ def _fixed_kernel(
     column = tl.arange(0, BLOCK_DIM)
     is_there = (row < q_len) & (member < Q_ROWS * GROUP)
     mask = is_there[:, None] & (column < DIM)[None, :]
-    heads = KV_HEADS * GROUP
+    heads = FORM.kv_heads * GROUP
     place = (first_row + row).to(tl.int64) * heads + kv_head * GROUP + member % GROUP
     query = tl.load(q + place[:, None] * DIM + column[None, :], mask=mask, other=0.0)
     all_largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -201,8 +174,8 @@ def _fixed_kernel(
         last_seen, end = seen_behind(key_ends, first_row + row, is_there, own_at, end)
     common = (cached + begin + 1) // TILE * TILE
     first, full, walk, tail = 0, 0, 0, common
-    if WINDOW > 0:
-        first, full = window_of_rows(cached + begin, Q_ROWS, common, 0, WINDOW, IS_CHUNKED, TILE)
+    if FORM.window > 0:
+        first, full = window_of_rows(cached + begin, Q_ROWS, common, 0, FORM)
         walk = first // TILE * TILE
         tail = tl.maximum(common, walk)
     first_segment = first // SEGMENT
@@ -216,26 +189,23 @@ def _fixed_kernel(
         mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
         segment_end = tl.minimum((segment + 1) * SEGMENT, end)
         start_fully = segment * SEGMENT
-        if WINDOW > 0:
+        if FORM.window > 0:
             start_fully = tl.maximum(full, segment * SEGMENT)
             start_partly = tl.maximum(walk, segment * SEGMENT)
             for start in range(start_partly, tl.minimum(full, segment_end), TILE):
                 largest, total, mixed, _ = attend_pages(
                     largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
-                    last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
-                    BLOCK_DIM, TILE, True, False, False, 0, IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                    last_seen, own_at, kv_head, layer, scale, True, False, FORM,
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             largest, total, mixed, _ = attend_pages(
                 largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
-                last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
-                BLOCK_DIM, TILE, False, False, False, 0, IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                last_seen, own_at, kv_head, layer, scale, False, False, FORM,
             )  # fmt: skip
         for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
             largest, total, mixed, _ = attend_pages(
                 largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
-                last_seen, own_at, kv_head, layer, scale, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
-                BLOCK_DIM, TILE, True, False, False, 0, IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                last_seen, own_at, kv_head, layer, scale, True, False, FORM,
             )  # fmt: skip
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0

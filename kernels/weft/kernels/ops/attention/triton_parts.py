@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.attention.spec import SeveralRows
+from weft.kernels.ops.attention.spec import AttentionMetadata, SeveralRows
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import block_dim, cdiv
 from weft.kernels.shared.request_tiles import several_rows
@@ -67,8 +67,7 @@ def make_parts(q: torch.Tensor, programs: int, at_once: int) -> Parts | None:
 def merge_parts(
     out: torch.Tensor,
     parts: Parts,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
+    step: AttentionMetadata,
     sinks: torch.Tensor | None,
     scale: float,
     least_rows: int,
@@ -78,21 +77,19 @@ def merge_parts(
 
     Args:
         out: [T, Hq * D].
-        cu_q_lens: [R + 1] int32.
-        kv_lens: [R] int32, new rows included.
         sinks: [Hq] float32, or None.
         scale: Factor on the scores, log2(e) included.
         several: As in `extend_attention`.
     """
     _, tokens, heads, dim = parts.mixed.shape
-    requests = kv_lens.shape[0]
+    requests = step.kv_lens.shape[0]
     tiles = tokens // _MERGED_ROWS + (several.most + 1 if several else requests)
     _merge_kernel[(heads, tiles)](
         out,
         parts.mixed,
         parts.sums,
-        cu_q_lens,
-        kv_lens,
+        step.cu_q_lens,
+        step.kv_lens,
         sinks,
         several.first if several else None,
         scale,

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.attention.spec import AttentionSpec
 from weft.kernels.ops.pages.triton_entries import (
     SCALE_BYTES,
     dequantised,
-    scales_at,
     weights_in_units,
     widened,
 )
+from weft.kernels.shared.dependent_launch import is_dependent
+from weft.kernels.shared.launch_sizes import block_dim
 from weft.kernels.shared.softmax import capped, weigh_tile
+
+
+class AttentionForm(NamedTuple):
+    """What kernels of attention know when they are compiled."""
+
+    kv_heads: int
+    group: int
+    """Query heads of a KV head."""
+    dim: int
+    block_dim: int
+    """Columns of a program for a head."""
+    layers: int
+    """Of the pool."""
+    page_size: int
+    page_stride: int
+    """Elements of the pool from one page to the next."""
+    tile: int
+    """Positions per iteration."""
+    window: int
+    """0: none."""
+    is_chunked: bool
+    softcap: float
+    """Of products before scaling; 0: none."""
+    first_position: int
+    is_fused: bool
+    """Whether weights take one instruction a score (`weigh_tile`)."""
+    is_native: bool
+    """Whether the device has compute capability 9.0."""
+
+    @classmethod
+    def of(
+        cls, q: torch.Tensor, pool: torch.Tensor, spec: AttentionSpec, tile: int
+    ) -> AttentionForm:
+        """q: [T, Hq, D]; pool: as `paged_attention` takes it."""
+        (_, heads, dim), kv_heads = q.shape, pool.shape[1]
+        is_fused = q.dtype.itemsize == 2 and spec.first_position == 0
+        return cls(
+            kv_heads, heads // kv_heads, dim, block_dim(dim), pool.shape[2], pool.shape[4],
+            pool.stride(0), tile, spec.window or 0, spec.is_chunked,
+            (spec.softcap or 0.0) / spec.scale, spec.first_position, is_fused,
+            is_dependent(q.device),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -32,53 +79,38 @@ def attend_pages(
     kv_head: tl.tensor,
     layer: int,
     scale: float,
-    LAYERS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    TILE: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
     IN_UNITS: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    IS_FUSED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Adds the TILE positions of pages from `start` on to a running softmax, as `attend_tile` does.
+    """Adds a tile of positions in pages, from `start` on, to a running softmax, as `attend_tile`
+    does.
 
     Numbers in 8 bits are multiplied by their scales; with IN_UNITS instead the scores and weights
     are, and `mixed` is in the `unit` of `weights_in_units`.
     """
     IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
-    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + (SCALE_BYTES if IS_SCALED else 0))
-    position = start + tl.arange(0, TILE)
+    PAGE_SIZE: tl.constexpr = FORM.page_size
+    OF_ROWS: tl.constexpr = PAGE_SIZE * (FORM.dim + (SCALE_BYTES if IS_SCALED else 0))
+    position = start + tl.arange(0, FORM.tile)
     if IS_PARTIAL:
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     else:
         page = tl.load(table + position // PAGE_SIZE)
     scale_at = None
     if IS_SCALED:
-        scale_at = scales_at(
-            pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-        )
-    column = tl.arange(0, BLOCK_DIM)
-    k_at = k_of_pages(
-        pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-    )
+        scale_at = scales_at(pool, page, position, kv_head, layer, FORM)
+    column = tl.arange(0, FORM.block_dim)
+    k_at = k_of_pages(pool, page, position, kv_head, layer, column, FORM)
     if IS_SCALED and IN_UNITS:
         largest, total, mixed, unit = _attend_in_units(
             largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
-            last_seen, scale, first, DIM, BLOCK_DIM, OF_ROWS, IS_PARTIAL, IS_NATIVE, FIRST_POSITION,
-            IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP, at,
+            last_seen, at, scale, first, OF_ROWS, IS_PARTIAL, FORM,
         )  # fmt: skip
     else:
         largest, total, mixed = attend_tile(
-            largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end, last_seen,
-            scale, DIM, BLOCK_DIM, IS_PARTIAL, FIRST_POSITION, IS_FUSED, first, WINDOW, SOFTCAP,
-            0, IS_CHUNKED, scale_at, OF_ROWS // SCALE_BYTES if IS_SCALED else 0, at,
+            largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end, last_seen, at, scale,
+            IS_PARTIAL, FORM, first, 0, scale_at, OF_ROWS // SCALE_BYTES if IS_SCALED else 0,
         )  # fmt: skip
     return largest, total, mixed, unit
 
@@ -94,33 +126,27 @@ def attend_tile(
     position: tl.tensor,
     end: tl.tensor,
     last_seen: tl.tensor,
+    at: tl.tensor,
     scale: float,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    IS_FUSED: tl.constexpr,
+    FORM: tl.constexpr,
     first: int = 0,
-    WINDOW: tl.constexpr = 0,
-    SOFTCAP: tl.constexpr = 0.0,
     before: int = 0,
-    IS_CHUNKED: tl.constexpr = False,
     scale_at: tl.tensor = None,
     TO_V: tl.constexpr = 0,
-    at: tl.tensor = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax. With IS_PARTIAL each row adds what it sees of
     the tile.
 
     In 8 bits `scale_at` points to the scales of K, and those of V are TO_V further. `at`: positions
-    of the rows, from which windows count, if they are not `last_seen`.
+    of the rows, from which windows count.
     """
-    in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    in_dim = (tl.arange(0, FORM.block_dim) < FORM.dim)[None, :]
     if IS_PARTIAL:
-        is_there = in_reach(position, end, first, FIRST_POSITION, WINDOW)
+        is_there = in_reach(position, end, first, FORM)
         keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0)
         values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0)
-    elif DIM == BLOCK_DIM:
+    elif FORM.dim == FORM.block_dim:
         keys = tl.load(k_at)
         values = tl.load(v_at)
     else:
@@ -131,13 +157,11 @@ def attend_tile(
         keys = dequantised(keys, scale_at, exists, query.dtype)
         values = dequantised(values, scale_at + TO_V, exists, query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    scores = capped(scores, SOFTCAP)
+    scores = capped(scores, FORM.softcap)
     if IS_PARTIAL:
-        scores = _seen_alone(
-            scores, position, is_there, last_seen, before, FIRST_POSITION, WINDOW, IS_CHUNKED, at
-        )
+        scores = _seen_alone(scores, position, is_there, last_seen, at, before, FORM)
     return mix_tile(  # type: ignore[no-any-return]
-        largest, total, mixed, scores, values, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
+        largest, total, mixed, scores, values, scale, FORM.is_fused, IS_PARTIAL and FORM.window > 0
     )
 
 
@@ -154,22 +178,15 @@ def _attend_in_units(
     position: tl.tensor,
     end: tl.tensor,
     last_seen: tl.tensor,
+    at: tl.tensor,
     scale: float,
     first: int,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     OF_ROWS: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    FIRST_POSITION: tl.constexpr,
-    IS_FUSED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    at: tl.tensor = None,
+    FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    is_there = in_reach(position, end, first, FIRST_POSITION, WINDOW)
-    mask = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    is_there = in_reach(position, end, first, FORM)
+    mask = (tl.arange(0, FORM.block_dim) < FORM.dim)[None, :]
     if IS_PARTIAL:
         mask &= is_there[:, None]
         k_scales = tl.load(scale_at, mask=is_there, other=0.0)
@@ -177,22 +194,20 @@ def _attend_in_units(
     else:
         k_scales = tl.load(scale_at)
         v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES)
-    if IS_PARTIAL or DIM < BLOCK_DIM:
+    if IS_PARTIAL or FORM.dim < FORM.block_dim:
         keys = tl.load(k_at, mask=mask, other=0)
         values = tl.load(k_at + OF_ROWS, mask=mask, other=0)
     else:
         keys = tl.load(k_at)
         values = tl.load(k_at + OF_ROWS)
-    keys = widened(keys, query.dtype, IS_NATIVE)
-    values = widened(values, query.dtype, IS_NATIVE, True)
+    keys = widened(keys, query.dtype, FORM.is_native)
+    values = widened(values, query.dtype, FORM.is_native, True)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    scores = capped(scores * (k_scales * unit_of_query)[None, :], SOFTCAP)
+    scores = capped(scores * (k_scales * unit_of_query)[None, :], FORM.softcap)
     if IS_PARTIAL:
-        scores = _seen_alone(
-            scores, position, is_there, last_seen, 0, FIRST_POSITION, WINDOW, IS_CHUNKED, at
-        )
+        scores = _seen_alone(scores, position, is_there, last_seen, at, 0, FORM)
     largest, total, shrink, weights = weigh_tile(
-        largest, total, scores, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
+        largest, total, scores, scale, FORM.is_fused, IS_PARTIAL and FORM.window > 0
     )
     weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
     mixed = mixed * shrink[:, None]
@@ -226,38 +241,31 @@ def _seen_alone(
     position: tl.tensor,
     is_there: tl.tensor,
     last_seen: tl.tensor,
+    at: tl.tensor,
     before: int,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    at: tl.tensor = None,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
     """Scores of the positions of a tile that each row sees; the others are hidden."""
     is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
-    own = last_seen if at is None else at
-    if IS_CHUNKED:
-        is_seen &= position[None, :] >= first_of_chunk(own, before, WINDOW)[:, None]
-    elif WINDOW > 0:
-        is_seen &= position[None, :] > own[:, None] - WINDOW
+    if FORM.is_chunked:
+        is_seen &= position[None, :] >= first_of_chunk(at, before, FORM.window)[:, None]
+    elif FORM.window > 0:
+        is_seen &= position[None, :] > at[:, None] - FORM.window
     # Finite where a whole tile may be hidden: its weight vanishes next to any other tile's.
-    return tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
+    return tl.where(is_seen, scores, float("-inf") if FORM.first_position == 0 else -1e30)
 
 
 @triton.jit
 def in_reach(
-    position: tl.tensor,
-    end: tl.tensor,
-    first: tl.tensor,
-    FIRST_POSITION: tl.constexpr,
-    WINDOW: tl.constexpr,
+    position: tl.tensor, end: tl.tensor, first: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Which positions of a tile any row sees: those before `end`, from FIRST_POSITION on, and with
-    a window from `first` on.
+    """Which positions of a tile any row sees: those before `end`, from the first position on, and
+    with a window from `first` on.
     """
     is_there = position < end
-    if FIRST_POSITION > 0:
-        is_there &= position >= FIRST_POSITION
-    if WINDOW > 0:
+    if FORM.first_position > 0:
+        is_there &= position >= FORM.first_position
+    if FORM.window > 0:
         is_there &= position >= first
     return is_there
 
@@ -270,16 +278,29 @@ def k_of_pages(
     kv_head: tl.tensor,
     layer: int,
     column: tl.tensor,
-    LAYERS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
     """Address of K at the given positions, whose pages are known; V is one page's rows further."""
     MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
-    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
-    at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
+    in_page = (kv_head * FORM.layers + layer) * (2 * FORM.page_size) * (FORM.dim + MORE)
+    at = page.to(tl.int64) * FORM.page_stride + in_page + position % FORM.page_size * FORM.dim
     return pool + at[:, None] + column[None, :]
+
+
+@triton.jit
+def scales_at(
+    pool: tl.tensor,
+    page: tl.tensor,
+    position: tl.tensor,
+    kv_head: tl.tensor,
+    layer: int,
+    FORM: tl.constexpr,
+) -> tl.tensor:
+    """Address of the scales of K at the given positions; those of V are one page's rows further."""
+    OF_ROWS: tl.constexpr = FORM.page_size * (FORM.dim + SCALE_BYTES)
+    in_page = (kv_head * FORM.layers + layer) * (2 * OF_ROWS) + FORM.page_size * FORM.dim
+    at = page.to(tl.int64) * FORM.page_stride + in_page + position % FORM.page_size * SCALE_BYTES
+    return (pool + at).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
@@ -288,21 +309,19 @@ def window_of_rows(
     rows: int,
     end: tl.tensor,
     before: tl.tensor,
-    WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    TILE: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """For rows at positions from `at` on: the first position that any of them sees, and the first
     tile boundary, before `end`, from which on all of them see everything. Positions are counted
     from `before` on.
     """
-    if IS_CHUNKED:
-        first = tl.maximum(first_of_chunk(at, before, WINDOW), 0)
-        all_see = tl.maximum(first_of_chunk(at + rows - 1, before, WINDOW), 0)
+    if FORM.is_chunked:
+        first = tl.maximum(first_of_chunk(at, before, FORM.window), 0)
+        all_see = tl.maximum(first_of_chunk(at + rows - 1, before, FORM.window), 0)
     else:
-        first = tl.maximum(at + 1 - WINDOW, 0)
-        all_see = tl.maximum(at + rows - WINDOW, 0)
-    return first, tl.minimum(tl.cdiv(all_see, TILE) * TILE, end)
+        first = tl.maximum(at + 1 - FORM.window, 0)
+        all_see = tl.maximum(at + rows - FORM.window, 0)
+    return first, tl.minimum(tl.cdiv(all_see, FORM.tile) * FORM.tile, end)
 
 
 @triton.jit

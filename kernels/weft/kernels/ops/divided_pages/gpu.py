@@ -58,18 +58,8 @@ def heads_here(
     rows, heads, dim = q.shape
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    decode_attention(
-        out,
-        q,
-        pool,
-        layer,
-        step.page_table,
-        step.cu_q_lens,
-        step.key_ends,
-        spec.scale,
-        step.max_kv_len,
-        is_uniform=True,
-        softcap=spec.softcap or 0.0,
-        lse=lse,
-    )
+    # The scores alone are capped here: sinks and windows are of all ranks.
+    own = spec._replace(sinks=None, window=None, is_chunked=False, first_position=0)
+    here = step._replace(kv_lens=step.key_ends, ancestors=None, is_settled=False)
+    decode_attention(out, q, pool, layer, own, here, is_uniform=True, lse=lse)
     return out.view(q.shape), lse

@@ -192,7 +192,8 @@ def _scale_above(values: tl.tensor, IS_INT8: tl.constexpr) -> tuple[tl.tensor, t
     LARGEST: tl.constexpr = INT8_MOST if IS_INT8 else FP8_MOST
     # 0, or NaN where a value is not finite, since the largest magnitude ignores NaN.
     strange = tl.sum(values - values, axis=0)
-    scale = tl.max(tl.abs(values), axis=0) / LARGEST + strange
+    # Divided exactly: a scale that is a little too large would be rounded up to the next one.
+    scale = tl.div_rn(tl.max(tl.abs(values), axis=0), LARGEST) + strange
     bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     bits = tl.where(scale == scale, bits, 0x7FC0)
     return bits, (bits << 16).to(tl.float32, bitcast=True) * LARGEST

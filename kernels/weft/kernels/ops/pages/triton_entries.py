@@ -42,25 +42,6 @@ LEAST_UNIT = tl.constexpr(1e-30)
 
 
 @triton.jit
-def scales_at(
-    pool: tl.tensor,
-    page: tl.tensor,
-    position: tl.tensor,
-    kv_head: tl.tensor,
-    layer: int,
-    LAYERS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-) -> tl.tensor:
-    """Address of the scales of K at the given positions; those of V are one page's rows further."""
-    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
-    in_page = (kv_head * LAYERS + layer) * (2 * OF_ROWS) + PAGE_SIZE * DIM
-    at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * SCALE_BYTES
-    return (pool + at).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
 def dequantised(
     numbers: tl.tensor,
     at: tl.tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -253,9 +254,9 @@ def decode_rows(module: ModuleType, case: Case, max_kv_len: int, **options: Any)
     outs = []
     for is_settled in (False, True):
         out = torch.full_like(case.q, float("nan")).flatten(1)
-        lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, max_kv_len)
-        settled = {"is_settled": is_settled, **options}
-        module.decode_attention(out, case.q, case.pool, LAYER, *lengths, **settled)
+        lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 1, max_kv_len)
+        attention = in_parts(partial(module.decode_attention, out))
+        attention(case.q, case.pool, LAYER, *lengths, is_settled=is_settled, **options)
         outs.append(out)
     assert torch.equal(outs[0].nan_to_num(nan=1e4), outs[1].nan_to_num(nan=1e4))
     return outs[1]
