@@ -6,10 +6,10 @@ rows `all` compare the graph's own time with it. A router is part of a call, its
 
     python bench/gpu_expert_launches.py                               Qwen3-30B-A3B, all formats
     python bench/gpu_expert_launches.py --model deepseek-v3 --formats fp8 --rows 1,16,64,256
-    python bench/gpu_expert_launches.py --only forms --rows 1,2,4,6,8,12,16,128,256,512
+    python bench/gpu_expert_launches.py --only forms --formats bf16 fp8 --rows 1,2,3,4,6,8,12,16
 
-`forms` (only if named) computes FP8 layers in other forms too, all in turns: unsorted pairs with
-other launches and by tensor cores, sorted ones from the first row on, and sorted ones in blocks of
+`forms` (only if named) computes layers of floats and FP8 in other forms too, all in turns: unsorted
+pairs, with other launches too, sorted ones from the first row on, and sorted ones in blocks of
 other sizes.
 """
 
@@ -31,7 +31,7 @@ from gpu_quantised import Format, Product, draw_experts
 from gpu_roof import kept_rates
 from harness import Harness, Run, numbers, spread
 from torch.profiler import ProfilerActivity, profile
-from weft.kernels.ops.moe import gpu, triton_direct, triton_listed, triton_products
+from weft.kernels.ops.moe import gpu, triton_direct
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.spec import StackedWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
@@ -54,44 +54,33 @@ BITS = {"bf16": 16.0, "fp8": 8.0 + 32 / 128 / 128, "int4": 4.0 + 16 / 128, "mxfp
 _PROFILED = 5
 """Replays that are profiled."""
 
-_SORTED = (gpu, "MAX_DIRECT_ROWS", 0)
+Replaced = list[tuple[Any, str, object]]
+_UNSORTED = (gpu, "MAX_DIRECT_FP8_ROWS", 16)
 
 
-def _in_blocks(rows: int, first: Tile, second: Tile) -> list[tuple[Any, str, object]]:
-    return [_SORTED, (gpu, "fp8_tiles", lambda pairs, experts: Tiles(rows, first, second))]
+def _in_blocks(rows: int, first: Tile, second: Tile) -> Replaced:
+    tiles = Tiles(rows, first, second)
+    return [(gpu, "MAX_DIRECT_FP8_ROWS", 0), (gpu, "fp8_tiles", lambda pairs, experts: tiles)]
 
 
-def _by_pairs(up: Tile, down: Tile) -> list[tuple[Any, str, object]]:
-    return [(gpu, "MAX_UNSORTED_FP8_ROWS", 16), (gpu, "FEW_FP8", Tiles(16, up, down))]
-
-
-_ONE_BY_ONE = (triton_direct, "_MAX_AT_ONCE", 0)
-
-FORMS: dict[str, list[tuple[Any, str, object]]] = {
+FP8_FORMS: dict[str, Replaced] = {
     "chosen": [],
-    "unsorted": [(gpu, "MAX_DIRECT_ROWS", 16)],
-    "unsorted, 1 column": [(triton_direct, "_OUT_COLUMNS", 1)],
-    "unsorted, 4 columns": [(triton_direct, "_OUT_COLUMNS", 4)],
-    "unsorted, 8 warps": [(triton_direct, "_WARPS_PER_SM", 8)],
-    "unsorted, 32 warps": [(triton_direct, "_WARPS_PER_SM", 32)],
-    "unsorted, experts in turn": [_ONE_BY_ONE],
-    "unsorted, experts in turn, 256 of K": [_ONE_BY_ONE, (triton_listed, "_MAX_TILE", 256)],
-    "unsorted, tensor cores, 16 columns": _by_pairs(Tile(16, 128, 2, 6), Tile(16, 128, 2, 6)),
-    "unsorted, tensor cores, 32 columns": _by_pairs(Tile(32, 128, 4, 4), Tile(32, 128, 4, 4)),
-    "unsorted, tensor cores, 32, 6 stages": _by_pairs(Tile(32, 128, 4, 6), Tile(32, 128, 4, 6)),
-    "unsorted, tensor cores, 32, 2 warps": _by_pairs(Tile(32, 128, 2, 6), Tile(32, 128, 2, 6)),
-    "unsorted, tensor cores, 64 columns": _by_pairs(Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
+    "unsorted": [_UNSORTED],
+    "unsorted, 4 columns": [_UNSORTED, (triton_direct, "_OUT_COLUMNS", 4)],
+    "unsorted, 32 warps": [_UNSORTED, (triton_direct, "_WARPS_PER_SM", 32)],
     "blocks of 16": _in_blocks(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
     "blocks of 16, 6 stages": _in_blocks(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6)),
     "blocks of 32": _in_blocks(32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
     "blocks of 64": _in_blocks(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    "blocks of 64, rows in 16 bits": [
-        (triton_products, "MIN_ROUNDED_ROWS", 128),
-        *_in_blocks(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    ],
     "blocks of 128": _in_blocks(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
 }
 """What of the operation is replaced."""
+FLOAT_FORMS: dict[str, Replaced] = {
+    "chosen": [],
+    "unsorted": [(gpu, "MAX_DIRECT_ROWS", 16)],
+    "sorted": [(gpu, "MAX_DIRECT_ROWS", 0)],
+}
+FORMS = {"fp8": FP8_FORMS, "bf16": FLOAT_FORMS}
 _TURNS = 9
 
 harness = Harness(__file__, __doc__)
@@ -156,30 +145,43 @@ def launches(run: Run) -> None:
 
 @harness.part_if_named
 def forms(run: Run) -> None:
-    """FP8 layers in each of `FORMS`."""
+    """Layers in each of `FORMS`."""
     experts, hidden, inner, top_k = SHAPES[run.options.model]
     rates = kept_rates(run)
-    each = BITS["fp8"] / 8 * 3 * hidden * inner
-    layers = [
-        draw_layer("fp8", experts, hidden, inner) for _ in range(num_inputs(round(each * top_k)))
-    ][:8]
-    for rows in run.options.rows:
-        calls, roof_us = _calls(layers, rows, top_k, each, rates.bytes_per_s)
-        graphs = {}
-        for name, replaced in FORMS.items():
-            if name.startswith("unsorted") and rows > 16:
-                continue
-            with run.noted(f"{name}, {rows} rows"), ExitStack() as stack:
-                for place, attribute, value in replaced:
-                    stack.enter_context(patch.object(place, attribute, value))
-                graphs[name] = capture(calls)
-        times: dict[str, list[float]] = {name: [] for name in graphs}
-        for _ in range(_TURNS):
-            for name, graph in graphs.items():
-                times[name].append(replay_us(*graph))
-        for name, found in times.items():
-            us = spread(found)
-            run.row(table=f"forms, {rows} rows", form=name, us=us, share=roof_us / us.median)
+    for name in set(run.options.formats) & set(FORMS):
+        each = BITS[name] / 8 * 3 * hidden * inner
+        count = num_inputs(round(each * top_k))
+        layers = [draw_layer(name, experts, hidden, inner) for _ in range(count)][:8]
+        for rows in run.options.rows:
+            calls, roof_us = _calls(layers, rows, top_k, each, rates.bytes_per_s)
+            _time_forms(run, f"{name}, {rows} rows", FORMS[name], calls, rows, roof_us)
+        del layers
+        torch.cuda.empty_cache()
+
+
+def _time_forms(
+    run: Run,
+    table: str,
+    forms_of: dict[str, Replaced],
+    calls: list[Callable[[], object]],
+    rows: int,
+    roof_us: float,
+) -> None:
+    graphs = {}
+    for name, replaced in forms_of.items():
+        if name.startswith("unsorted") and rows > 16:
+            continue
+        with run.noted(f"{name}, {table}"), ExitStack() as stack:
+            for place, attribute, value in replaced:
+                stack.enter_context(patch.object(place, attribute, value))
+            graphs[name] = capture(calls)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(_TURNS):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(*graph))
+    for name, found in times.items():
+        us = spread(found)
+        run.row(table=table, form=name, us=us, share=roof_us / us.median)
 
 
 def _time(

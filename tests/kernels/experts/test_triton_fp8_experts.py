@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.moe import gpu
 from weft.kernels.ops.moe import triton_products as moe_products
-from weft.kernels.ops.moe.spec import PLAIN_EXPERTS
 from weft.kernels.ops.moe.tiles import Tile, Tiles
 from weft.kernels.ops.moe.triton_sort import sort_pairs
 from weft.kernels.shared.dependent_launch import launch_options
@@ -56,27 +55,6 @@ def test_sums_of_experts(
     out = gpu.moe(case.x, *case.routing, w13, w2, case.residual, lora)
     more = () if adapters is None else (adapters,)
     assert_as_exact(out, case.compute(torch.float32, *more), case.compute(torch.float64, *more))
-
-
-@pytest.mark.parametrize("is_share", [False, True])
-def test_pairs_of_few_rows_are_blocks_of_their_own(
-    is_share: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the last expert is of another rank."""
-    fresh_seed()
-    poison_new_memory(monkeypatch)
-    monkeypatch.setattr(gpu, "MAX_UNSORTED_FP8_ROWS", 3)
-    case = moe_case(3, 140, 48, 4, 2, torch.float16)
-    w13, wide13 = stack(4, 96, 140, 16)
-    w2, wide2 = stack(4, 140, 48, 16)
-    more = PLAIN_EXPERTS
-    if is_share:
-        wide13[3], wide2[3] = 0, 0
-        w13, w2 = (Fp8Experts(one.data[:3], one.scales[:3], 16) for one in (w13, w2))
-        more = more._replace(placement=torch.arange(4, dtype=torch.int32))
-    case = replace(case, w13=wide13, w2=wide2)
-    out = gpu.moe(case.x, *case.routing, w13, w2, case.residual, more=more)
-    assert_as_exact(out, case.compute(torch.float16), case.compute(torch.float64))
 
 
 @pytest.mark.parametrize("block_rows", [0, 16])

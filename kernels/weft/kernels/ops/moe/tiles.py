@@ -38,9 +38,6 @@ FIXED_FP8 = Tiles(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
 `multiply_sorted` rounds rows to FP8, so that a row's result would depend on its batch.
 """
 
-FEW_FP8 = Tiles(16, Tile(32, 128, 4, 4), Tile(32, 128, 4, 4))
-"""For FP8 weights in blocks, where each pair is a block of its own."""
-
 
 def tiles_for(rows: int, top_k: int, experts: int, hidden: int, width: int) -> Tiles:
     """The tiles measured to be fastest for the nearest number of rows, T; for other shapes a
@@ -62,10 +59,10 @@ def default_tiles(pairs: int, experts: int) -> Tiles:
 
 def fp8_tiles(pairs: int, experts: int) -> Tiles:
     """Tiles for FP8 weights in blocks and rows in 16-bit floats, by the average number of pairs of
-    an expert. bench/notes/ranks.md has the measurements.
+    an expert. bench/notes/ranks.md and bench/notes/gpu-steps.md have the measurements.
     """
     average = triton.cdiv(pairs, experts)
-    if average <= 16:
+    if average <= 12:
         return Tiles(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
     if average <= 64:
         return Tiles(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))

@@ -187,11 +187,8 @@ def _sorted_kernel(
     expert = tl.load(blocks.expert + block).to(tl.int64)
     if expert >= experts:
         return
-    if blocks.order is None:
-        begin, end = block, block + 1
-    else:
-        begin = tl.load(blocks.begin + block)
-        end = tl.load(blocks.end + block)
+    begin = tl.load(blocks.begin + block)
+    end = tl.load(blocks.end + block)
     # An expert's last block is multiplied as half a block if it has no more pairs.
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
@@ -236,10 +233,7 @@ def _multiply_block(
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     place = begin_place + tl.arange(0, ROWS)
     is_pair = place < end_place
-    if order is None:
-        pair = place.to(tl.int64)
-    else:
-        pair = tl.load(order + place, mask=is_pair, other=0).to(tl.int64)
+    pair = tl.load(order + place, mask=is_pair, other=0).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, TILE)
     row_at = x + (pair // TOP_K * K)[:, None]

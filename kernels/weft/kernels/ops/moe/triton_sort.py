@@ -20,17 +20,15 @@ _SCANNED_CHUNKS, _SCANNED_BINS = 128, 8
 
 
 class Blocks(NamedTuple):
-    """Pairs sorted by expert, in blocks of one expert each; or each pair as a block of its own."""
+    """Pairs sorted by expert, in blocks of one expert each."""
 
-    order: torch.Tensor | None
-    """[P] int32: pairs in the order of their experts, ascending; undefined after the last block.
-    None: block b is pair b, and `begin` and `end` are None.
-    """
+    order: torch.Tensor
+    """[P] int32: pairs in the order of their experts, ascending; undefined after the last block."""
     expert: torch.Tensor
     """[B] int32: each block's expert; the number of experts for unused blocks."""
-    begin: torch.Tensor | None = None
+    begin: torch.Tensor
     """[B] int32: each block's first place in `order`; undefined for unused blocks."""
-    end: torch.Tensor | None = None
+    end: torch.Tensor
     """[B] int32: where the pairs of the block's expert end; undefined for unused blocks."""
 
 
