@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -253,4 +254,29 @@ def test_a_trainer_that_says_no_more_ends_its_update_with_its_pause(
             texts(llm)
         assert llm.weights.state == "failed"
         llm.refit(first)
+        assert texts(llm) == right
+
+
+def test_a_transfer_that_outlasts_a_pause_renews_it(tmp_path: Path, seed: int) -> None:
+    first, second = model(tmp_path / "first", seed), model(tmp_path / "second", seed + 1)
+    with LLM(second, **SETTINGS) as fresh:
+        right = texts(fresh)
+    with LLM(first, **SETTINGS) as llm, joined(llm) as sender:
+        control, tensors, offset_s = llm.engine.weights, tensors_of(second), 0.0
+        clock = control._clock
+        control._clock = lambda: clock() + offset_s
+
+        def send_late() -> None:
+            nonlocal offset_s
+            while not control._is_at_work:
+                time.sleep(1e-3)
+            offset_s = 1000.0
+            sender.send(tensors.values())
+
+        llm.pause(limit_s=100.0)
+        options: dict[str, Any] = {"group_name": NAME, "tensors": described(tensors)}
+        beside(send_late, lambda: llm.command_weights("receive", **options))
+        llm.engine.turn()
+        assert (llm.weights.pause, llm.weights.num_updates) == ("keep", 1)
+        llm.resume()
         assert texts(llm) == right

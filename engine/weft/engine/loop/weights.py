@@ -388,6 +388,9 @@ class WeightControl:
         self._executor.order(order)
 
     def _on_result(self, result: RefitResult) -> None:
+        if self._pause is not None:
+            # What the ranks were at may have taken longer than a pause lasts.
+            self._ends_at = self._clock() + self._pause.limit_s
         if self._join is not None:
             self._end_join(self._join, result)
             return
