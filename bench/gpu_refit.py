@@ -1,6 +1,7 @@
 """Weights in place on a GPU: pauses, updates from another process, sleep and waking.
 
     python bench/gpu_refit.py [--shape llama-3.1-8b] [--what pause lent group sleep]
+    python bench/gpu_refit.py --shape qwen3-30b-a3b --layers 12 --what lent
     python bench/gpu_refit.py --device cpu --shape smollm2-135m --what lent sleep
 
 The model has made-up weights of a known shape. An engine in this process is updated by a child
@@ -50,20 +51,31 @@ PACKED_BYTES = 1 << 30
 """vLLM's trainers put so many bytes into one broadcast."""
 
 
-def write_model(folder: Path, shape: str, device: str) -> int:
-    """A checkpoint in files of some layers each. Returns its bytes."""
-    config = MODELS[shape]
-    hidden, inner, heads = (
-        config[name] for name in ("hidden_size", "intermediate_size", "head_dim")
-    )
+def layer_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer's tensors by their names."""
+    hidden, heads = config["hidden_size"], config["head_dim"]
     q, kv = (config[f"num_{name}_heads"] * heads for name in ("attention", "key_value"))
-    layer = {
+    sizes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
     }  # fmt: skip
+    if config["model_type"].startswith("qwen3"):
+        sizes |= {f"self_attn.{name}_norm": (heads,) for name in "qk"}
+    mlps, inner = ["mlp"], config["intermediate_size"]
+    if "num_experts" in config:
+        sizes["mlp.gate"] = (config["num_experts"], hidden)
+        mlps = [f"mlp.experts.{number}" for number in range(config["num_experts"])]
+        inner = config["moe_intermediate_size"]
+    for mlp in mlps:
+        sizes |= {f"{mlp}.gate_proj": (inner, hidden), f"{mlp}.up_proj": (inner, hidden)}
+        sizes[f"{mlp}.down_proj"] = (hidden, inner)
+    return sizes
+
+
+def write_model(folder: Path, config: dict[str, Any], device: str) -> int:
+    """A checkpoint in files of one layer each. Returns its bytes."""
+    hidden, layer = config["hidden_size"], layer_sizes(config)
     parts = [{"model.embed_tokens.weight": (config["vocab_size"], hidden)}]
     parts += [
         {f"model.layers.{at}.{name}.weight": size for name, size in layer.items()}
@@ -222,6 +234,7 @@ def told(llm: LLM) -> str:
 
 harness = Harness(__file__, __doc__, repeats=5)
 harness.flag("--shape", default="llama-3.1-8b", choices=sorted(MODELS))
+harness.flag("--layers", type=int, help="of a shorter model")
 harness.flag("--device", default="cuda:0")
 harness.flag("--at", type=Path, help="where the checkpoint is written; else the temporary folder")
 harness.flag("--graphs", action="store_true", help="capture steps")
@@ -234,7 +247,10 @@ def weights(run: Run) -> None:
     """Everything with one engine, since loading it takes most of the time."""
     options, began = run.options, time.perf_counter()
     folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(dir=options.at)))
-    size = write_model(folder, options.shape, options.device)
+    config = MODELS[options.shape] | (
+        {"num_hidden_layers": options.layers} if options.layers else {}
+    )
+    size = write_model(folder, config, options.device)
     print(f"written after {time.perf_counter() - began:.0f} s", flush=True)
     llm = run.stack.enter_context(LLM(folder, **settings_of(run, size)))
     print(f"loaded after {time.perf_counter() - began:.0f} s", flush=True)
