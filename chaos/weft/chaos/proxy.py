@@ -52,6 +52,8 @@ class FaultProxy:
         self._connections: set[_Connection] = set()
         self.mode = Mode.PASS
         self.delay_s = 0.0
+        self.bytes_per_s: float | None = None
+        """Most bytes that each direction of a connection delivers; None: no limit."""
         self.num_connections = 0
 
     @property
@@ -148,6 +150,8 @@ class _Connection:
                     continue
                 if mode is Mode.DELAY:
                     await asyncio.sleep(self._proxy.delay_s)
+                if (rate := self._proxy.bytes_per_s) is not None:
+                    await asyncio.sleep(len(data) / rate)
                 writer.write(data)
                 await writer.drain()
 

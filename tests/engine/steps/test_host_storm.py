@@ -1,8 +1,7 @@
-"""Sixty cuts, kills, stalls and delays between the hosts of engines under load."""
+"""Sixty cuts, kills, stalls, delays and slow links between the hosts of engines under load."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import random
@@ -19,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.chaos.proxy import FaultProxy, Mode
+from weft.chaos.proxy import Mode
 from weft.contract.errors import RanksLost
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.engine import host_process
 from weft.testing.engine.host_network import Network
+from weft.testing.engine.host_proxy import ProxyThread
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.usefixtures("single_thread"), pytest.mark.full]
@@ -35,30 +35,7 @@ LATE_S = 30.0
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 24
 ENDINGS = ("kill", "stop", "cut", "black-hole", "link")
-MOMENTS = ("delay", "stall")
-
-
-class ProxyThread:
-    """The project's own fault proxy between host 0 and the others, in a thread."""
-
-    def __init__(self, target: str, host: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.proxy = FaultProxy(target, host)
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._run(self.proxy.start())
-
-    def _run(self, task: Any) -> None:
-        asyncio.run_coroutine_threadsafe(task, self._loop).result(30)
-
-    def set_mode(self, mode: Mode, delay_s: float = 0.0) -> None:
-        self._loop.call_soon_threadsafe(self.proxy.set_mode, mode, delay_s)
-
-    def close(self) -> None:
-        self._run(self.proxy.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+MOMENTS = ("delay", "stall", "slow")
 
 
 class Engine:
@@ -108,7 +85,7 @@ class Engine:
         return [kind for kind in (*ENDINGS, *MOMENTS) if has_link or kind != "link"]
 
     def strike(self, kind: str) -> None:
-        host = random.randrange(len(self.processes))
+        host, is_shaped = random.randrange(len(self.processes)), False
         process = self.processes[host]
         if kind == "kill":
             process.kill()
@@ -120,12 +97,19 @@ class Engine:
             self.proxy.set_mode(Mode.BLACK_HOLE)
         elif kind == "link":
             self.network.cut(host + 1)
+        elif kind == "slow":
+            rate = random.uniform(50e3, 500e3)
+            is_shaped = self.network.shape(host + 1, 8 * rate)
+            self.proxy.proxy.bytes_per_s = None if is_shaped else rate
         else:
             self.proxy.set_mode(Mode.DELAY, random.uniform(0.01, LIMIT_S / 20))
         if kind in MOMENTS:
             time.sleep(random.uniform(0.05, LIMIT_S / 4))
             process.send_signal(signal.SIGCONT)
             self.proxy.set_mode(Mode.PASS)
+            if is_shaped:
+                self.network.unshape(host + 1)
+            self.proxy.proxy.bytes_per_s = None
 
 
 class Texts:
@@ -222,7 +206,7 @@ def test_hosts_that_are_struck_at_any_moment_make_the_right_texts_or_none(
     tmp_path: Path, seed: int
 ) -> None:
     """One that is gone or stays away ends the engine within its limit, and others go on with its
-    texts; a delay or a stall changes nothing, and costs no page.
+    texts; a delay, a stall or a slow link changes nothing, and costs no page.
     """
     folder = make_tiny("qwen3", tmp_path / "model", seed, tokenizer=True, vocab_size=VOCAB)
     texts, struck = Texts(folder), Counter[str]()
@@ -230,4 +214,4 @@ def test_hosts_that_are_struck_at_any_moment_make_the_right_texts_or_none(
         struck.update(strike_until_lost(folder, texts, left))
         print(struck.total(), flush=True)
     print(sorted(struck.items()))
-    assert set(struck) >= {"kill", "stop", "cut", "black-hole", "delay", "stall"}
+    assert set(struck) >= {"kill", "stop", "cut", "black-hole", *MOMENTS}

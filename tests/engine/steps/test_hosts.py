@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from weft.cli.certs import files_of
 from weft.engine.loop.llm import LLM
 from weft.testing.engine import host_process
 from weft.testing.engine.host_network import Network
+from weft.testing.engine.host_proxy import ProxyThread
 from weft.testing.models.families import make_family
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.services.certificates import make_certificates
@@ -35,11 +38,19 @@ def random_prompts() -> list[list[int]]:
     return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
 
 
+def await_listener(host: str, port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
+            return
+        time.sleep(0.1)
+
+
 class Hosts:
     """Processes of an engine's hosts.
 
     Args:
         others: Settings of the hosts other than host 0, by their number, where they differ.
+        proxy: By which the others reach host 0; None: directly.
     """
 
     def __init__(
@@ -50,11 +61,16 @@ class Hosts:
         count: int,
         others: dict[int, dict[str, Any]] | None = None,
         folders: dict[int, Path] | None = None,
+        proxy: ProxyThread | None = None,
         **settings: Any,
     ) -> None:
         self.processes: list[subprocess.Popen[str]] = []
         meet = f"{network.address(0)}:{network.port}"
         for host in range(count):
+            if host and proxy is not None:
+                # Whoever comes before host 0 listens would be turned away by the proxy.
+                await_listener(network.address(0), network.port)
+                meet = proxy.proxy.address
             own = {"pp": count, "hosts": count, "host_rank": host, "rendezvous": meet}
             own |= {"rank_timeout_s": 60.0} | settings | (others or {}).get(host, {})
             command = [*network.before(host), sys.executable, "-m", host_process.__name__]
@@ -140,6 +156,41 @@ def test_texts_of_hosts_are_those_of_one_process(
     assert f"{count} stages" in notice
     assert all(net.address(host) in notice for host in range(count))
     assert found["texts"] == alone(folder, prompts)
+
+
+@FULL
+@pytest.mark.parametrize("link", ["25 Gbit/s", "1 Mbit/s", "1 Mbit/s by the proxy"])
+def test_a_slow_link_changes_no_text(
+    link: str,
+    network: Callable[[int], Network],
+    tmp_path: Path,
+    seed: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By token buckets of the kernel, or by the project's own proxy, which all connections but that
+    of rows to the last stage pass. Rows fill the connection's buffers.
+    """
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, vocab_size=517)
+    lengths = (300, 150, 90, 5)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+    sizes = {"prefill_chunk_tokens": 288, "max_step_tokens": 288, "num_pages": 192}
+    bits_per_s, net = 25e9 if "Gbit" in link else 1e6, network(2)
+    has_proxy = "proxy" in link
+    if not has_proxy and not all(net.shape(host, bits_per_s) for host in range(2)):
+        pytest.skip("this machine has no network namespaces or no token buckets")
+    with ExitStack() as stack:
+        proxy = None
+        if has_proxy:
+            proxy = ProxyThread(f"{net.address(0)}:{net.port}", net.of_tests)
+            stack.callback(proxy.close)
+            proxy.proxy.bytes_per_s = bits_per_s / 8
+        hosts = Hosts(net, folder, prompts, 2, proxy=proxy, **sizes)
+        stack.callback(hosts.close)
+        found = hosts.answer()
+    with capsys.disabled():
+        print("the fault proxy" if has_proxy else "tc tbf", end=" ")
+    with LLM(folder, **host_process.SIZES | sizes) as llm:
+        assert found["texts"] == host_process.texts_of(llm, prompts)
 
 
 @FULL

@@ -125,7 +125,10 @@ def test_texts_are_those_of_one_process(kind: str, count: int, tmp_path: Path, s
     assert 0 < counters["bubble_us"] < counters["stage_us"]
     assert "bubbles" in describe_bubbles(counters)
     assert not describe_bubbles({})
-    for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):
+    names = ["accepted_tokens", "prefix_hit_tokens"]
+    if count == 2:
+        names.append("preemptions")  # With three, nearly all requests may be in a step.
+    for name in names:
         assert counters[name] > 0, (name, counters)
 
 

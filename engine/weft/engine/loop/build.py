@@ -279,7 +279,7 @@ def _load_parts(
     ranked: RankedExecutor | StagedExecutor | ContextExecutor | LockstepExecutor | None = None
     if ranks is not None and config.pp > 1:
         hosts = ranks.memory if isinstance(ranks, HostRanks) else None
-        ranked = StagedExecutor(executor, ranks, config.pp, hosts)
+        ranked = StagedExecutor(executor, ranks, lanes_of(config), hosts)
     elif ranks is not None and config.cp > 1:
         progress(0, 0, "timing divided prompts")
         least = least_divided(config, executor, ranks)
@@ -599,6 +599,13 @@ def _sleeping_beside(
         roots = (loaded.heads, lora, models.drafted)
         found += [tensor for root in roots if root is not None for _, tensor in tensors_of(root)]
     return found if draft is None else [*found, *draft.tensors()]
+
+
+def lanes_of(config: EngineConfig) -> int:
+    """Steps that stages have under way at once. On a prefill worker of several hosts one step's
+    rows are on the link meanwhile; elsewhere one more step would make generated tokens wait.
+    """
+    return config.pp + (config.hosts > 1 and config.role == "prefill")
 
 
 def _refit_of(config: EngineConfig, models: _Models) -> Refit | None:

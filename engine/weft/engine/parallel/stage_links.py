@@ -1,11 +1,13 @@
-"""How stages of one host hand over the residual stream."""
+"""How stages on CPUs hand over the residual stream, within a host and between hosts."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -18,6 +20,12 @@ _HEADER = struct.Struct("<qqq")
 """Header: number of the step's stream, rows, columns. Before the rows follow the nanoseconds for
 which each stage up to the sender has computed, int64.
 """
+_BESIDE_BYTES = 1 << 16
+"""Rows of this size or more are sent by a thread, and the next ones read by one, so that the link
+works while the stages compute. Fewer rows fit into the buffers of a connection.
+"""
+_MOST_ROWS = 1 << 20
+"""Of a step that this stage does not know yet."""
 _SEEN_S = 2.0
 """A stage whose neighbour closed the connection waits so long for the reason before it fails."""
 
@@ -50,6 +58,12 @@ class StageEnds(NamedTuple):
                 end.close()
 
 
+class _Received(NamedTuple):
+    head: bytes
+    """The header and the nanoseconds after it, as they came."""
+    stream: torch.Tensor
+
+
 class SocketStages:
     """Implements `weft.engine.model.stage.Neighbours` on a CPU, over stream sockets.
 
@@ -73,6 +87,9 @@ class SocketStages:
         self._blocked_ns = 0
         self._before, self._after = names
         self._num_received = self._num_sent = 0
+        self._sender, self._reader = (ThreadPoolExecutor(1, f"rows-{way}") for way in ("out", "in"))
+        self._sending: Future[None] | None = None
+        self._coming: Future[_Received] | None = None
 
     @property
     def busy_ns(self) -> NDArray[np.int64]:
@@ -98,34 +115,67 @@ class SocketStages:
         self._blocked_ns += time.perf_counter_ns() - began
 
     def _receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        assert self._ends.before is not None
-        end, what = self._ends.before, f"the rows of {self._before}"
-        stream = torch.empty(tuple(shape), dtype=dtype)
-        header = bytearray(_HEADER.size)
-        deadline = time.monotonic() + self._group.limit_s
-        self._read(end, memoryview(header), what, deadline)
-        told = _HEADER.unpack(header)
+        if self._coming is None:
+            deadline = time.monotonic() + self._group.limit_s
+            received = self._read_rows(shape, dtype, deadline)
+        else:
+            received = self._await(self._coming)
+            self._coming = None
         self._num_received += 1
+        told = _HEADER.unpack_from(received.head)
         if told != (self._num_received, *shape):
-            number, *rows = told
-            self._group.fail(
-                f"{self._before} has sent rows {tuple(rows)} of its step {number}, where "
-                f"{tuple(shape)} of step {self._num_received} are due"
-            )
-        self._read(end, _bytes_of(torch.from_numpy(self._busy[:-1])), what, deadline)
-        if stream.numel():
-            self._read(end, _bytes_of(stream), what, deadline)
+            self._refuse(told, shape)
+        self._busy[:-1] = np.frombuffer(received.head, np.int64, offset=_HEADER.size)
         for copy in self._copies:
-            busy = self._busy[:-1].tobytes()
-            self._write(copy, bytes(header) + busy, stream, "another rank of this stage")
-        return stream
+            self._write(copy, received.head, received.stream, "another rank of this stage")
+        if received.stream.nbytes >= _BESIDE_BYTES:
+            most = (_MOST_ROWS, *shape[1:])
+            self._coming = self._reader.submit(self._read_rows, most, dtype)
+        return received.stream
+
+    def _await(self, coming: Future[_Received]) -> _Received:
+        try:
+            return coming.result(self._group.limit_s)
+        except TimeoutError:
+            self._group.fail(self._late())
+
+    def _read_rows(
+        self, most: Sequence[int], dtype: torch.dtype, deadline: float | None = None
+    ) -> _Received:
+        """The next rows, at most so many and of that width; `deadline` None: whenever they come."""
+        assert self._ends.before is not None
+        head = bytearray(_HEADER.size + self._busy[:-1].nbytes)
+        self._read(self._ends.before, memoryview(head), deadline)
+        told = _HEADER.unpack_from(head)
+        _, *rows = told
+        if not 0 <= rows[0] <= most[0] or rows[1:] != list(most[1:]):
+            self._refuse(told, most)
+        stream = torch.empty(rows, dtype=dtype)
+        if stream.numel():
+            self._read(self._ends.before, _bytes_of(stream), deadline)
+        return _Received(bytes(head), stream)
+
+    def _refuse(self, told: Sequence[int], shape: Sequence[int]) -> NoReturn:
+        """Raises RanksLost."""
+        number, *rows = told
+        self._group.fail(
+            f"{self._before} has sent rows {tuple(rows)} of its step {number}, where "
+            f"{tuple(shape)} are due"
+        )
 
     def _send(self, stream: torch.Tensor) -> None:
         if self._ends.after is None:
             return  # The first rank of a host sends for the others.
         self._num_sent += 1
         header = _HEADER.pack(self._num_sent, *stream.shape) + self._busy.tobytes()
-        self._write(self._ends.after, header, stream.contiguous(), self._after)
+        if self._sending is not None:
+            self._sending.result()
+            self._sending = None
+        rows = (self._ends.after, header, stream.contiguous(), self._after)
+        if stream.nbytes < _BESIDE_BYTES:
+            self._write(*rows)
+        else:
+            self._sending = self._sender.submit(self._write, *rows)
 
     def _write(self, end: socket.socket, header: bytes, stream: torch.Tensor, name: str) -> None:
         try:
@@ -140,20 +190,31 @@ class SocketStages:
             self._lose(f"{name} is gone")
 
     def close(self) -> None:
+        for end in self._ends:
+            if end is not None:
+                # Ends what a thread waits for, which closing alone would not.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(end, socket.SHUT_RDWR)
+        self._sender.shutdown()
+        self._reader.shutdown()
         self._ends.close()
 
-    def _read(self, end: socket.socket, into: memoryview, what: str, deadline: float) -> None:
+    def _read(self, end: socket.socket, into: memoryview, deadline: float | None) -> None:
         try:
             while into:
-                end.settimeout(max(1e-3, deadline - time.monotonic()))
+                wait_s = None if deadline is None else max(1e-3, deadline - time.monotonic())
+                end.settimeout(wait_s)
                 count = end.recv_into(into)
                 if not count:
                     self._lose(f"{self._before} is gone")
                 into = into[count:]
         except TimeoutError:
-            self._group.fail(f"{what} have not come within {self._group.limit_s:g} s")
+            self._group.fail(self._late())
         except OSError:
             self._lose(f"{self._before} is gone")
+
+    def _late(self) -> str:
+        return f"the rows of {self._before} have not come within {self._group.limit_s:g} s"
 
     def _lose(self, why: str) -> NoReturn:
         """Raises RanksLost with what the group knows, usually more than this stage does."""

@@ -353,7 +353,11 @@ def take_part(config: EngineConfig, others: FollowerGroup) -> None:
         launch = partial(_launch_stage, executor, others.neighbours)
     # Between hosts such orders are frames, which the first rank of a host does alone.
     leaves_pages = config.hosts > 1 and isinstance(others.group, SharedGroup)
-    follow(executor, drafting, others.group, launch, leaves_pages=leaves_pages)
+    try:
+        follow(executor, drafting, others.group, launch, leaves_pages=leaves_pages)
+    finally:
+        if isinstance(others.neighbours, SocketStages):
+            others.neighbours.close()
 
 
 def follow_host(config: EngineConfig) -> int:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import uuid
 from contextlib import ExitStack
+from pathlib import Path
 
 from weft.cli.up.ports import free_ports
 
@@ -37,8 +38,34 @@ class Network:
         """Takes a host from the network: nothing arrives any more, and nobody is told."""
         self._ip("netns", "exec", self._host(host), "ip", "link", "set", "eth0", "down")
 
+    def shape(self, host: int, bits_per_s: float) -> bool:
+        """Bounds the rate at which a host sends. False: the machine allows no namespaces, or its
+        kernel has no token buckets.
+        """
+        if not self.has_namespaces:
+            return False
+        bucket = ["rate", f"{bits_per_s:.0f}", "burst", f"{max(1 << 16, bits_per_s / 8e3):.0f}"]
+        device = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *bucket]
+        try:
+            self._run(*self.before(host), *device, "latency", "100ms")
+        except (OSError, subprocess.SubprocessError):
+            return False
+        return True
+
+    def unshape(self, host: int) -> None:
+        """Takes the bound off again."""
+        self._run(*self.before(host), "tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def num_sent(self, host: int) -> int:
+        """Bytes that a host has sent so far, headers of all protocols among them."""
+        end = f"/sys/class/net/{self._end(host)}/statistics/rx_bytes"
+        return int(Path(end).read_text())
+
     def _host(self, host: int) -> str:
         return f"weft-{self.name}-{host}"
+
+    def _end(self, host: int) -> str:
+        return f"wv{self.name}{host}"
 
     def _try(self, count: int, stack: ExitStack) -> bool:
         if shutil.which("ip") is None or os.geteuid() != 0:
@@ -50,7 +77,7 @@ class Network:
             self._ip("link", "set", bridge, "up")
             self._ip("addr", "add", f"{self.of_tests}/24", "dev", bridge)
             for host in range(count):
-                space, end = self._host(host), f"wv{self.name}{host}"
+                space, end = self._host(host), self._end(host)
                 self._ip("netns", "add", space)
                 stack.callback(self._ip, "netns", "del", space)
                 self._ip("link", "add", end, "type", "veth", "peer", "eth0", "netns", space)
@@ -64,6 +91,9 @@ class Network:
             return False
         return True
 
+    def _ip(self, *words: str) -> None:
+        self._run("ip", *words)
+
     @staticmethod
-    def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+    def _run(*command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True, timeout=10)

@@ -1,4 +1,4 @@
-"""The other hosts of engines whose host 0 is this process, as processes on loopback."""
+"""The other hosts of engines whose host 0 is this process, as processes of this machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ from typing import Any
 
 from weft.cli.up.ports import free_ports
 from weft.testing.engine import host_process
+from weft.testing.engine.host_network import Network
 
 
 @contextmanager
-def other_hosts(folder: Path, count: int) -> Iterator[dict[str, Any]]:
-    """Starts them for a model; the value is the settings of host 0. Close its engine first."""
+def other_hosts(
+    folder: Path, count: int, network: Network | None = None
+) -> Iterator[dict[str, Any]]:
+    """Starts them for a model; the value is the settings of host 0. Close its engine first.
+
+    Args:
+        network: In which they are; None: loopback.
+    """
     (port,) = free_ports("127.0.0.1", 1)
-    settings = {"pp": count, "hosts": count, "rendezvous": f"127.0.0.1:{port}", "num_threads": 1}
+    meet = "127.0.0.1" if network is None else network.of_tests
+    settings = {"pp": count, "hosts": count, "rendezvous": f"{meet}:{port}", "num_threads": 1}
     processes = []
     try:
         for host in range(1, count):
             own = json.dumps(settings | {"host_rank": host})
-            command = [sys.executable, "-m", host_process.__name__, str(folder), own, "[]"]
+            command = [] if network is None else network.before(host)
+            command += [sys.executable, "-m", host_process.__name__, str(folder), own, "[]"]
             processes.append(subprocess.Popen(command))
         yield settings
     finally:

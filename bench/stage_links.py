@@ -1,0 +1,133 @@
+"""What a link between two hosts costs stages: bytes that are sent, and prompts at bounded rates.
+
+    sudo python bench/stage_links.py
+
+An engine on a CPU has its two stages in two network namespaces, of which one is this process's own;
+it needs root, `ip` and `tc`. `bytes` counts what leaves the first stage's network device for each
+token of a prompt. `computed` takes these bytes to models on GPUs: how long the rows of a chunk are
+on a link of 25 Gbit/s, as a share of the time in which two H200s compute the chunk
+(docs/parallel.md, `--tp 2`). `shaped` bounds the link, so that rows take such shares of the time
+for which the stages here compute, and compares prompts with those over the unbounded link, each
+with as many steps under way as a decode worker has and as a prefill worker has. The buffers of
+connections are as small beside a chunk as the system's are beside one of 8,192 tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from engine_runs import run_batch
+from harness import Harness, Run, in_turns, ratio_of, spread
+from model_shapes import LARGE_MODELS, MODELS, write_config
+from weft.engine.loop import build
+from weft.engine.loop.llm import LLM
+from weft.testing.engine.host_network import Network
+from weft.testing.engine.other_hosts import other_hosts
+
+HERE = "smollm2-135m"
+CHUNK, PROMPT, NUM_PROMPTS = 512, 1024, 8
+GPU_CHUNK = 8192
+LINK_BITS = 25e9
+UNBOUNDED_BITS = 400e9
+RATES = {"llama-3.1-8b": 75_391, "llama-3.1-70b": 8_321}
+"""Prompt tokens a second of two H200s in bfloat16."""
+SMALL_BUFFERS = "net.ipv4.tcp_wmem=4096 16384 65536"
+
+harness = Harness(__file__, __doc__, repeats=5)
+harness.flag("--shares", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="of `shaped`")
+
+
+def row_bytes(model: str) -> int:
+    """Of a token's row in bfloat16."""
+    return 2 * int((MODELS | LARGE_MODELS)[model]["hidden_size"])
+
+
+def settings_of(here: dict[str, Any]) -> dict[str, Any]:
+    return here | {
+        "dtype": "bfloat16",
+        "dummy_weights": True,
+        "prefix_cache": False,
+        "prefill_chunk_tokens": CHUNK,
+        "max_step_tokens": CHUNK,
+        "max_running_requests": NUM_PROMPTS,
+        "num_pages": 2 * NUM_PROMPTS * PROMPT // 16,
+        "rank_timeout_s": 120.0,
+    }
+
+
+def prompt_rate(llm: LLM, network: Network, bits_per_s: float) -> float:
+    """Prompt tokens a second over a link of this rate."""
+    if not network.shape(1, bits_per_s):
+        raise SystemExit("needs root, network namespaces and tc's token buckets")
+    return NUM_PROMPTS * PROMPT / run_batch(llm, NUM_PROMPTS, PROMPT, 1).first_token_s
+
+
+@harness.part
+def links(run: Run) -> None:
+    """Bytes, what follows from them, and prompts over bounded links."""
+    folder = write_config(Path(run.stack.enter_context(tempfile.TemporaryDirectory())), HERE)
+    for role, more_lanes in (("decode", 0), ("prefill", 1)):
+        lanes = mock.patch.object(build, "lanes_of", lambda config, n=more_lanes: config.pp + n)
+        with ExitStack() as stack:
+            stack.enter_context(lanes)
+            network = Network(2, stack)
+            if network.has_namespaces:
+                subprocess.run([*network.before(1), "sysctl", "-qw", SMALL_BUFFERS], check=True)
+            here = stack.enter_context(other_hosts(folder, 2, network))
+            llm = stack.enter_context(LLM(folder, **settings_of(here)))
+            gc.collect()
+            shaped(run, role, llm, network)
+
+
+def shaped(run: Run, role: str, llm: LLM, network: Network) -> None:
+    prompt_rate(llm, network, UNBOUNDED_BITS)
+    before = network.num_sent(1)
+    rate = prompt_rate(llm, network, UNBOUNDED_BITS)
+    each = (network.num_sent(1) - before) / (NUM_PROMPTS * PROMPT)
+    if role == "decode":
+        computed(run, each)
+    for share in run.options.shares:
+        bits = 8 * each * rate / share
+        ways = {
+            "unbounded": partial(prompt_rate, llm, network, UNBOUNDED_BITS),
+            "bounded": partial(prompt_rate, llm, network, bits),
+        }
+        found = in_turns(ways, run.options.repeats)
+        run.row(
+            table="shaped: prompts over a bounded link",
+            lanes_of=role,
+            share=share,
+            mbit_s=bits / 1e6,
+            tok_s=spread(found["bounded"]),
+            of_unbounded=ratio_of(found["bounded"], found["unbounded"]),
+        )
+
+
+def computed(run: Run, each: float) -> None:
+    more = each / row_bytes(HERE)
+    run.row(table="bytes a token", model=HERE, sent=each, of_rows=row_bytes(HERE), ratio=more)
+    for model, of_gpus in RATES.items():
+        wire_s = GPU_CHUNK * row_bytes(model) * more * 8 / LINK_BITS
+        share = wire_s * of_gpus / GPU_CHUNK
+        run.row(
+            table=f"computed: chunks of {GPU_CHUNK:,} tokens at 25 Gbit/s",
+            model=model,
+            mb=GPU_CHUNK * row_bytes(model) * more / 1e6,
+            on_link_ms=1e3 * wire_s,
+            computed_ms=1e3 * GPU_CHUNK / of_gpus,
+            share=share,
+            lost_by_decode=1 - 1 / (1 + share / 2),
+            lost_by_prefill=max(0.0, 1 - 1 / share),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main())
