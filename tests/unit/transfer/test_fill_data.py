@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -140,3 +143,32 @@ def test_a_place_is_free_when_it_is_written_and_taken() -> None:
             slot = random.choice(list(sending))
             slots.taken(sending.pop(slot))
     assert slots.take(0, 1 << 40) is None
+
+
+FAULTS_OF_MESSAGES = """
+import resource, threading
+from weft.common.worker.fill_data import keep_message_memory
+keep_message_memory()
+message = memoryview(bytearray(1 << 20))
+def pass_on(count):
+    for _ in range(count):
+        [bytes(message) for _ in range(8)]  # Some are under way at once.
+def count_faults():
+    pass_on(20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    pass_on(100)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+count_faults()
+thread = threading.Thread(target=count_faults)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_messages_follow_one_another_in_the_same_memory() -> None:
+    """In the main thread and another one, which allocate from different arenas."""
+    command = [sys.executable, "-c", FAULTS_OF_MESSAGES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    # 800 MiB have 204,800 pages.
+    assert all(int(faults) < 20_000 for faults in done.stdout.split()), done.stdout

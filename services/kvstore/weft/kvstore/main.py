@@ -13,6 +13,7 @@ from weft.common.rpc.server import QUARANTINE_STATUS, ServiceServer, run
 from weft.common.settings import load_settings
 from weft.common.tasks import has_returned, start_logged
 from weft.common.telemetry.logging import configure_logging
+from weft.common.worker.fill_data import keep_message_memory
 from weft.contract.errors import WeftError
 from weft.kvstore.admin import StoreAdmin
 from weft.kvstore.metrics import StoreCollector
@@ -37,6 +38,7 @@ async def run_store(settings: KvStoreSettings) -> int:
     configure_logging("kvstore", settings.log_level, settings.log_format)
     store_id = settings.store_id or default_id("kvstore", settings.port)
     keep_nixl_on_loopback(settings.host)
+    keep_message_memory()
     try:
         store = KvStore(settings, store_id)
     except WeftError as error:

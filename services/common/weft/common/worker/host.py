@@ -25,7 +25,7 @@ from weft.common.worker.admin import WorkerAdmin
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_client import FillClient
-from weft.common.worker.fill_data import map_memory
+from weft.common.worker.fill_data import keep_message_memory, map_memory
 from weft.common.worker.kernel_files import KernelFolders
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.metrics import EngineCollector
@@ -160,6 +160,7 @@ class WorkerHost:
             logger.warning(notice)
         if not self._config.page_digests:
             logger.warning("pages are not checked: corruption in transit goes unnoticed")
+        keep_message_memory()
         self._fills.memory = map_memory(info.incoming)
         self._settings.tell_of_pages("nixl" in info.transports)
         if self._settings.kvstore:

@@ -19,6 +19,8 @@ class Network:
 
     def __init__(self, count: int, stack: ExitStack) -> None:
         self.name = uuid.uuid4().hex[:6]
+        # Networks of programs that run at once must differ.
+        self._prefix = f"10.{64 + int(self.name[:2], 16) % 128}.{int(self.name[2:4], 16)}"
         self.has_namespaces = True
         self.has_namespaces = self._try(count, stack)
         (self.port,) = free_ports("127.0.0.1", 1)
@@ -26,10 +28,10 @@ class Network:
     @property
     def of_tests(self) -> str:
         """Address of the test's own process, outside of all namespaces."""
-        return "10.213.77.254" if self.has_namespaces else "127.0.0.1"
+        return f"{self._prefix}.254" if self.has_namespaces else "127.0.0.1"
 
     def address(self, host: int) -> str:
-        return f"10.213.77.{host + 1}" if self.has_namespaces else "127.0.0.1"
+        return f"{self._prefix}.{host + 1}" if self.has_namespaces else "127.0.0.1"
 
     def before(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", self._host(host)] if self.has_namespaces else []
@@ -83,7 +85,7 @@ class Network:
                 self._ip("link", "add", end, "type", "veth", "peer", "eth0", "netns", space)
                 self._ip("link", "set", end, "master", bridge, "up")
                 inside = ("netns", "exec", space, "ip")
-                self._ip(*inside, "addr", "add", f"10.213.77.{host + 1}/24", "dev", "eth0")
+                self._ip(*inside, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
                 self._ip(*inside, "link", "set", "eth0", "up")
                 self._ip(*inside, "link", "set", "lo", "up")
         except (OSError, subprocess.SubprocessError):

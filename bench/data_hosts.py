@@ -1,0 +1,186 @@
+"""KV pages between two hosts without NIXL, as gRPC data: GB/s, and where the time goes.
+
+    python bench/data_hosts.py            as root, with `ip`: two network namespaces with a bridge
+
+A prefill and a decode worker, each in a namespace, have pages as large as Llama-3.1-8B's, and a
+prompt that the prefill worker has cached is shipped again and again. `gb_per_s` counts from the
+fill's start to its end as the owner's timeline has them. Beside it stand the processor seconds a
+gigabyte of each of the four processes. Two hosts have more cores than this machine: the busiest
+process is what bounds them, so `bound_gb_per_s` is what it could move with a core of its own.
+
+`plain` is the same bytes over one TCP connection between the namespaces, by Python's sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc
+import psutil
+from harness import Harness, Run, spread
+from weft.common.rpc.channel import CHANNEL_OPTIONS
+from weft.testing.engine.host_network import Network
+from weft.testing.models.tiny_models import make_tiny
+from weft.testing.services.processes import ServiceProcess
+from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+VOCAB = 517
+SHAPE = {"vocab_size": VOCAB, "num_hidden_layers": 32, "head_dim": 128, "hidden_size": 64}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+READER = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    print("listens", flush=True)
+    caller, _ = server.accept()
+    memory = memoryview(bytearray(1 << 20))
+    while caller.recv_into(memory):
+        pass
+    caller.send(b"x")
+"""
+WRITER = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as there:
+    data, began_s, left = bytes(1 << 20), time.perf_counter(), int(sys.argv[3])
+    for _ in range(left):
+        there.sendall(data)
+    there.shutdown(socket.SHUT_WR)
+    there.recv(1)
+    print((left << 20) / 1e9 / (time.perf_counter() - began_s))
+"""
+
+harness = Harness(__file__, __doc__, repeats=9)
+harness.flag("--prompt", type=int, default=2048, help="tokens, of 128 KiB each")
+harness.flag("--transport", default="shared", help="of both workers")
+harness.flag("--worker-args", default="", help="of both workers")
+
+
+def network_of(run: Run) -> Network:
+    network = Network(2, run.stack)
+    if not network.has_namespaces:
+        raise SystemExit("this needs root, `ip`, and network namespaces")
+    return network
+
+
+@harness.part
+def plain(run: Run) -> None:
+    """One TCP connection."""
+    network = network_of(run)
+    rates = []
+    for _ in range(run.options.repeats):
+        at = (network.address(1), str(network.port))
+        command = [*network.before(1), sys.executable, "-c", READER, *at]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None
+            reader.stdout.readline()
+            command = [*network.before(0), sys.executable, "-c", WRITER, *at, "1024"]
+            rates.append(float(subprocess.check_output(command, text=True, timeout=60)))
+    run.row(table="plain", gb_per_s=spread(rates))
+
+
+class Hosts:
+    """A worker in each namespace, and a gateway outside of them."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        network = network_of(run)
+        make_tiny("llama", folder / "model", tokenizer=True, **SHAPE, **HEADS)
+        model = ("--model-dir", str(folder / "model"), "--model-name", "m")
+        weft = [sys.executable, "-m", "weft.cli", "serve"]
+        self.workers: dict[str, ServiceProcess] = {}
+        addresses = {}
+        for host, role in enumerate(("prefill", "decode")):
+            more = ["--transport", run.options.transport, *run.options.worker_args.split()]
+            if role == "decode":  # Every prompt comes anew.
+                more += ["--no-prefix-cache", "--local-prefill-max-tokens", "0"]
+            command = [*network.before(host), *weft, role, *model, "--device", "cpu", *more]
+            command += ["--host", network.address(host), "--insecure"]
+            process = run.stack.enter_context(ServiceProcess(role, command, folder))
+            addresses[role] = process.wait_ready(300)["address"]
+            self.workers[role] = process
+        command = [*weft, "gateway", *model, "--port", "0"]
+        command += [part for role, at in addresses.items() for part in (f"--{role}", at)]
+        gateway = run.stack.enter_context(ServiceProcess("gateway", command, folder))
+        self.gateway: str = gateway.wait_ready(60)["address"]
+
+    def processor_s(self) -> dict[str, float]:
+        """Processor seconds of each process so far."""
+        found = {}
+        for role, process in self.workers.items():
+            server = psutil.Process(process.pid)
+            times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
+            for name, used in zip(("server", "engine"), times, strict=False):
+                found[f"{role}_{name}"] = used.user + used.system
+        return found
+
+
+async def fill_of(
+    stub: gateway_pb2_grpc.GatewayServiceAsyncStub, tokens: list[int]
+) -> common_pb2.FillTimeline:
+    request = gateway_pb2.CompleteRequest(
+        model="m",
+        token_ids=common_pb2.TokenIds(ids=tokens),
+        stop=common_pb2.StopCriteria(max_tokens=1),
+    )
+    answers = [answer async for answer in stub.Complete(request, timeout=300)]
+    (fill,) = answers[-1].timeline.fills
+    return fill
+
+
+async def until_ready(stub: gateway_pb2_grpc.GatewayServiceAsyncStub) -> None:
+    """Waits until the gateway has seen both workers."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await fill_of(stub, [random.randrange(3, VOCAB) for _ in range(40)])
+            except (grpc.aio.AioRpcError, ValueError):  # ValueError: it was not shipped.
+                await asyncio.sleep(0.2)
+            else:
+                return
+
+
+async def measure(run: Run, hosts: Hosts) -> None:
+    tokens = [random.randrange(3, VOCAB) for _ in range(run.options.prompt)]
+    async with grpc.aio.insecure_channel(hosts.gateway, options=CHANNEL_OPTIONS) as channel:
+        stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(
+            channel
+        )
+        await until_ready(stub)
+        for _ in range(2):  # The first computes; both connect and touch memory.
+            await fill_of(stub, tokens)
+        ms, rates, num_bytes = [], [], 0
+        before = hosts.processor_s()
+        for _ in range(run.options.repeats):
+            fill = await fill_of(stub, tokens)
+            assert fill.computed_tokens <= run.options.prompt // 8, "it was not cached"
+            took = fill.end_time.ToTimedelta() - fill.start_time.ToTimedelta()
+            ms.append(took.total_seconds() * 1e3)
+            rates.append(fill.bytes / took.total_seconds() / 1e9)
+            num_bytes += fill.bytes
+        used = hosts.processor_s()
+    per_gb = {name: (used[name] - before[name]) / num_bytes * 1e9 for name in used}
+    transport = common_pb2.TransportKind.Name(fill.transport).removeprefix("TRANSPORT_KIND_")
+    run.row(
+        table="fills",
+        transport=transport.lower(),
+        mib=fill.bytes / 2**20,
+        ms=spread(ms),
+        gb_per_s=spread(rates),
+        **{f"{name}_s_per_gb": value for name, value in per_gb.items()},
+        bound_gb_per_s=1 / max(per_gb.values()),
+    )
+
+
+@harness.part
+def fills(run: Run) -> None:
+    """A cached prompt."""
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-data-hosts-")))
+    hosts = Hosts(run, folder)
+    asyncio.run(measure(run, hosts))
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main())
