@@ -321,6 +321,13 @@ class CacheLayout:
         """None: pages have no routes of experts."""
         return self.groups[0].routes
 
+    @property
+    def companions(self) -> tuple[StatePlane | PageGroup, ...]:
+        """What lies in pieces beside pages of the first group, in the order in which leases have
+        it: states, of which a request needs one piece, then further page groups.
+        """
+        return (*([] if self.states is None else [self.states]), *self.groups[1:])
+
     def with_routes(self, routes: RoutePlane) -> CacheLayout:
         """The layout whose pages of the first group also have routes."""
         first, *others = self.groups

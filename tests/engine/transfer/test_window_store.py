@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from weft.contract.keys import PageKeys
 from weft.contract.store import StorePutResult
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.executor.orders import Order, PackPages, UnpackPages
+from weft.engine.executor.orders import Order, PackPieces, UnpackPieces
 from weft.engine.sources.store import HELD_SHARE
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import check_empty
@@ -176,15 +176,15 @@ def test_window_pages_are_copied_at_once(
     follow = LocalExecutor.order
 
     def noted(executor: LocalExecutor, order: Order) -> None:
-        if isinstance(order, PackPages | UnpackPages):
-            copied.append((type(order), len(order.pages)))
+        if isinstance(order, PackPieces | UnpackPieces):
+            copied.append((type(order), len(order.pieces)))
         follow(executor, order)
 
     monkeypatch.setattr(LocalExecutor, "order", noted)
     num_pages = LENGTH // PAGE
     prompt = random_prompt(LENGTH)
     pair.ask(prompt)
-    packed = [count for kind, count in copied if kind is PackPages]
+    packed = [count for kind, count in copied if kind is PackPieces]
     assert sum(packed) == (LENGTH + NUM_NEW - 1) // PAGE
     assert len(packed) <= -(-num_pages // 4) + 1, "more copies than steps that filled pages"
     pair.forget()
@@ -193,7 +193,7 @@ def test_window_pages_are_copied_at_once(
     assert pair.ask(other) == greedy(model, other)
     if pair.owner.tiers is None:
         window = -(-(WINDOW - 1) // PAGE)
-        assert [count for kind, count in copied if kind is UnpackPages] == [window]
+        assert [count for kind, count in copied if kind is UnpackPieces] == [window]
 
 
 def test_no_load_begins_before_copies_for_the_store_are_made(
@@ -207,7 +207,7 @@ def test_no_load_begins_before_copies_for_the_store_are_made(
 
     def noted(executor: LocalExecutor, order: Order) -> None:
         nonlocal num_copied
-        num_copied += isinstance(order, PackPages)
+        num_copied += isinstance(order, PackPieces)
         follow(executor, order)
 
     class Marked:

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.needs("go"), pytest.mark.full]
 ROOT = Path(__file__).parents[3]
-MOST_FILES = {"gateway": 53, "decode server": 14, "engine": 71}
+MOST_FILES = {"gateway": 54, "decode server": 12, "engine": 63}
 """Some above what there is: which checks run depends on the machine and on times."""
 
 

@@ -19,7 +19,7 @@ from weft.contract.errors import PeerUnavailable, WeftError
 from weft.gateway.api.openai import answers
 from weft.gateway.api.openai.prompt_logprobs import text_offsets
 from weft.gateway.generation import pipeline
-from weft.gateway.text.vocabulary import Vocabulary
+from weft.gateway.text.detokenize import Vocabulary
 from weft.gateway.validate import MAX_PROMPT_LOGPROBS
 from weft.testing.models.tiny_tokenizers import CORPUS, byte_fallback_bpe, byte_level_bpe
 from weft.testing.services.fake_decode import FakeWorker, Script, prompt_score

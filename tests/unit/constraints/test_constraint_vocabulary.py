@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from weft.checkpoint.tokenizer_files import read_tokenizer
 from weft.engine.features.constraints.vocabulary import load_vocabulary, token_bytes
+from weft.gateway.text.detokenize import Vocabulary
 from weft.gateway.text.model_card import load_model_card
-from weft.gateway.text.vocabulary import Vocabulary
 from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
 
 WORDS = ["<unk>", "\u2581", "\u2581yes", "\u2581sir", "sir", *"nosir"]

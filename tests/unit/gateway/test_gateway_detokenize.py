@@ -8,8 +8,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from weft.gateway.text.detokenize import ByteDetokenizer, WindowDetokenizer, make_detokenizer
-from weft.gateway.text.vocabulary import Vocabulary
+from weft.gateway.text.detokenize import (
+    ByteDetokenizer,
+    Vocabulary,
+    WindowDetokenizer,
+    make_detokenizer,
+)
 from weft.testing.models.tiny_tokenizers import byte_fallback_bpe, byte_level_bpe
 
 TEXTS = st.text(

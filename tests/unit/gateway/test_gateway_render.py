@@ -8,9 +8,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.gateway.generation.generation import SampleOutput
+from weft.gateway.text.detokenize import Vocabulary
 from weft.gateway.text.render import RenderPlan, SampleRenderer
 from weft.gateway.text.stops import StopAutomaton, StopScanner
-from weft.gateway.text.vocabulary import Vocabulary
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 
 SMALL = st.text(alphabet="ab🎉", max_size=30)

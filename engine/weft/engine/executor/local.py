@@ -4,7 +4,6 @@ a forward pass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +19,6 @@ from weft.contract.layout import CacheLayout, num_ring_rows
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.alignment import Aligner, Alignments
-from weft.engine.executor.block_pool import BlockPool, SpreadBlockPool
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
@@ -45,12 +43,11 @@ from weft.engine.executor.orders import (
     LeaveWeightGroup,
     OfferWeights,
     Order,
-    PackBlock,
-    PackPages,
+    PackPieces,
     PackRows,
     PlaceExperts,
-    PoisonBlocks,
     PoisonPages,
+    PoisonPieces,
     PrepareProfile,
     ReceiveWeights,
     RefitFromFolder,
@@ -60,12 +57,13 @@ from weft.engine.executor.orders import (
     StartProfile,
     StopProfile,
     TakeExperts,
-    UnpackBlock,
-    UnpackPages,
+    UnpackPieces,
     UnpackRows,
     Wake,
     ZeroPages,
+    ZeroPieces,
 )
+from weft.engine.executor.pieces import PieceMemory, StatePieces, WindowPieces, poison_pages
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
@@ -84,8 +82,7 @@ from weft.engine.model.weights.packed import PackedTensors
 from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
 from weft.engine.transfer.device_pages import DevicePages
-from weft.kernels.ops.pages import copy_pages, page_index, repack_pages
-from weft.kernels.ops.pages.scaled_kv import ALL_BITS, is_scaled
+from weft.kernels.ops.pages import copy_pages, page_index
 from weft.kernels.ops.sampling.spec import SlotTensors
 from weft.kernels.ops.step_rows import keep_tokens
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
@@ -134,9 +131,9 @@ class LocalExecutor:
 
     Args:
         num_pages: Pages of the first page group, the null page included.
-        window_pages: Pages of each further page group, the null page included.
-        window_pools: Their pools, if ranks share them.
-        num_blocks: Blocks of recurrent layers, the null block included; unused without such layers.
+        num_pieces: Pieces of each of the layout's companions, their null pieces included; empty:
+            one of each.
+        window_pools: The pools of further page groups, if ranks share them.
         max_requests: Rows of the page table.
         cuda_graphs: Whether to capture steps; only a CUDA device does.
         lora: Adapters on the device; None: none are served.
@@ -177,9 +174,8 @@ class LocalExecutor:
         drafted: DraftedModel | None = None,
         max_drafts: int = 0,
         tree_rows: Sequence[int] = (),
-        window_pages: Sequence[int] = (),
+        num_pieces: Sequence[int] = (),
         window_pools: Sequence[RankPool] = (),
-        num_blocks: int = 0,
         heads: PooledHeads | None = None,
         is_fixed: bool = False,
         on_capture: Progress = lambda done, total, what: None,
@@ -224,6 +220,8 @@ class LocalExecutor:
         self._lora = lora
         self.has_adapters, self.has_head = lora is not None, drafted is not None
         self._page_size = layout.page_size
+        num_pieces = num_pieces or [1] * len(layout.companions)
+        window_pages = num_pieces[len(layout.companions) - len(layout.groups) + 1 :]
         is_own = is_own_pool = pool is None
         with nullcontext() if sleep.pools is None else sleep.pools.taking():
             if pool is None:
@@ -257,11 +255,16 @@ class LocalExecutor:
         """None: the model has no recurrent layers."""
         if layout.states is not None:
             ring_rows = num_ring_rows(layout.page_size, 1 + max_drafts)
-            sizes = max(1, num_blocks), max_requests, ring_rows
+            sizes = num_pieces[0], max_requests, ring_rows
             # On GPUs each rank has separate blocks, and `layout` is already one rank's there.
             is_own = blocks is None or blocks.is_mapped
             plane = layout.states if is_own else layout.states.of_rank(num_ranks)
             self.states = StateMemory(plane, *sizes, device, blocks)
+        self.pieces: tuple[PieceMemory, ...] = (
+            *([] if self.states is None else [StatePieces(self.states)]),
+            *(WindowPieces(each, self.page_rows) for each in of_windows),
+        )
+        """The memory of each of the layout's companions."""
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
@@ -684,27 +687,20 @@ class LocalExecutor:
                     copy_pages(self.page_rows, sources, destinations)
                 else:
                     self._divided.copy(sources, destinations)
-            case ZeroPages(pages, group):
+            case ZeroPages(pages):
                 pages = pages if self._divided is None else self._divided.here(pages)
-                self._pools[group].index_fill_(0, page_index(pages, self.device), 0)
-            case PoisonPages(pages, group):
+                self.pool.index_fill_(0, page_index(pages, self.device), 0)
+            case PoisonPages(pages):
                 pages = pages if self._divided is None else self._divided.here(pages)
-                pool = self._pools[group]
-                # In a pool with scales, a scale whose bits are all set is NaN.
-                nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else math.nan
-                pool.index_fill_(0, page_index(pages, self.device), nothing)
-            case PackPages(pages, group, into, is_each):
-                theirs, own = _rows(self._pools[group]), self.page_rows
-                repack_pages(theirs, pages, own, into, num_runs=len(pages) if is_each else 1)
-            case UnpackPages(pages, group, out_of, is_each):
-                theirs, own = _rows(self._pools[group]), self.page_rows
-                repack_pages(own, out_of, theirs, pages, num_runs=len(pages) if is_each else 1)
-            case PoisonBlocks(blocks):
-                self._blocks().poison(blocks)
-            case PackBlock(block, pages):
-                self._blocks().to_pages(block, pages, self._whole_pages)
-            case UnpackBlock(block, pages):
-                self._blocks().from_pages(block, pages, self._whole_pages)
+                poison_pages(self.pool, pages)
+            case ZeroPieces(companion, pieces):
+                self.pieces[companion].zero(pieces)
+            case PoisonPieces(companion, pieces):
+                self.pieces[companion].poison(pieces)
+            case PackPieces(companion, pieces, into, is_each):
+                self.pieces[companion].pack(pieces, into, self._whole_pages, is_each=is_each)
+            case UnpackPieces(companion, pieces, out_of, is_each):
+                self.pieces[companion].unpack(pieces, out_of, self._whole_pages, is_each=is_each)
             case EncodeMedia():
                 assert self.media is not None, "the model has no encoder"
                 self.media.encode(order)
@@ -754,6 +750,12 @@ class LocalExecutor:
             case _:
                 assert_never(order)
 
+    def lies_on_all(self, order: Order) -> bool:
+        """Whether an order copies pieces of which each rank or host has a part."""
+        if not isinstance(order, PackPieces | UnpackPieces):
+            return False
+        return self.pieces[order.companion].lies_on_all
+
     @property
     def _moves(self) -> ExpertMoves:
         assert self.experts is not None, "experts of this model stay where they are"
@@ -762,21 +764,6 @@ class LocalExecutor:
     @property
     def _whole_pages(self) -> torch.Tensor | DevicePages:
         return self.page_rows if self.device_pages.is_whole else self.device_pages
-
-    def _blocks(self) -> StateMemory:
-        assert self.states is not None
-        return self.states
-
-    def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
-        """Access for one thread to blocks of recurrent layers, each as `num_pages` pages."""
-        blocks = self._blocks()
-        if blocks.spread is not None:
-            return SpreadBlockPool(blocks.spread, num_pages, page_bytes)
-        return BlockPool(blocks.of_blocks, num_pages, page_bytes)
-
-    def window_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
-        """Access for one thread to pages of the window group, each as `num_pages` pages."""
-        return BlockPool(self._pools[1:], num_pages, page_bytes)
 
 
 def _sleeper(

@@ -183,6 +183,10 @@ def divide_states(
     return num_blocks, pool_bytes - rings - num_blocks * plane.block_bytes
 
 
+def _probe_pieces(layout: CacheLayout) -> list[int]:
+    return [1 if one is layout.states else _PROBE_PAGES for one in layout.companions]
+
+
 def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
     """Number of pages that fit. Raises ConfigError if not even `MIN_PAGES` fit; the message has the
     calculation.
@@ -276,7 +280,7 @@ def measure_needs(
         max_step_tokens=max_step_tokens,
         cuda_graphs=False,
         lora=lora,
-        window_pages=[_PROBE_PAGES] * (len(layout.groups) - 1),
+        num_pieces=_probe_pieces(layout),
         has_logits=has_logits,
     )
     tables = torch.cuda.memory_allocated(device) - weights

@@ -24,54 +24,47 @@ class CopyPages(NamedTuple):
 
 
 class ZeroPages(NamedTuple):
+    """Fills pages of the first group with zeros."""
+
     pages: Sequence[int]
-    group: int = 0
 
 
 class PoisonPages(NamedTuple):
-    """Fills free pages of a group with NaN, so that reading one is noticed."""
+    """Fills free pages of the first group with NaN, so that reading one is noticed."""
 
     pages: Sequence[int]
-    group: int = 0
 
 
-class PoisonBlocks(NamedTuple):
-    """Fills free blocks of recurrent layers with NaN, so that reading one is noticed."""
+class ZeroPieces(NamedTuple):
+    """`PieceMemory.zero`, of the companion with this number in `CacheLayout.companions`."""
 
-    blocks: Sequence[int]
-
-
-class PackBlock(NamedTuple):
-    """Copies a block of recurrent layers into pages of the first group."""
-
-    block: int
-    pages: Sequence[int]
+    companion: int
+    pieces: Sequence[int]
 
 
-class UnpackBlock(NamedTuple):
-    """Copies a block of recurrent layers out of the pages where `PackBlock` put it."""
+class PoisonPieces(NamedTuple):
+    """`PieceMemory.poison`."""
 
-    block: int
-    pages: Sequence[int]
+    companion: int
+    pieces: Sequence[int]
 
 
-class PackPages(NamedTuple):
-    """Copies pages of a further group, one after another, into pages of the first group."""
+class PackPieces(NamedTuple):
+    """`PieceMemory.pack`."""
 
-    pages: Sequence[int]
-    group: int
+    companion: int
+    pieces: Sequence[int]
     into: Sequence[int]
-    is_each: bool = False
-    """Each page gets an equal share of `into` to itself."""
+    is_each: bool
 
 
-class UnpackPages(NamedTuple):
-    """Copies pages of a further group out of the pages where `PackPages` put them."""
+class UnpackPieces(NamedTuple):
+    """`PieceMemory.unpack`."""
 
-    pages: Sequence[int]
-    group: int
+    companion: int
+    pieces: Sequence[int]
     out_of: Sequence[int]
-    is_each: bool = False
+    is_each: bool
 
 
 class EncodeMedia(NamedTuple):
@@ -244,14 +237,13 @@ PageOrder: TypeAlias = (
     CopyPages
     | ZeroPages
     | PoisonPages
-    | PoisonBlocks
-    | PackBlock
-    | UnpackBlock
-    | PackPages
-    | UnpackPages
+    | ZeroPieces
+    | PoisonPieces
+    | PackPieces
+    | UnpackPieces
     | PackRows
 )
-"""Orders on pages and blocks. Ranks that share their pages need one of them to do these."""
+"""Orders on pages and pieces. Ranks that share their pages need one of them to do these."""
 Order: TypeAlias = (
     PageOrder
     | EncodeMedia

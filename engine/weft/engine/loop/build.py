@@ -374,8 +374,9 @@ def _load_parts(
         width = WIDE_TOKEN_BYTES if encoder_digest else TOKEN_BYTES
         policy = EVICTION_POLICIES[config.kv_eviction_policy]
         prefixes = PrefixTree(config.page_size, policy, width)
-    counts = pools.num_blocks, pools.window_pages
-    carriers = make_carriers(config, layout, *counts, prefixes, executor, ranked or executor)
+    carriers = make_carriers(
+        config, layout, pools.num_pieces, prefixes, executor, ranked or executor
+    )
     sizes = layout.page_bytes, sum(carrier.num_pages for carrier in carriers)
     is_alone = ranked is None or group is not None
     by_layer = executor.layer_pool if is_alone else None
@@ -386,7 +387,7 @@ def _load_parts(
         *(*faults, *missing_native(device), *slower_latents(config, loaded, device)),
         *(*wider_experts(loaded, device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
-        *describe_recurrent(layout, pools.num_blocks),
+        *describe_recurrent(layout, pools.num_pieces),
         *describe_store(config, layout),
         *describe_layer_loads(config, layout, is_by_layer=by_layer is not None),
         *_describe_media(config, loaded, layout),
@@ -529,8 +530,8 @@ def _make_executor(
     windows: Sequence[RankPool] = ()
     if shared is not None:
         layout, pool = pool_of(config, shared, layout, pools.num_pages, context)
-        windows = window_pools_of(shared, models.layout, pools.window_pages)
-        blocks = blocks_of(config, shared, layout, pools.num_blocks)
+        windows = window_pools_of(shared, models.layout, pools.num_pieces)
+        blocks = blocks_of(config, shared, layout, pools.num_pieces)
     executor = LocalExecutor(
         models.loaded.model,
         layout,
@@ -547,9 +548,8 @@ def _make_executor(
         drafted=models.drafted,
         max_drafts=config.most_drafts,
         tree_rows=tree_rows(config),
-        window_pages=pools.window_pages,
+        num_pieces=pools.num_pieces,
         window_pools=windows,
-        num_blocks=pools.num_blocks,
         heads=models.loaded.heads,
         is_fixed=config.deterministic,
         on_capture=progress,

@@ -9,26 +9,25 @@ piece come first, since they take the same room in every lease.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 from weft.contract.handle import KvHandle
 from weft.contract.keys import PieceShape
-from weft.contract.layout import CacheLayout
+from weft.contract.layout import CacheLayout, StatePlane
 from weft.contract.spans import MediaSpan
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import (
-    PackBlock,
-    PackPages,
-    PoisonBlocks,
-    PoisonPages,
-    UnpackBlock,
-    UnpackPages,
+    PackPieces,
+    PoisonPieces,
+    UnpackPieces,
     ZeroPages,
+    ZeroPieces,
 )
+from weft.engine.executor.pieces import PieceMemory
 from weft.engine.executor.port import Executor
 from weft.engine.loop.tail_rows import TailRows
 from weft.engine.requests.companions import Companion
@@ -53,10 +52,11 @@ class Carrier(ABC):
     """One companion's pieces on the device. Implements `Carried`.
 
     Args:
+        number: Of the companion in `CacheLayout.companions`.
         num_pages: Pages of the first group that hold one piece.
         first_key: Number of keys beside a page that come before those of a piece.
         page_bytes: Bytes of a page of the first group.
-        memory: The device's memory of this process, of which tiers copy pieces.
+        memory: The companion's memory in this process, of which tiers copy pieces.
         executor: Does work on pieces in the order of steps.
     """
 
@@ -66,39 +66,42 @@ class Carrier(ABC):
     def __init__(
         self,
         companion: Companion,
+        number: int,
         num_pages: int,
         first_key: int,
         page_bytes: int,
-        memory: LocalExecutor,
+        memory: PieceMemory,
         executor: Executor,
     ) -> None:
         self.companion = companion
         self.num_pages = num_pages
         self.first_key = first_key
+        self._number = number
         self._page_bytes = page_bytes
         self._memory = memory
         self._executor = executor
 
-    @abstractmethod
-    def make_pool(self) -> PagePool: ...
+    def make_pool(self) -> PagePool:
+        return self._memory.pool(self.num_pages, self._page_bytes)
 
     def zero(self) -> bool:
         """Zeroes pieces that changed their namespace; False: there are none."""
-        return False
+        if wipes := self.companion.memory.take_wipes():
+            self._executor.order(ZeroPieces(self._number, wipes))
+        return bool(wipes)
 
-    @abstractmethod
     def poison(self) -> None:
         """Fills pieces that became free with NaN, so that reading one is noticed."""
+        if freed := self.companion.memory.take_freed():
+            self._executor.order(PoisonPieces(self._number, freed))
 
-    @abstractmethod
     def pack(self, pieces: Sequence[int], into: Sequence[int], *, is_each: bool) -> None:
-        """Copies pieces into pages of the first group: with `is_each` each into `num_pages` pages,
-        else one after another.
-        """
+        """`PieceMemory.pack`, in the order of steps."""
+        self._executor.order(PackPieces(self._number, pieces, into, is_each))
 
-    @abstractmethod
     def unpack(self, pieces: Sequence[int], out_of: Sequence[int], *, is_each: bool) -> None:
-        """Copies pieces out of the pages where `pack` put them."""
+        """`PieceMemory.unpack`, in the order of steps."""
+        self._executor.order(UnpackPieces(self._number, pieces, out_of, is_each))
 
     @abstractmethod
     def num_carriers(self, count: int) -> int:
@@ -114,24 +117,6 @@ class StateCarrier(Carrier):
 
     needs_many = False
 
-    def make_pool(self) -> PagePool:
-        return self._memory.block_pool(self.num_pages, self._page_bytes)
-
-    def poison(self) -> None:
-        if blocks := self.companion.memory.take_freed():
-            self._executor.order(PoisonBlocks(blocks))
-
-    def pack(self, pieces: Sequence[int], into: Sequence[int], *, is_each: bool) -> None:
-        for piece, pages in zip(pieces, self._each(into), strict=True):
-            self._executor.order(PackBlock(piece, pages))
-
-    def unpack(self, pieces: Sequence[int], out_of: Sequence[int], *, is_each: bool) -> None:
-        for piece, pages in zip(pieces, self._each(out_of), strict=True):
-            self._executor.order(UnpackBlock(piece, pages))
-
-    def _each(self, pages: Sequence[int]) -> Iterator[Sequence[int]]:
-        return (pages[at : at + self.num_pages] for at in range(0, len(pages), self.num_pages))
-
     def num_carriers(self, count: int) -> int:
         return count * self.num_pages
 
@@ -144,8 +129,7 @@ class WindowCarrier(Carrier):
     find it whatever their number.
 
     Args:
-        group: Number of the group.
-        piece_bytes: Bytes of its pages.
+        piece_bytes: Bytes of the group's pages.
     """
 
     needs_many = True
@@ -153,35 +137,16 @@ class WindowCarrier(Carrier):
     def __init__(
         self,
         companion: Companion,
+        number: int,
+        piece_bytes: int,
         first_key: int,
         page_bytes: int,
-        memory: LocalExecutor,
+        memory: PieceMemory,
         executor: Executor,
-        group: int,
-        piece_bytes: int,
     ) -> None:
         num_pages = -(-piece_bytes // page_bytes)
-        super().__init__(companion, num_pages, first_key, page_bytes, memory, executor)
-        self._group = group
+        super().__init__(companion, number, num_pages, first_key, page_bytes, memory, executor)
         self._piece_bytes = piece_bytes
-
-    def make_pool(self) -> PagePool:
-        return self._memory.window_pool(self.num_pages, self._page_bytes)
-
-    def zero(self) -> bool:
-        if wipes := self.companion.memory.take_wipes():
-            self._executor.order(ZeroPages(wipes, self._group))
-        return bool(wipes)
-
-    def poison(self) -> None:
-        if pages := self.companion.memory.take_freed():
-            self._executor.order(PoisonPages(pages, self._group))
-
-    def pack(self, pieces: Sequence[int], into: Sequence[int], *, is_each: bool) -> None:
-        self._executor.order(PackPages(pieces, self._group, into, is_each))
-
-    def unpack(self, pieces: Sequence[int], out_of: Sequence[int], *, is_each: bool) -> None:
-        self._executor.order(UnpackPages(pieces, self._group, out_of, is_each))
 
     def num_carriers(self, count: int) -> int:
         return -(-count * self._piece_bytes // self._page_bytes)
@@ -379,47 +344,47 @@ def num_block_pages(layout: CacheLayout) -> int:
 def make_carriers(
     config: EngineConfig,
     layout: CacheLayout,
-    num_blocks: int,
-    num_window_pages: Sequence[int],
+    num_pieces: Sequence[int],
     prefixes: PrefixTree | None,
     local: LocalExecutor,
     executor: Executor,
 ) -> tuple[Carrier, ...]:
-    """The model's companions and their carriers, in the order in which leases have their pieces.
+    """The model's companions and their carriers, in the order of `CacheLayout.companions`.
 
     Args:
-        num_blocks: Blocks of recurrent layers, the null block included.
-        num_window_pages: Pages of each window group, the null page included.
+        num_pieces: Pieces of each companion, the null piece included.
         prefixes: Index of the first group's pages; None: nothing is cached.
     """
     carriers, first_key = list[Carrier](), 0
     tracks_freed, size = config.poison_free_pages, config.page_size
     max_rows = 1 + config.most_drafts
-    if layout.states is not None:
-        blocks = None if prefixes is None else StateIndex(prefixes)
-        memory = PageMemory(num_blocks, blocks, tracks_freed=tracks_freed)
-        sizes = config.checkpoint_tokens, config.max_running_requests, max_rows
-        states = StateCompanion(memory, blocks, size, *sizes)
-        first_key = num_block_pages(layout)
-        carriers.append(StateCarrier(states, first_key, 0, layout.page_bytes, local, executor))
-    groups = zip(layout.groups[1:], num_window_pages, executor.window_tables, strict=True)
-    for number, (group, num_pages, table) in enumerate(groups, 1):
-        assert group.reach is not None
-        index = None if prefixes is None else WindowIndex(prefixes, group.reach, size)
-        memory = PageMemory(num_pages, index, tracks_freed=tracks_freed)
-        reach = group.reach, size, config.max_step_tokens, max_rows
-        windows = WindowCompanion(memory, index, table, group.plane.name, *reach)
-        device, of_group = (local, executor), (number, group.page_bytes(size))
-        carrier = WindowCarrier(windows, first_key, layout.page_bytes, *device, *of_group)
-        first_key += carrier.num_pages
-        carriers.append(carrier)
+    tables = iter(executor.window_tables)
+    companions = zip(layout.companions, num_pieces, local.pieces, strict=True)
+    for number, (declared, count, memory) in enumerate(companions):
+        device = first_key, layout.page_bytes, memory, executor
+        if isinstance(declared, StatePlane):
+            blocks = None if prefixes is None else StateIndex(prefixes)
+            owner = PageMemory(count, blocks, tracks_freed=tracks_freed)
+            sizes = config.checkpoint_tokens, config.max_running_requests, max_rows
+            states = StateCompanion(owner, blocks, size, *sizes)
+            carriers.append(StateCarrier(states, number, num_block_pages(layout), *device))
+        else:
+            reach = declared.reach
+            assert reach is not None
+            index = None if prefixes is None else WindowIndex(prefixes, reach, size)
+            owner = PageMemory(count, index, tracks_freed=tracks_freed)
+            rows = reach, size, config.max_step_tokens, max_rows
+            windows = WindowCompanion(owner, index, next(tables), declared.plane.name, *rows)
+            carriers.append(WindowCarrier(windows, number, declared.page_bytes(size), *device))
+        first_key += carriers[-1].num_pages
     return tuple(carriers)
 
 
-def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
+def describe_recurrent(layout: CacheLayout, num_pieces: Sequence[int]) -> list[str]:
     states = layout.states
     if states is None:
         return []
+    num_blocks = num_pieces[0]
     return [
         f"{states.layers} recurrent layers ({states.name}): {num_blocks:,} blocks of "
         f"{states.block_bytes:,} bytes, as much as the KV of "

@@ -35,10 +35,8 @@ DEFAULT_KV_BYTES = 1 << 30
 class Pools:
     num_pages: int
     """Pages of the pool, its null page included."""
-    window_pages: tuple[int, ...]
-    """Pages of each further page group's pool, its null page included."""
-    num_blocks: int
-    """Blocks of recurrent layers, the null block included; 0: there are no such layers."""
+    num_pieces: tuple[int, ...]
+    """Pieces of each of the layout's companions, their null pieces included."""
     num_draft_pages: int
     """Pages of a draft model's pool, its null page included."""
     notices: list[str]
@@ -89,7 +87,7 @@ def size_pools(
     if loaded.config.is_encoder:
         pages = -(-max_context_tokens // config.page_size)
         told = "an encoder: no KV pool, no prefix cache; prompts are computed whole"
-        return Pools(1 + config.max_running_requests * pages, (), 0, 0, [told])
+        return Pools(1 + config.max_running_requests * pages, (), 0, [told])
     if device.type == "cuda":
         layout = layout_of_rank(layout, config.tp)
     dcp = config.dcp if device.type == "cuda" else 1
@@ -126,17 +124,17 @@ def size_pools(
         plan.append(describe_pool(needs, num_pages, layout, dcp))
     if draft is not None:
         plan.append(draft.describe(num_draft_pages))
+    num_pieces = [*([] if layout.states is None else [num_blocks]), *of_windows]
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
-        if layout.states is not None:
-            num_blocks = ranks.agree("blocks", num_blocks)
-        of_windows = [ranks.agree("windows", count) for count in of_windows]
+        num_pieces = [ranks.agree("pieces", count) for count in num_pieces]
+    of_windows = num_pieces[len(num_pieces) - len(of_windows) :]
     plan += describe_windows(layout, (num_pages, *of_windows))
     model = loaded.config
     if len(layout.groups) == 1 and model.has_windows:
         why = config.keeps_windows or f"{model.architecture} has one page group"
         plan.append(f"pages are kept behind sliding windows: {why}")
-    return Pools(num_pages, tuple(of_windows), num_blocks, num_draft_pages, plan)
+    return Pools(num_pages, tuple(num_pieces), num_draft_pages, plan)
 
 
 def _measure(

@@ -226,8 +226,10 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
             needs = replace(needs, states=needs.for_pool - left)
         num_pages = num_pages_of_all(pages_of(needs, own.page_bytes), config.dcp)
     num_pages = others.agree("pages", num_pages)
-    num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
-    of_windows = [others.agree("windows", UNBOUNDED) for _ in layout.groups[1:]]
+    num_pieces = [
+        others.agree("pieces", num_blocks if one is layout.states else UNBOUNDED)
+        for one in layout.companions
+    ]
     own, pool = pool_of(config, shared, layout, num_pages, context)
     media = media_of(config, loaded, layout, device, peers)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
@@ -243,11 +245,10 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         lora=lora,
         drafted=drafted,
         max_drafts=config.most_drafts,
-        num_blocks=num_blocks,
+        num_pieces=num_pieces,
         pool=pool,
-        window_pages=of_windows,
-        window_pools=window_pools_of(shared, layout, of_windows),
-        blocks=blocks_of(config, shared, own, num_blocks),
+        window_pools=window_pools_of(shared, layout, num_pieces),
+        blocks=blocks_of(config, shared, own, num_pieces),
         num_ranks=config.tp,
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,

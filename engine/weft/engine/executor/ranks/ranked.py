@@ -16,10 +16,8 @@ from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import (
     EncodeMedia,
     Order,
-    PackBlock,
     PackRows,
     PageOrder,
-    UnpackBlock,
     UnpackRows,
 )
 from weft.engine.executor.port import Launched
@@ -141,8 +139,8 @@ class RankedExecutor:
         self._local.meet()
 
     def order(self, order: Order) -> None:
-        if self._maps_pools and isinstance(order, PackBlock | UnpackBlock | PackRows):
-            # Rank 0 copies between pages and blocks in the memory of all devices.
+        if self._maps_pools and (isinstance(order, PackRows) or self._local.lies_on_all(order)):
+            # Rank 0 copies between pages and pieces in the memory of all devices.
             self._meet()
             self._local.order(order)
             self._meet()

@@ -429,12 +429,16 @@ def _of_rank(whole: torch.Tensor, group: PageGroup, shared: SharedMemory) -> tor
 
 
 def window_pools_of(
-    shared: SharedMemory, layout: CacheLayout, counts: Sequence[int]
+    shared: SharedMemory, layout: CacheLayout, num_pieces: Sequence[int]
 ) -> list[RankPool]:
-    """The pools of the page groups of windows, of so many pages each, of ranks on a CPU: as with
-    `pool_of`, all share them. Raises ConfigError if the pools do not fit.
+    """The pools of the page groups of windows of ranks on a CPU: as with `pool_of`, all share them.
+    Raises ConfigError if the pools do not fit.
+
+    Args:
+        num_pieces: Of each of the layout's companions.
     """
     found = list[RankPool]()
+    counts = num_pieces[len(layout.companions) - len(layout.groups) + 1 :]
     for number, (group, count) in enumerate(zip(layout.groups[1:], counts, strict=True), 1):
         segment = shared.others.share(count * group.page_bytes(layout.page_size))
         whole = segment.tensor(layout.pool_shape(count, number), dtype_of(group.plane))
@@ -486,7 +490,7 @@ def _mapped(
 
 
 def blocks_of(
-    config: EngineConfig, shared: SharedMemory, layout: CacheLayout, num_blocks: int
+    config: EngineConfig, shared: SharedMemory, layout: CacheLayout, num_pieces: Sequence[int]
 ) -> RankBlocks | None:
     """The blocks of recurrent layers; None: the model has none, or the executor allocates them.
 
@@ -495,13 +499,15 @@ def blocks_of(
 
     Args:
         layout: From `pool_of`: of all ranks on a CPU, of one rank on a GPU.
+        num_pieces: Of each of the layout's companions.
     """
     plane, size = layout.states, shared.size
     is_alone = config.has_pages_by_stage and config.tp == 1
     if plane is None or is_alone or (config.is_on_gpu and not config.moves_pages):
         return None
     if config.is_on_gpu:
-        return _mapped_blocks(shared, plane, num_blocks)
+        return _mapped_blocks(shared, plane, num_pieces[0])
+    num_blocks = num_pieces[0]
     whole: list[torch.Tensor] = []
     for part in plane.parts:
         shape = (num_blocks, plane.layers, *part.shape)

@@ -22,7 +22,7 @@ from weft.contract.arrays import Int64Array
 from weft.contract.errors import RanksLost
 from weft.engine.base.device_copies import Mark
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.executor.orders import Order, PackBlock, PageOrder, UnpackBlock
+from weft.engine.executor.orders import Order, PageOrder
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.ranks.frames import NewPages, encode_step, frame_of_order
 from weft.engine.executor.ranks.host_memory import OtherHosts
@@ -205,8 +205,8 @@ class StagedExecutor:
     def order(self, order: Order) -> None:
         """On a CPU it waits for all steps so far. Raises RanksLost if a rank is gone."""
         group = self._ranks.group
-        # Of several hosts rank 0 copies between blocks and pages, whose bytes lie on all of them.
-        is_alone = self._hosts is not None and isinstance(order, PackBlock | UnpackBlock)
+        # Of several hosts rank 0 copies between pieces and pages, whose bytes lie on all of them.
+        is_alone = self._hosts is not None and self._local.lies_on_all(order)
         if not (is_alone or (self._has_one_pool and isinstance(order, PageOrder))):
             group.post(frame_of_order(order))
         if self._hosts is not None:

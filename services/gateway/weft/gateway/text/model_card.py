@@ -32,9 +32,9 @@ from weft.gateway.text.answer.formats import (
     find_tool_format,
 )
 from weft.gateway.text.control_tokens import ControlTokens
+from weft.gateway.text.detokenize import Vocabulary
 from weft.gateway.text.speech import SpeechTokens, load_speech
 from weft.gateway.text.template import ChatTemplate
-from weft.gateway.text.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
 

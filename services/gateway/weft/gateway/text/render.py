@@ -7,10 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 
 from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.answer.reasoning_gate import ReasoningGate
-from weft.gateway.text.detokenize import make_detokenizer
+from weft.gateway.text.detokenize import Vocabulary, make_detokenizer
 from weft.gateway.text.stop_patterns import PatternScanner, ScannerChain, StopPatterns
 from weft.gateway.text.stops import StopAutomaton, StopScanner
-from weft.gateway.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, eq=False)

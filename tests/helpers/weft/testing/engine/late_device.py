@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from weft.contract.messages import Inbox, Outbox
 from weft.engine.executor.encodings import StepArrays
-from weft.engine.executor.orders import Order, PoisonBlocks, PoisonPages
+from weft.engine.executor.orders import Order, PoisonPages, PoisonPieces
 from weft.engine.executor.port import Launched, Logits
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.engine import Engine
@@ -187,7 +187,7 @@ class LateDevice:
         """See `LocalExecutor.order`. Free pages are poisoned at once, so orders to do so are not
         followed.
         """
-        if not isinstance(order, PoisonPages | PoisonBlocks):
+        if not isinstance(order, PoisonPages | PoisonPieces):
             self._enqueue(lambda: self._order(order))
 
     def mark(self) -> _Mark:

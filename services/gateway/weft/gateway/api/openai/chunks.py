@@ -16,8 +16,7 @@ from weft.gateway.api.openai.logprobs import TextOffsets, chat_logprobs, complet
 from weft.gateway.api.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.generation.answer import Delta
 from weft.gateway.text.answer import AnswerParser, CallPart, joined
-from weft.gateway.text.detokenize import Detokenizer
-from weft.gateway.text.vocabulary import Vocabulary
+from weft.gateway.text.detokenize import Detokenizer, Vocabulary
 from weft.v1 import common_pb2
 
 DONE = b"data: [DONE]\n\n"

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from weft.gateway.text.detokenize import Detokenizer
-from weft.gateway.text.vocabulary import Vocabulary
+from weft.gateway.text.detokenize import Detokenizer, Vocabulary
 from weft.v1 import common_pb2
 
 _LEAST = -9999.0

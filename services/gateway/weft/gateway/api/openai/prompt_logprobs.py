@@ -7,8 +7,7 @@ from typing import Any
 
 from weft.gateway.api.openai.logprobs import TextOffsets, completion_logprobs, finite
 from weft.gateway.generation.generation import Generation
-from weft.gateway.text.detokenize import make_detokenizer
-from weft.gateway.text.vocabulary import Vocabulary
+from weft.gateway.text.detokenize import Vocabulary, make_detokenizer
 from weft.v1 import common_pb2
 
 _MAX_ADDED = 4

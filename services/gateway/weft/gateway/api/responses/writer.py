@@ -19,7 +19,7 @@ from weft.gateway.api.responses.bodies import (
 from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.request import RawRequest
 from weft.gateway.text.answer.make import parser_maker
-from weft.gateway.text.vocabulary import Vocabulary
+from weft.gateway.text.detokenize import Vocabulary
 from weft.v1 import common_pb2
 
 PREFIX = "resp_"
