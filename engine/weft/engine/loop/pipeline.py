@@ -392,7 +392,7 @@ class StepPipeline:
             if incoming is None:
                 continue  # They were whole before, or the request has ended.
             if incoming.wait(INCOMING_TIMEOUT_S):
-                request.held.incoming = None
+                request.held.end_load()
                 self._scheduler.publish(request)
             else:
                 lost.append(request)

@@ -179,7 +179,7 @@ class RequestPages:
         self.take_promised(request, len(first.held.pages) - num_shared)
         request.num_computed = first.num_computed
         for one in (first, request):
-            one.held.is_private, one.held.leaf = True, None
+            one.held.keep_private()
         self.copy_beam(first, request, num_shared * self._page_size)
 
     def copy_beam(self, source: Request, request: Request, position: int) -> None:
@@ -371,6 +371,19 @@ class RequestPages:
         """
         num_pages = self.drop_uncontinuable(request)
         request.held.promise(self.memory, num_pages)
+
+    def lacks(self, request: Request, position: int) -> bool:
+        """Whether a request has no page for a position."""
+        return len(request.held.pages) * self._page_size <= position
+
+    def add_new(self, requests: Sequence[Request]) -> None:
+        """Gives each of some requests of one namespace a page that nothing was reserved for. Raises
+        OutOfPages, with nothing done, if there are too few.
+        """
+        pages = self.memory.allocate(len(requests), requests[0].namespace)
+        for request, page in zip(requests, pages, strict=True):
+            request.held.pages.append(page)
+        self.grown(requests)
 
     def take_promised(self, request: Request, num_pages: int) -> None:
         """Turns reserved pages into the request's next ones."""

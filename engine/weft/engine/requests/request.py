@@ -103,6 +103,22 @@ class HeldPages:
     pages are of use to this request alone.
     """
 
+    def add(self, pages: Sequence[int]) -> None:
+        """Adds pages that no step of the request has filled."""
+        self.pages += pages
+
+    def await_load(self, incoming: IncomingPages) -> None:
+        """Notes that a load by layer still writes some of these pages."""
+        self.incoming = incoming
+
+    def end_load(self) -> None:
+        """Notes that all pages are there."""
+        self.incoming = None
+
+    def keep_private(self) -> None:
+        """Keeps pages computed from now on out of the prefix cache."""
+        self.is_private, self.leaf = True, None
+
     def promise(self, memory: PageMemory, num_pages: int) -> None:
         memory.promise(num_pages)
         self.num_promised += num_pages
@@ -379,6 +395,16 @@ class Request:
     def num_pending(self) -> int:
         """Number of tokens whose KV is still to be computed by steps that have not begun."""
         return len(self.tokens) - self.num_computed - self.num_launched
+
+    def continue_at(self, position: int, *, was_cached: bool) -> None:
+        """Notes that the KV of the tokens before a position has come from elsewhere.
+
+        Args:
+            was_cached: Whether it was there before, so that nobody computed it for this request.
+        """
+        if was_cached:
+            self.num_cached_tokens += position - self.num_computed
+        self.num_computed = position
 
     @property
     def num_to_compute(self) -> int:

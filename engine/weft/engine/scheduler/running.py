@@ -218,28 +218,24 @@ class RunningPlans:
                 return False
         if len(rows) > self._memory.num_available_pages:
             return False
-        pages = self._memory.allocate(len(rows), namespace)
-        for request, page in zip(requests, pages, strict=True):
-            request.held.pages.append(page)
-        self._pages.grown(requests)
+        self._pages.add_new(requests)
         columns.limits[rows] = starts + size
         return True
 
     def _grow(self, request: Request, position: int) -> bool:
         """False if the request has to wait: it was preempted itself, or pages come back soon."""
-        while len(request.held.pages) * self._page_size <= position:
+        while self._pages.lacks(request, position):
             if request.held.num_promised:
                 self._pages.take_promised(request, 1)
                 continue
             try:
-                request.held.pages += self._memory.allocate(1, request.namespace)
+                self._pages.add_new((request,))
             except OutOfPages:
                 if self._pages.num_returning:
                     return False
                 victim = self._preempt()
                 if victim is None or victim is request:
                     return False
-        self._pages.grown((request,))
         return True
 
     def _verifies(
@@ -271,11 +267,10 @@ class RunningPlans:
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
         """Never preempts another request. Returns the number of drafts for which there is room."""
-        while len(request.held.pages) * self._page_size <= start + num_drafts:
+        while self._pages.lacks(request, start + num_drafts):
             if self._memory.num_available_pages < 1:
                 return len(request.held.pages) * self._page_size - start - 1
-            request.held.pages += self._memory.allocate(1, request.namespace)
-            self._pages.grown((request,))
+            self._pages.add_new((request,))
         return num_drafts
 
 

@@ -558,7 +558,7 @@ class Scheduler:
             for request in list(self.running):
                 self.preempt(request)
         for request in self.running:
-            request.held.is_private, request.held.leaf = True, None
+            request.held.keep_private()
             request.chat = NO_SESSION
             rename(request)
         for request in self.not_admitted():

@@ -657,7 +657,7 @@ class OwnerFills:
         if self._audit is not None:
             digests = fill.chunks[index].digests or []
             self._audit.accepted(fill.pages[:num_kv], digests[:num_kv])
-        request.held.pages += fill.pages[:num_kv]
+        request.held.add(fill.pages[:num_kv])
         fill.companion_pages += fill.pages[num_kv:num_pages]
         self._landing.accepted(fill.landed[:num_pages])
         del fill.pages[:num_pages], fill.landed[:num_pages]
@@ -672,9 +672,7 @@ class OwnerFills:
             # Without the pages that follow the KV, the request cannot continue after a part of it.
             # A page with a token that is still to be run is published after that token.
             num_known = min(end_token, fill.end_token, request.num_reusable_tokens)
-            begin, request.num_computed = request.num_computed, num_known
-            if fill.candidate.kind == "kvstore":
-                request.num_cached_tokens += request.num_computed - begin
+            request.continue_at(num_known, was_cached=fill.candidate.kind == "kvstore")
             self._events.arrived(request)
         if self.packer is not None and is_whole:
             is_stored = fill.candidate.kind == "kvstore"

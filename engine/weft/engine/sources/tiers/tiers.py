@@ -691,12 +691,13 @@ class Tiers:
             assert load.pieces is not None
             load.pieces.num_missing -= good
         else:
-            taker = request.held.pages if load.pieces is None else load.pieces.pages
-            taker += load.pages[:good]
+            if load.pieces is None:
+                request.held.add(load.pages[:good])
+            else:
+                load.pieces.pages += load.pages[:good]
             del load.pages[:good]
         if load.pieces is None:
-            request.num_computed += good * self._page_size
-            request.num_cached_tokens += good * self._page_size
+            self._continue(request, good)
             record.accepted_tokens += good * self._page_size
         record.bytes += num_bytes
         record.end_s = self._clock() - request.timeline.submitted_at
@@ -723,9 +724,8 @@ class Tiers:
             return
         end = loaded.border * self._page_size
         num_tokens = end - request.num_computed
-        request.held.pages += loaded.pages
-        request.num_computed = end
-        request.num_cached_tokens += num_tokens
+        request.held.add(loaded.pages)
+        request.continue_at(end, was_cached=True)
         # Records of tiers follow one another, and the last one ends at the border.
         for record in reversed(request.timeline.fills):
             record.accepted_tokens = record.end_token - record.start_token
@@ -755,16 +755,18 @@ class Tiers:
         if load is None or load.is_given or not load.may_begin or load.incoming.is_stopped:
             return
         self._memory.retain(load.pages)  # For the request: the load keeps its own reference.
-        load.request.held.incoming = load.incoming
+        load.request.held.await_load(load.incoming)
         self._take_in(load)
         self._events.completed(load.request)
 
     def _take_in(self, load: LayerLoad) -> None:
         request, load.is_given = load.request, True
-        num_tokens = len(load.pages) * self._page_size
-        request.held.pages += load.pages
-        request.num_computed += num_tokens
-        request.num_cached_tokens += num_tokens
+        request.held.add(load.pages)
+        self._continue(request, len(load.pages))
+
+    def _continue(self, request: Request, num_pages: int) -> None:
+        position = request.num_computed + num_pages * self._page_size
+        request.continue_at(position, was_cached=True)
 
     def _layers_ended(self, load: LayerLoad) -> None:
         if self._layers is load:
@@ -781,7 +783,7 @@ class Tiers:
             if request.held.incoming is not incoming:
                 return
             if is_whole:
-                request.held.incoming = None
+                request.held.end_load()
                 self._events.arrived(request)
             elif not request.num_launched:
                 self._events.lost(request)

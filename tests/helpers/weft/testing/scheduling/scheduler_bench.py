@@ -222,7 +222,7 @@ class FakeFills:
             if self.rng.random() < self.idle_chance:
                 continue
             accepted = self.rng.randint(0, len(pages))
-            request.held.pages += pages[:accepted]
+            request.held.add(pages[:accepted])
             del pages[:accepted]
             if self.window is None:
                 request.num_computed += accepted * PAGE
