@@ -15,6 +15,7 @@ TINY_NAME = "tiny"
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN_ID = 2
+_MAX_CONTEXT_TOKENS = 2048
 # Heads have the smallest size that GPUs support.
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM, _LAYERS = 64, 128, 4, 2, 64, 2
 _EXPERTS = 8
@@ -34,12 +35,9 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(
-    folder: Path, seed: int, max_context_tokens: int = 2048, *, has_experts: bool = False
-) -> Path:
+def make_tiny_model(folder: Path, seed: int, *, has_experts: bool = False) -> Path:
     """Writes a Llama, or with experts a Qwen3-MoE, with random float32 weights and a byte-level
-    tokenizer; creates `folder` if it is missing, and returns it. `max_context_tokens` is the
-    longest prompt plus output.
+    tokenizer; creates `folder` if it is missing, and returns it.
 
     Weights are scaled so that logits differ by far more than rounding: greedy tokens are the same
     in batches of any size.
@@ -56,7 +54,7 @@ def make_tiny_model(
         "hidden_act": "silu",
         "hidden_size": _HIDDEN,
         "intermediate_size": _INNER,
-        "max_position_embeddings": max_context_tokens,
+        "max_position_embeddings": _MAX_CONTEXT_TOKENS,
         "num_attention_heads": _HEADS,
         "num_hidden_layers": _LAYERS,
         "num_key_value_heads": _KV_HEADS,
@@ -71,7 +69,7 @@ def make_tiny_model(
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tensors = _weights(np.random.default_rng(seed), has_experts=has_experts)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(folder, VOCAB_SIZE, max_context_tokens)
+    write_tokenizer(folder, VOCAB_SIZE, _MAX_CONTEXT_TOKENS)
     return folder
 
 

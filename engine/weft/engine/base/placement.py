@@ -39,15 +39,15 @@ class ProcessLimits:
     """`UCX_NET_DEVICES` of its environment; empty: not set."""
 
     @classmethod
-    def of_this_process(cls, root: Path = Path("/")) -> ProcessLimits:
-        """The limits as its kernel tells them; the files are read below `root`."""
+    def of_this_process(cls) -> ProcessLimits:
+        """The limits as its kernel tells them."""
         refused = bound_start.memory_refusal()
         why = f"the host refuses set_mempolicy ({os.strerror(refused)})" if refused else ""
         if refused == errno.EPERM:
             why += "; a container needs the capability SYS_NICE"
         return cls(
             cores=frozenset(os.sched_getaffinity(0)),
-            memory_nodes=_allowed_nodes(root),
+            memory_nodes=_allowed_nodes(),
             memory_refusal=why,
             has_memory_policy=bound_start.memory_policy()[0] != 0,
             net_devices=os.environ.get(NET_VARIABLE, ""),
@@ -260,9 +260,9 @@ def _seen_ports(host: Host, gpu: PciDevice | None) -> tuple[tuple[NetPort, Dista
     return (*near, *((port, None) for port in host.ports if port.name not in known))
 
 
-def _allowed_nodes(root: Path) -> frozenset[int]:
+def _allowed_nodes() -> frozenset[int]:
     try:
-        lines = (root / "proc" / "self" / "status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text().splitlines()
         told = (line.partition(":")[2].strip() for line in lines if "Mems_allowed_list" in line)
         return parse_cores(next(told))
     except (OSError, ValueError, StopIteration):

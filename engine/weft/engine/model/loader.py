@@ -299,7 +299,7 @@ def load_model(
     packed.origin = origin
     _name(parts, digest)
     steps = RefitSteps(
-        read_folder,
+        lambda folder: read_folder(folder, None),
         read_sent,
         lambda folder: ModelConfig.load(folder, max_context_tokens),
         check,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.digest import FileDigests
-from weft.checkpoint.files import Progress, weight_files
+from weft.checkpoint.files import weight_files
 from weft.contract.errors import ConfigError, ModelError
 from weft.engine.model.weights.packed import PackedSource, PackedTensors
 from weft.engine.model.weights.refill import (
@@ -24,15 +24,11 @@ from weft.engine.model.weights.sent import KnownTensor, SentTensors
 _SENT = b"weft-sent-1"
 
 
-class ReadParts(Protocol):
-    def __call__(self, folder: Path, progress: Progress | None) -> object:
-        """Runs the constructors of a model's parts over the weights in a folder."""
-
-
 class RefitSteps(NamedTuple):
     """What a loader does for its model, to be done again."""
 
-    read: ReadParts
+    read: Callable[[Path], object]
+    """Runs the constructors of the model's parts over the weights in a folder."""
     read_sent: Callable[[SentTensors], object]
     """As `read`, over what a trainer sends; waits for it."""
     config_of: Callable[[Path], ModelConfig]
@@ -97,7 +93,7 @@ class Refit:
                 )
         self._steps.check(folder)
 
-    def from_folder(self, folder: Path, progress: Progress | None = None) -> bytes:
+    def from_folder(self, folder: Path) -> bytes:
         """Reads a folder of safetensors files and returns the model's new digest, that of a model
         that was loaded from there. After an error the weights are a mixture. Raises ModelError if
         files are missing, malformed or change meanwhile.
@@ -105,7 +101,7 @@ class Refit:
         files = weight_files(folder)
         before = _stats(files)
         with FileDigests(files) as digests:
-            self._fill(lambda: self._steps.read(folder, progress))
+            self._fill(lambda: self._steps.read(folder))
             try:
                 digest = self._steps.digest(digests.wait())
             except OSError as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from weft.checkpoint.adapters.limits import LoraLimits
 from weft.checkpoint.adapters.rows import DevicePlace, Needs
 from weft.contract.adapters import AdapterOrder, AdapterPlace, AdapterState
-from weft.contract.clock import Clock, monotonic
+from weft.contract.clock import monotonic
 from weft.contract.errors import (
     AdapterError,
     AdapterNotFound,
@@ -92,7 +92,6 @@ class AdapterManager(Adapters):
         pool: LoraPool,
         wake: Callable[[], None],
         host: HostPriority | None = None,
-        clock: Clock = monotonic,
         on_order: Sequence[Callable[[AdapterOrder], None]] = (),
     ) -> None:
         self._limits = limits
@@ -105,7 +104,7 @@ class AdapterManager(Adapters):
         """Adapters still to be read for the first time."""
         self._reading: _Entry | None = None
         self._was_new = False
-        self._wake, self._clock, self._host_turn = wake, clock, host
+        self._wake, self._host_turn = wake, host
         self._reader = BackgroundThread("weft-lora-read", wake, host)
         self._stalled: list[BackgroundThread] = []
         """Reader threads that are still blocked by an abandoned read."""
@@ -376,7 +375,7 @@ class AdapterManager(Adapters):
         thread. A new thread serves further reads, if another one is allowed.
         """
         entry = self._reading
-        if entry is None or self._reader.stuck_s(self._clock()) < READ_STALL_S:
+        if entry is None or self._reader.stuck_s(monotonic()) < READ_STALL_S:
             return False
         self._reading = None
         self._replace_reader()

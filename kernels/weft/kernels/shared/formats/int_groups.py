@@ -278,8 +278,9 @@ def _halved(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     return parts
 
 
-def quantise_groups(weight: torch.Tensor, group: int = SMALLEST_GROUP) -> IntGroups:
-    """Rounds to 4 bits: the numbers of a group lie evenly between its smallest and largest.
+def quantise_groups(weight: torch.Tensor) -> IntGroups:
+    """Rounds to 4 bits, in the smallest groups: the numbers of each lie evenly between its smallest
+    and largest.
 
     Args:
         weight: [N, K], any float dtype.
@@ -287,7 +288,7 @@ def quantise_groups(weight: torch.Tensor, group: int = SMALLEST_GROUP) -> IntGro
     Raises:
         ValueError: A number is not finite, or too large for a scale of float16.
     """
-    native, columns = cpu.native_cpu_for(weight), weight.shape[1]
+    native, columns, group = cpu.native_cpu_for(weight), weight.shape[1], SMALLEST_GROUP
     weight = weight.contiguous()
     lowest, highest = _ranges(weight, group, native)
     scales, offsets = ((highest - lowest) / _HIGHEST).half(), lowest.half()

@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
-from typing import TextIO
 
 from weft.common.settings import LogFormat, LogLevel
 
@@ -20,15 +19,12 @@ trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def configure_logging(
-    service: str, level: LogLevel = "info", fmt: LogFormat = "auto", stream: TextIO | None = None
-) -> None:
-    """Sends the process's logs to `stream` (default: standard error), with `service` in every
-    record. `fmt` `auto` is text on a terminal and JSON elsewhere.
+def configure_logging(service: str, level: LogLevel = "info", fmt: LogFormat = "auto") -> None:
+    """Sends the process's logs to standard error, with `service` in every record. `fmt` `auto` is
+    text on a terminal and JSON elsewhere.
     """
-    target = sys.stderr if stream is None else stream
-    text = fmt == "text" or (fmt == "auto" and target.isatty())
-    handler = logging.StreamHandler(target)
+    text = fmt == "text" or (fmt == "auto" and sys.stderr.isatty())
+    handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter(service) if text else JsonFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
