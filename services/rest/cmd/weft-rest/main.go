@@ -24,9 +24,9 @@ import (
 
 	"weft.dev/weft/services/rest/internal/apierror"
 	"weft.dev/weft/services/rest/internal/backend"
+	"weft.dev/weft/services/rest/internal/clientconn"
 	"weft.dev/weft/services/rest/internal/edge"
 	"weft.dev/weft/services/rest/internal/forward"
-	"weft.dev/weft/services/rest/internal/halfclose"
 	"weft.dev/weft/services/rest/internal/identity"
 	"weft.dev/weft/services/rest/internal/otlp"
 )
@@ -176,8 +176,8 @@ func startTracing(
 func newServer(handler http.Handler, logger *slog.Logger) *http.Server {
 	return &http.Server{
 		Handler:           handler,
-		ConnContext:       halfclose.WithConn,
-		ConnState:         halfclose.Follow,
+		ConnContext:       clientconn.WithConn,
+		ConnState:         clientconn.Follow,
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    64 << 10,
@@ -247,7 +247,7 @@ func listen(ctx context.Context, settings settings, logger *slog.Logger) (net.Li
 		if settings.isExposed() {
 			logger.Warn("insecure: REST is plain HTTP and open to other machines")
 		}
-		return halfclose.Listener{Listener: listener}, nil
+		return clientconn.Listener{Listener: listener, WriteStall: writeStall}, nil
 	}
 	own, err := identity.Load(settings.https, logger)
 	if err != nil {

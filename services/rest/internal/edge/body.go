@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"weft.dev/weft/services/rest/internal/apierror"
-	"weft.dev/weft/services/rest/internal/halfclose"
+	"weft.dev/weft/services/rest/internal/clientconn"
 )
 
 const (
@@ -96,7 +96,7 @@ func newLimitedBody(
 	return &limitedBody{
 		received: sync.OnceFunc(func() {
 			if takesInterim(r) {
-				answered = halfclose.Answering(ctx)
+				answered = clientconn.Answering(ctx)
 			}
 		}),
 		ctx:   ctx,

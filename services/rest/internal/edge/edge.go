@@ -20,9 +20,9 @@ import (
 
 	weftv1 "weft.dev/weft/services/rest/gen/weft/v1"
 	"weft.dev/weft/services/rest/internal/apierror"
+	"weft.dev/weft/services/rest/internal/clientconn"
 	"weft.dev/weft/services/rest/internal/console"
 	"weft.dev/weft/services/rest/internal/forward"
-	"weft.dev/weft/services/rest/internal/halfclose"
 	"weft.dev/weft/services/rest/internal/relay"
 	"weft.dev/weft/services/rest/internal/reqinfo"
 )
@@ -144,12 +144,16 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	info := reqinfo.New(r.Header.Get(requestIDHeader))
 	r.Header.Set(requestIDHeader, info.ID)
 	w.Header().Set(requestIDHeader, info.ID)
-	ctx := forward.WithLimits(reqinfo.With(r.Context(), info), e.config.Streams)
+	limits := e.config.Streams
+	if clientconn.Of(r.Context()) != nil {
+		limits.WriteStall = 0
+	}
+	ctx := forward.WithLimits(reqinfo.With(r.Context(), info), limits)
 	trimSlashes(r)
 	r = r.WithContext(apierror.WithShape(ctx, e.shapes.of(r.URL.Path), info.ID))
 
 	recorder := &statusRecorder{
-		ResponseWriter: w, limits: e.config.Streams, leaving: e.config.Leaving,
+		ResponseWriter: w, limits: limits, leaving: e.config.Leaving,
 	}
 	defer e.config.Metrics.observe(recorder, info)()
 
@@ -176,7 +180,7 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		r = r.WithContext(context.WithValue(placed, bodyKey{}, body))
 		r.Body = body
 	} else if takesInterim(r) {
-		defer halfclose.Answering(ctx)()
+		defer clientconn.Answering(ctx)()
 	}
 	if r.URL.Path == watchPath {
 		watched, cancel := context.WithCancelCause(r.Context())
@@ -192,7 +196,7 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// takesInterim says whether the client accepts an interim response, which `halfclose` sends.
+// takesInterim says whether the client accepts an interim response, which `clientconn` sends.
 func takesInterim(r *http.Request) bool {
 	return r.ProtoMajor == 1 && r.ProtoMinor >= 1
 }

@@ -41,6 +41,8 @@ type fakeGateway struct {
 	chat func(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// dialects may be nil.
 	dialects *fakeDialects
+	// relays may be nil.
+	relays weftv1.EdgeServiceServer
 }
 
 func (g *fakeGateway) ChatCompletions(
@@ -96,6 +98,9 @@ func handler(t *testing.T, gateway *fakeGateway, config edge.Config) http.Handle
 	if gateway.dialects != nil {
 		weftv1.RegisterAnthropicServiceServer(server, gateway.dialects)
 		weftv1.RegisterOllamaServiceServer(server, gateway.dialects)
+	}
+	if gateway.relays != nil {
+		weftv1.RegisterEdgeServiceServer(server, gateway.relays)
 	}
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)

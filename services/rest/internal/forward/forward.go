@@ -45,24 +45,22 @@ func Stream(
 	receive func() (proto.Message, error),
 	_ ...func(context.Context, http.ResponseWriter, proto.Message) error,
 ) {
-	limits := limitsOf(r.Context())
 	CopyHeader(ctx, w)
-	events := newEventStream(w, limits)
-	kind := announced(ctx)
-	if isStream(kind) {
+	events := newEventStream(w, r)
+	if kind := announced(ctx); isStream(kind) {
 		events.begin(kind)
 	}
-	if place := PlaceOf(ctx); place != nil && place.IsRelayed() {
-		receive = relayed(ctx, place, kind, receive)
+	var err error
+	if place := PlaceOf(ctx); place == nil || !place.IsRelayed() || sendRelayed(ctx, place, events) {
+		err = answer(w, events, receive)
 	}
-	err := answer(w, events, receive)
 	isOpen := events.end()
 	switch {
 	case err == nil:
 	case isOpen:
 		err = apierror.Reason(r.Context(), err)
 		reqinfo.From(r.Context()).Failure = err
-		send(w, apierror.From(err).For(r.Context()).Named(w.Header()).Event())
+		events.limits.send(w, apierror.From(err).For(r.Context()).Named(w.Header()).Event())
 	default:
 		runtime.HTTPError(ctx, mux, marshaler, w, r, err)
 	}
@@ -73,7 +71,8 @@ type Place interface {
 	// IsRelayed says whether they do; known once the answer has begun.
 	IsRelayed() bool
 	// Next waits for events; nil: what follows is on the answer's own stream, or the request is done.
-	Next(done <-chan struct{}) []byte
+	// Meanwhile events go to `try`, in another goroutine, and are for Next to return where it is false.
+	Next(done <-chan struct{}, try func([]byte) bool) []byte
 }
 
 type placeKey struct{}
@@ -89,21 +88,15 @@ func PlaceOf(ctx context.Context) Place {
 	return place
 }
 
-// relayed receives an answer's events from a relay, and what follows them from its own stream.
-func relayed(
-	ctx context.Context, place Place, kind string, receive func() (proto.Message, error),
-) func() (proto.Message, error) {
-	// A context looks for its channel in all that it was made of.
-	done, isBehind := ctx.Done(), false
-	return func() (proto.Message, error) {
-		if !isBehind {
-			if data := place.Next(done); data != nil {
-				return &httpbody.HttpBody{ContentType: kind, Data: data}, nil
-			}
-			isBehind = true
+// sendRelayed sends what comes on a relay; it is false when the client has gone.
+func sendRelayed(ctx context.Context, place Place, events *eventStream) bool {
+	done := ctx.Done() // a context looks for its channel in all that it was made of
+	for data := place.Next(done, events.try); data != nil; data = place.Next(done, events.try) {
+		if !events.send(data) {
+			return false
 		}
-		return receive()
 	}
+	return true
 }
 
 // Events sends typed messages as server-sent events of JSON, whose fields have their names in the
@@ -139,6 +132,8 @@ func answer(
 ) error {
 	first, err := receiveBody(receive)
 	switch {
+	case errors.Is(err, io.EOF) && events.opened():
+		return nil
 	case errors.Is(err, io.EOF):
 		return status.Error(codes.Internal, "the gateway sent no answer")
 	case err != nil:

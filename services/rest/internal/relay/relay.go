@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"fmt"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -34,6 +35,8 @@ const (
 	tellAfter = 32 << 10
 	// Calls go to gateways in turn, until one reaches the gateway that is meant.
 	maxTries = 16
+	// Fewer pieces of a message are not worth another goroutine.
+	leastAlone = 32
 )
 
 // Relays are those of one edge.
@@ -185,20 +188,41 @@ func (r *Relays) remove(gone *relay) {
 // read hands out what a relay brings until it ends.
 func (r *Relays) read(from *relay) {
 	defer r.remove(from)
+	var streams []*Stream
 	for {
 		message, err := from.call.Recv()
 		if err != nil {
 			return
 		}
-		data := message.GetData()
+		numbers, data := message.GetStreams(), message.GetData()
+		numbers = numbers[:min(len(numbers), len(data))]
+		streams = streams[:0]
 		r.mutex.Lock()
-		for i, number := range message.GetStreams() {
-			if stream := r.streams[number]; stream != nil && i < len(data) {
+		for _, number := range numbers {
+			streams = append(streams, r.streams[number])
+		}
+		r.mutex.Unlock()
+		deliver(numbers, streams, data)
+	}
+}
+
+// deliver hands out a message. A large one is shared among cores by the numbers of streams, so that
+// the pieces of one stream stay in order. nil stands for a stream that has ended.
+func deliver(numbers []uint64, streams []*Stream, data [][]byte) {
+	parts := max(1, min(runtime.GOMAXPROCS(0), len(numbers)/leastAlone))
+	push := func(part int) {
+		for i, stream := range streams {
+			if stream != nil && numbers[i]%uint64(parts) == uint64(part) {
 				stream.push(data[i])
 			}
 		}
-		r.mutex.Unlock()
 	}
+	var others sync.WaitGroup
+	for part := 1; part < parts; part++ {
+		others.Go(func() { push(part) })
+	}
+	push(0)
+	others.Wait()
 }
 
 // Stream is the place of one answer's events. Its methods but push belong to the answer's handler.
@@ -206,11 +230,13 @@ type Stream struct {
 	relays *Relays
 	number uint64
 	relay  *relay // nil: the answer comes on its own stream
-	taken  int    // bytes of which the relay was not told
 
 	mutex   sync.Mutex
+	taken   int // bytes of which the relay was not told
+	handed  int // bytes that the handler was given last
 	pending [][]byte
 	isEnded bool
+	try     func([]byte) bool // sends a piece at once; nil: the handler takes all pieces
 	ready   chan struct{}
 }
 
@@ -273,9 +299,14 @@ func (s *Stream) IsRelayed() bool {
 
 func (s *Stream) push(data []byte) {
 	s.mutex.Lock()
-	if len(data) == 0 {
+	switch {
+	case len(data) == 0:
 		s.isEnded = true
-	} else {
+	case s.try != nil && len(s.pending) == 0 && s.try(data):
+		s.take(len(data))
+		s.mutex.Unlock()
+		return
+	default:
 		s.pending = append(s.pending, data)
 	}
 	s.mutex.Unlock()
@@ -285,38 +316,53 @@ func (s *Stream) push(data []byte) {
 	}
 }
 
-// Next waits for events and takes all that have come; nil: what follows is on the call's own stream,
-// or the request is done.
-func (s *Stream) Next(done <-chan struct{}) []byte {
-	if s.taken >= tellAfter/2 {
+// take notes what the client was sent; it needs the mutex.
+func (s *Stream) take(count int) {
+	if s.taken += count; s.taken >= tellAfter/2 {
 		s.relay.tell(s.number, s.taken)
 		s.taken = 0
 	}
-	isBroken := false
-	for {
-		s.mutex.Lock()
-		pending, isEnded := s.pending, s.isEnded || isBroken
-		s.pending = nil
-		s.mutex.Unlock()
-		if len(pending) > 0 {
-			data := pending[0]
-			if len(pending) > 1 {
-				data = concat(pending)
-			}
-			s.taken += len(data)
+}
+
+// Next waits for events and takes all that have come; nil: what follows is on the call's own stream,
+// or the request is done. While it waits, events are sent by `try` if it can.
+func (s *Stream) Next(done <-chan struct{}, try func([]byte) bool) []byte {
+	for isBroken := false; ; {
+		data, isEnded := s.pop(try)
+		if data != nil || isEnded || isBroken {
 			return data
-		}
-		if isEnded {
-			return nil
 		}
 		select {
 		case <-s.ready:
 		case <-s.relay.broken:
 			isBroken = true // what came before is taken first
 		case <-done:
+			_, _ = s.pop(nil)
 			return nil
 		}
 	}
+}
+
+// pop takes what has come, or has the next events sent by `try` if there is nothing and more may come.
+func (s *Stream) pop(try func([]byte) bool) (data []byte, isEnded bool) {
+	s.mutex.Lock()
+	defer s.mutex.Unlock()
+	s.take(s.handed)
+	pending := s.pending
+	s.handed, s.pending, s.try = 0, nil, nil
+	switch len(pending) {
+	case 0:
+		if !s.isEnded {
+			s.try = try
+		}
+		return nil, s.isEnded
+	case 1:
+		data = pending[0]
+	default:
+		data = concat(pending)
+	}
+	s.handed = len(data)
+	return data, s.isEnded
 }
 
 func concat(parts [][]byte) []byte {

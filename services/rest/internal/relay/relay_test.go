@@ -123,7 +123,7 @@ func TestAnswersUseARelayOnceThereIsOne(t *testing.T) {
 	}
 	send(t, made, []uint64{number, number}, "data: c\n\n", "")
 	var got bytes.Buffer
-	for data := second.Next(bounded(t).Done()); data != nil; data = second.Next(bounded(t).Done()) {
+	for data := second.Next(bounded(t).Done(), nil); data != nil; data = second.Next(bounded(t).Done(), nil) {
 		got.Write(data)
 	}
 	if got.String() != "data: a\n\ndata: b\n\ndata: c\n\n" {
@@ -153,11 +153,11 @@ func TestTheGatewayLearnsInOneMessageWhatClientsHaveTaken(t *testing.T) {
 	for i, place := range places {
 		data := strings.Repeat("x", sizes[i])
 		send(t, made, numbers[i:i+1], data)
-		if got := place.Next(bounded(t).Done()); string(got) != data {
+		if got := place.Next(bounded(t).Done(), nil); string(got) != data {
 			t.Fatalf("%d bytes came", len(got))
 		}
 		send(t, made, numbers[i:i+1], "")
-		if got := place.Next(bounded(t).Done()); got != nil {
+		if got := place.Next(bounded(t).Done(), nil); got != nil {
 			t.Fatalf("%q after the end", got)
 		}
 	}
@@ -174,6 +174,61 @@ func TestTheGatewayLearnsInOneMessageWhatClientsHaveTaken(t *testing.T) {
 	}
 }
 
+func TestEventsOfWaitingHandlersAreSentAtOnceAndInOrder(t *testing.T) {
+	relays, gateway, address := start(t)
+	const count, rounds = 100, 7
+	numbers, ended := make([]uint64, count), make(chan error, count)
+	var made *opened
+	for i := range numbers {
+		place, _, number, end := begin(t, relays)
+		t.Cleanup(end)
+		numbers[i] = number
+		answered(place, address, nil)
+		if made == nil {
+			made = <-gateway.opened
+		}
+		answered(place, address, metadata.Pairs(relay.Key, fmt.Sprint(made.hello.GetRelay())))
+		refusals := i % 3 // so many pieces are left to the handler
+		go func() {
+			var got bytes.Buffer
+			try := func(data []byte) bool {
+				if refusals--; refusals >= 0 {
+					return false
+				}
+				got.Write(data)
+				return true
+			}
+			done := bounded(t).Done()
+			for data := place.Next(done, try); data != nil; data = place.Next(done, try) {
+				got.Write(data)
+			}
+			var wanted string
+			for round := range 2 * rounds {
+				wanted += fmt.Sprintf("%d:%d;", i, round)
+			}
+			if got.String() != wanted {
+				ended <- fmt.Errorf("got %q", got.String())
+				return
+			}
+			ended <- nil
+		}()
+	}
+	twice := append(numbers, numbers...) // two pieces of each stream in a message
+	for round := range rounds {
+		var pieces []string
+		for i := range twice {
+			pieces = append(pieces, fmt.Sprintf("%d:%d;", i%count, 2*round+i/count))
+		}
+		send(t, made, twice, pieces...)
+	}
+	send(t, made, numbers, make([]string, count)...)
+	for range numbers {
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 func TestStreamsOfABrokenRelayEndBehindWhatHasCome(t *testing.T) {
 	relays, gateway, address := start(t)
 	place, _, number, end := begin(t, relays)
@@ -184,17 +239,17 @@ func TestStreamsOfABrokenRelayEndBehindWhatHasCome(t *testing.T) {
 	answered(place, address, header)
 	send(t, made, []uint64{number}, "data: a\n\n")
 	close(made.end)
-	if got := place.Next(bounded(t).Done()); string(got) != "data: a\n\n" {
+	if got := place.Next(bounded(t).Done(), nil); string(got) != "data: a\n\n" {
 		t.Errorf("got %q", got)
 	}
-	if got := place.Next(bounded(t).Done()); got != nil {
+	if got := place.Next(bounded(t).Done(), nil); got != nil {
 		t.Errorf("got %q", got)
 	}
 
 	late, _, _, endLate := begin(t, relays)
 	defer endLate()
 	answered(late, address, header)
-	if got := late.Next(bounded(t).Done()); !late.IsRelayed() || got != nil {
+	if got := late.Next(bounded(t).Done(), nil); !late.IsRelayed() || got != nil {
 		t.Errorf("got %q on a relay that is gone", got)
 	}
 	<-gateway.opened // the next one
@@ -209,7 +264,7 @@ func TestAStreamEndsWithItsRequest(t *testing.T) {
 	answered(place, address, metadata.Pairs(relay.Key, fmt.Sprint(made.hello.GetRelay())))
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if got := place.Next(ctx.Done()); got != nil {
+	if got := place.Next(ctx.Done(), nil); got != nil {
 		t.Errorf("got %q", got)
 	}
 }

@@ -1,4 +1,4 @@
-package halfclose_test
+package clientconn_test
 
 import (
 	"bufio"
@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"weft.dev/weft/services/rest/internal/halfclose"
+	"weft.dev/weft/services/rest/internal/clientconn"
 )
 
 const longest = 30 * time.Second
@@ -23,17 +23,17 @@ func serve(t *testing.T, handle func(http.ResponseWriter, *http.Request)) string
 	}
 	server := &http.Server{
 		ReadHeaderTimeout: longest,
-		ConnContext:       halfclose.WithConn,
-		ConnState:         halfclose.Follow,
+		ConnContext:       clientconn.WithConn,
+		ConnState:         clientconn.Follow,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			time.Sleep(50 * time.Millisecond) // the end of the input is there already
 			_, _ = io.Copy(io.Discard, r.Body)
 			time.Sleep(50 * time.Millisecond)
-			defer halfclose.Answering(r.Context())()
+			defer clientconn.Answering(r.Context())()
 			handle(w, r)
 		}),
 	}
-	go func() { _ = server.Serve(halfclose.Listener{Listener: listener}) }()
+	go func() { _ = server.Serve(clientconn.Listener{Listener: listener}) }()
 	t.Cleanup(func() { _ = server.Close() })
 	return listener.Addr().String()
 }
