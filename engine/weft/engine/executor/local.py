@@ -63,7 +63,7 @@ from weft.engine.executor.orders import (
     ZeroPages,
     ZeroPieces,
 )
-from weft.engine.executor.pieces import PieceMemory, StatePieces, WindowPieces, poison_pages
+from weft.engine.executor.pieces import make_pieces, poison_pages
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
@@ -260,10 +260,7 @@ class LocalExecutor:
             is_own = blocks is None or blocks.is_mapped
             plane = layout.states if is_own else layout.states.of_rank(num_ranks)
             self.states = StateMemory(plane, *sizes, device, blocks)
-        self.pieces: tuple[PieceMemory, ...] = (
-            *([] if self.states is None else [StatePieces(self.states)]),
-            *(WindowPieces(each, self.page_rows) for each in of_windows),
-        )
+        self.pieces = make_pieces(self.states, of_windows, self.page_rows)
         """The memory of each of the layout's companions."""
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device

@@ -126,6 +126,20 @@ class WindowPieces(PieceMemory):
         return BlockPool((self._pool,), num_pages, page_bytes)
 
 
+def make_pieces(
+    states: StateMemory | None, windows: Sequence[torch.Tensor], page_rows: torch.Tensor
+) -> tuple[PieceMemory, ...]:
+    """The memory of each companion, in the order of `CacheLayout.companions`.
+
+    Args:
+        states: Blocks of recurrent layers; None: the model has none.
+        windows: Pools of further page groups.
+        page_rows: [num_pages, page_bytes] uint8: this rank's pages of the first group.
+    """
+    of_states = [] if states is None else [StatePieces(states)]
+    return (*of_states, *(WindowPieces(pool, page_rows) for pool in windows))
+
+
 def poison_pages(pool: torch.Tensor, pages: Sequence[int]) -> None:
     """Fills pages of a pool with NaN; a scale whose bits are all set is NaN."""
     nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else math.nan
