@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from weft.checkpoint.architectures import encoder_stem
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.encoder_config import BODIES, EncoderConfig
 from weft.engine.model.encoder import Encoder
-from weft.engine.model.layers.encoder import EncoderAttention, GluMLP, LayerNorm, PlainMLP, Ragged
+from weft.engine.model.layers.encoder import EncoderAttention, EncoderMLP, LayerNorm, Ragged
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.step import Step
@@ -96,7 +96,7 @@ _NAMES: Mapping[str, tuple[_Names, ...]] = {
 class _Layer(NamedTuple):
     attention: EncoderAttention
     attention_norm: LayerNorm
-    mlp: PlainMLP | GluMLP
+    mlp: EncoderMLP
     mlp_norm: LayerNorm
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
@@ -204,11 +204,14 @@ def _layer(
         )
     up = weights.linear(spec)
     down = weights.linear(product((names.down,), inner, size, bias=config.down_bias))
-    is_fixed, kind = weights.arena.is_fixed, config.activation
-    shared: dict[str, Any] = {"layer": number, "up": up, "down": down}
-    mlp: PlainMLP | GluMLP = PlainMLP(**shared, activation=kind, is_fixed=is_fixed)
-    if config.is_gated:
-        mlp = GluMLP(**shared, activation=kind, is_fixed=is_fixed)
+    mlp = EncoderMLP(
+        layer=number,
+        up=up,
+        down=down,
+        activation=config.activation,
+        is_gated=config.is_gated,
+        is_fixed=weights.arena.is_fixed,
+    )
     return _Layer(
         attention, attention_norm, mlp, LayerNorm.read(weights, names.mlp_norm, size, eps)
     )

@@ -11,7 +11,7 @@ from weft.checkpoint.rope import RopeConfig
 from weft.engine.model.encoder import Encoder
 from weft.engine.model.layers.encoder import (
     EncoderAttention,
-    GluMLP,
+    EncoderMLP,
     LayerNorm,
     PreNormLayer,
     Ragged,
@@ -68,7 +68,8 @@ def _layer(
             cos_sin=tables[config.rope.theta if sees_all else config.local_theta],
         ),
         _norm(config, weights, "mlp_norm"),
-        GluMLP(
+        EncoderMLP(
+            is_gated=True,
             layer=number,
             up=mlp.linear(_spec("Wi", size, 2 * inner, bias=config.mlp_bias)),
             down=mlp.linear(_spec("Wo", inner, size, bias=config.mlp_bias)),

@@ -17,7 +17,7 @@ from weft.checkpoint.whisper_config import WhisperConfig
 from weft.contract.layout import CacheLayout, PagedPlane
 from weft.engine.model.audio.parts import mlp, norm, product
 from weft.engine.model.decoder_only import LMHead
-from weft.engine.model.layers.encoder import LayerNorm, PlainMLP, Ragged
+from weft.engine.model.layers.encoder import EncoderMLP, LayerNorm, Ragged
 from weft.engine.model.step import AlignedRows, Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
@@ -72,7 +72,7 @@ class _Layer(NamedTuple):
     cross_kv: LinearWeight
     cross_out: LinearWeight
     mlp_norm: LayerNorm
-    mlp: PlainMLP
+    mlp: EncoderMLP
 
     @classmethod
     def read(cls, config: WhisperConfig, number: int, weights: Weights) -> _Layer:

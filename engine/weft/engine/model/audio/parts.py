@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from weft.engine.model.layers.encoder import LayerNorm, PlainMLP
+from weft.engine.model.layers.encoder import EncoderMLP, LayerNorm
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.linear.pack import pack_linear
@@ -38,12 +38,12 @@ def norm(weights: Weights, name: str, size: int) -> LayerNorm:
     return LayerNorm.read(weights, name, size, EPS)
 
 
-def mlp(weights: Weights, layer: int, sizes: tuple[int, int]) -> PlainMLP:
+def mlp(weights: Weights, layer: int, sizes: tuple[int, int]) -> EncoderMLP:
     """The feed-forward block of a layer, whose parameters are below `weights`; `sizes` are those of
     the stream and inside.
     """
     size, inner = sizes
-    return PlainMLP(
+    return EncoderMLP(
         layer=layer,
         up=product(weights, ("fc1",), inner, size),
         down=product(weights, ("fc2",), size, inner),

@@ -116,13 +116,16 @@ class EncoderAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainMLP:
-    """down(activation(up(x)))."""
+class EncoderMLP:
+    """down(activation(up(x))), or down(activation(a) * b), where one product computes a and b as
+    its halves.
+    """
 
     layer: int
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName
+    is_gated: bool = False
     is_fixed: bool = False
     """Whether a token's bits must not depend on the other rows of a step."""
 
@@ -130,26 +133,10 @@ class PlainMLP:
         """[T, hidden] -> the addition to the stream."""
         inner = linear(x, self.up, lora=batch.added("gate_up", self.layer))
         function = ACTIVATIONS[self.activation]
-        activated = activate_alike(inner, function, is_fixed=self.is_fixed)
-        return Sum(activated, self.down, batch.added("down", self.layer))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GluMLP:
-    """down(activation(a) * b), where one product computes a and b as its halves."""
-
-    layer: int
-    up: LinearWeight
-    down: LinearWeight
-    activation: ActivationName
-    is_fixed: bool = False
-    """Whether a token's bits must not depend on the other rows of a step."""
-
-    def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
-        """[T, hidden] -> the addition to the stream."""
-        both = linear(x, self.up, lora=batch.added("gate_up", self.layer))
-        function = ACTIVATIONS[self.activation]
-        activated = glu(both, self.activation, function, is_fixed=self.is_fixed)
+        if self.is_gated:
+            activated = glu(inner, self.activation, function, is_fixed=self.is_fixed)
+        else:
+            activated = activate_alike(inner, function, is_fixed=self.is_fixed)
         return Sum(activated, self.down, batch.added("down", self.layer))
 
 
@@ -160,7 +147,7 @@ class PreNormLayer(NamedTuple):
     """None: the input is normalised already."""
     attention: EncoderAttention
     mlp_norm: LayerNorm | Norm
-    mlp: PlainMLP | GluMLP
+    mlp: EncoderMLP
     attention_scale: torch.Tensor | None = None
     """[hidden]: factors on what attention adds; None: there are none."""
     mlp_scale: torch.Tensor | None = None

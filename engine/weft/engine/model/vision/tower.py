@@ -10,8 +10,7 @@ import torch
 from weft.checkpoint.vision_config import NUM_CHANNELS, VisionConfig
 from weft.engine.model.layers.encoder import (
     EncoderAttention,
-    GluMLP,
-    PlainMLP,
+    EncoderMLP,
     PreNormLayer,
     Ragged,
 )
@@ -219,21 +218,21 @@ def _scale(weights: Weights, name: str, size: int) -> torch.Tensor:
     return weights.read([TensorSlice(name, (size,))])
 
 
-def _mlp(config: VisionConfig, number: int, weights: Weights) -> PlainMLP | GluMLP:
+def _mlp(config: VisionConfig, number: int, weights: Weights) -> EncoderMLP:
     vit, names = config.vit, config.names
     size, inner, has_bias = vit.hidden_size, vit.intermediate_size, vit.has_bias
     down = weights.linear(product_spec(names.down, inner, size, bias=has_bias))
     # On a CPU rows never depend on the rest of a batch.
-    if not vit.is_gated:
-        up = weights.linear(product_spec(names.up, size, inner, bias=has_bias))
-        return PlainMLP(layer=number, up=up, down=down, activation=vit.activation, is_fixed=True)
-    both = LinearSpec(
-        names=(names.gate, names.up), in_features=size, rows=(inner, inner), bias=has_bias
-    )
-    return GluMLP(
+    up = product_spec(names.up, size, inner, bias=has_bias)
+    if vit.is_gated:
+        up = LinearSpec(
+            names=(names.gate, names.up), in_features=size, rows=(inner, inner), bias=has_bias
+        )
+    return EncoderMLP(
         layer=number,
-        up=weights.linear(both),
+        up=weights.linear(up),
         down=down,
         activation=vit.activation,
+        is_gated=vit.is_gated,
         is_fixed=True,
     )

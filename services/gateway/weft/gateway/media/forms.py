@@ -76,7 +76,25 @@ _MAX_RATIO = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TiledForm:
+class _RowsInPlace:
+    """A form whose media have their rows in the places of image tokens, with nothing around."""
+
+    image_token: str
+
+    @property
+    def row_token(self) -> str:
+        return self.image_token
+
+    @property
+    def around(self) -> tuple[str, str]:
+        return "", ""
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledForm(_RowsInPlace):
     """Idefics3's and SmolVLM's form: an image is resized, cut into square tiles, and followed by a
     tile that shows all of it. The arithmetic is that of transformers' Idefics3ImageProcessorPil,
     rounding included.
@@ -94,14 +112,6 @@ class TiledForm:
     """Pillow's number of the filter."""
     is_split: bool = True
     """Whether images are cut at all, rather than squeezed into one tile."""
-
-    @property
-    def row_token(self) -> str:
-        return self.image_token
-
-    @property
-    def around(self) -> tuple[str, str]:
-        return "", ""
 
     @property
     def largest(self) -> ImagePlan:
@@ -138,9 +148,6 @@ class TiledForm:
         shape = (edge, edge, 3)
         return [Media.of("image", self.name, shape, tile.tobytes()) for tile in tiles]
 
-    def options(self) -> dict[str, Any]:
-        return asdict(self)
-
     def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
         """Rows and columns of tiles; 0: the image is one tile alone."""
         if is_coarse or not self.is_split:
@@ -173,7 +180,7 @@ class TiledForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledForm:
+class ScaledForm(_RowsInPlace):
     """The form of Qwen2-VL's image processor: an image is one picture of about its own size and
     proportions, whose sides are multiples of what becomes one token. The arithmetic is that of
     transformers' Qwen2VLImageProcessorPil, rounding included.
@@ -190,14 +197,6 @@ class ScaledForm:
     """Pillow's number of the filter."""
     enlarges: bool = False
     """Whether an image with a side shorter than a token is enlarged first, as PaddleOCR-VL's is."""
-
-    @property
-    def row_token(self) -> str:
-        return self.image_token
-
-    @property
-    def around(self) -> tuple[str, str]:
-        return "", ""
 
     @property
     def largest(self) -> ImagePlan:
@@ -219,9 +218,6 @@ class ScaledForm:
         height, width = rows * self.square, columns * self.square
         image = image.resize((width, height), self.resample)
         return [Media.of("image", self.name, (height, width, 3), image.tobytes())]
-
-    def options(self) -> dict[str, Any]:
-        return asdict(self)
 
     def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
         """Rows and columns of tokens."""
@@ -291,7 +287,7 @@ class FixedForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GridForm:
+class GridForm(_RowsInPlace):
     """InternVL's form: an image is resized to a grid of square tiles of about its proportions, and
     followed by a tile that shows all of it. The arithmetic is that of transformers'
     GotOcr2ImageProcessorPil.
@@ -308,14 +304,6 @@ class GridForm:
     max_tiles: int
     resample: int
     """Pillow's number of the filter."""
-
-    @property
-    def row_token(self) -> str:
-        return self.image_token
-
-    @property
-    def around(self) -> tuple[str, str]:
-        return "", ""
 
     @property
     def largest(self) -> ImagePlan:
@@ -339,9 +327,6 @@ class GridForm:
             tiles.append(image.resize((edge, edge), self.resample))
         shape = (edge, edge, 3)
         return [Media.of("image", self.name, shape, tile.tobytes()) for tile in tiles]
-
-    def options(self) -> dict[str, Any]:
-        return asdict(self)
 
     def _of_tiles(self, count: int) -> ImagePlan:
         count += count > 1
@@ -464,7 +449,7 @@ def _scale(size: tuple[int, int], canvas: tuple[int, int]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsForm:
+class RowsForm(_RowsInPlace):
     """Pixtral's and Mistral 3's form: an image of about its own size and proportions, whose rows of
     tokens end with a token of their own. The arithmetic is that of transformers'
     PixtralImageProcessorPil, except that a side never becomes 0.
@@ -482,14 +467,6 @@ class RowsForm:
     """Pillow's number of the filter."""
 
     @property
-    def row_token(self) -> str:
-        return self.image_token
-
-    @property
-    def around(self) -> tuple[str, str]:
-        return "", ""
-
-    @property
     def largest(self) -> ImagePlan:
         return self.plan(self.longest_edge, self.longest_edge)
 
@@ -505,9 +482,6 @@ class RowsForm:
         height, width = rows * self.square, columns * self.square
         pixels = image.resize((width, height), self.resample).tobytes()
         return [Media.of("image", self.name, (height, width, 3), pixels)]
-
-    def options(self) -> dict[str, Any]:
-        return asdict(self)
 
     def _grid(self, height: int, width: int, is_coarse: bool) -> tuple[int, int]:
         """Rows and columns of tokens."""
