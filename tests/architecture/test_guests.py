@@ -29,3 +29,13 @@ def test_few_files_name_a_guest_that_is_not_theirs(words: str, own: str, most: i
         if re.search(words, path.read_text(), re.IGNORECASE)
     ]
     assert len(named) <= most, f"{len(named)} files name {words}: {', '.join(named)}"
+
+
+def test_few_files_name_a_sampling_parameter() -> None:
+    """It is declared once. Besides, the sampler defines it, and each form computes it."""
+    parts = (*PARTS, "kernels", "contract", "pages", "checkpoint")
+    files = (path for part in parts for path in sorted((ROOT / part).rglob("*.py")))
+    named = [
+        str(path.relative_to(ROOT)) for path in files if re.search(r"\bmin_p\b", path.read_text())
+    ]
+    assert len(named) <= 5, named
