@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.slot_states.spec import DeltaGates, HeadForm, LayerMemory
-from weft.kernels.ops.slot_states.triton_states import SHARE_ROWS, Shares, read_blocks
+from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory
+from weft.kernels.ops.slot_states.triton_states import Ring, Shares, StatesForm, read_blocks
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import next_power_of_2
 
@@ -52,15 +52,12 @@ def step_delta(
     launch = _LAUNCH_CONFIGS[max(least for least in _LAUNCH_CONFIGS if least <= max(1, requests))]
     at_once = _HEADS if form.shared % _HEADS == 0 else 1
     _prepare_kernel[(requests * form.heads // at_once,)](
-        *(plan, new, ba, ring, tails, form.conv, form.in_tails, gates.rates, gates.dt_bias),
-        *(ring_gate, ring_beta, keys, mixed, found.shares, found.factors, channels),
-        *(new.stride(0), between, ba.stride(0), ring.stride(0), ring.stride(1), tails.stride(0)),
-        *(ring_gate.stride(0), ring_gate.stride(1), ring_beta.stride(0), ring_beta.stride(1)),
-        *(keys.stride(0), keys.stride(1), form.scale, *form.queries, *form.keys, *form.values),
-        RING_ROWS=rows, TAPS=form.conv.shape[0], HEADS=form.heads, SHARED=form.shared,
-        AT_ONCE=at_once, KEYS=form.key_dim, VALUES=form.value_dim,
-        BLOCK_KEYS=next_power_of_2(form.key_dim),
-        BLOCK_VALUES=next_power_of_2(at_once * form.value_dim), ROWS=SHARE_ROWS,
+        plan, new, ba, Ring.of(ring), tails, form.conv, form.in_tails, gates.rates, gates.dt_bias,
+        Ring.of(ring_gate), Ring.of(ring_beta), Ring.of(keys), mixed, found, channels,
+        new.stride(0), between, ba.stride(0), tails.stride(0), form.scale, form.queries, form.keys,
+        form.values, FORM=StatesForm.of(form, rows, by_key=False), TAPS=form.conv.shape[0],
+        AT_ONCE=at_once, BLOCK_KEYS=next_power_of_2(form.key_dim),
+        BLOCK_VALUES=next_power_of_2(at_once * form.value_dim),
         AT_A_TIME=launch.rows, GATES_SHARED=gates.shared, num_warps=launch.warps,
         maxnreg=_REGISTERS, **launch_options(new.device),
     )  # fmt: skip
@@ -172,48 +169,31 @@ def _prepare_kernel(
     plan: tl.tensor,
     new: tl.tensor,
     ba: tl.tensor,
-    ring: tl.tensor,
+    own_ring: Ring,
     tails: tl.tensor,
     conv: tl.tensor,
     in_tails: tl.tensor,
     rates: tl.tensor,
     dt_bias: tl.tensor,
-    ring_gates: tl.tensor,
-    ring_betas: tl.tensor,
-    ring_keys: tl.tensor,
+    gate_ring: Ring,
+    beta_ring: Ring,
+    key_ring: Ring,
     mixed: tl.tensor,
-    shares: tl.tensor,
-    factors: tl.tensor,
+    found: Shares,
     channels: int,
     new_row: int,
     new_between: int,
     ba_row: int,
-    ring_slot: int,
-    ring_row: int,
     tail_block: int,
-    gate_slot: int,
-    ring_gate_row: int,
-    beta_slot: int,
-    ring_beta_row: int,
-    keys_slot: int,
-    keys_row: int,
     scale: float,
-    q_first: int,
-    q_step: int,
-    k_first: int,
-    k_step: int,
-    v_first: int,
-    v_step: int,
-    RING_ROWS: tl.constexpr,
+    queries: Channels,
+    keys: Channels,
+    values: Channels,
+    FORM: tl.constexpr,
     TAPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
-    ROWS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
     GATES_SHARED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -221,6 +201,12 @@ def _prepare_kernel(
     """Does the work of `slot_states._conv_kernel` and `slot_states._shares_kernel` for `AT_ONCE`
     heads of one key head, and computes the gates of `delta_gates` first.
     """
+    RING_ROWS: tl.constexpr = FORM.ring_rows
+    HEADS: tl.constexpr = FORM.heads
+    SHARED: tl.constexpr = FORM.shared
+    KEYS: tl.constexpr = FORM.keys
+    VALUES: tl.constexpr = FORM.values
+    ROWS: tl.constexpr = FORM.rows
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     GROUPS: tl.constexpr = HEADS // AT_ONCE
@@ -242,14 +228,14 @@ def _prepare_kernel(
     is_key, is_value = element < KEYS, value < AT_ONCE * VALUES
     new += first * new_row
     ba += first * ba_row + heads // GATES_SHARED * 2 * GATES_SHARED + heads % GATES_SHARED
-    ring += slot * ring_slot
+    ring, ring_row = own_ring.data + slot * own_ring.slot, own_ring.row
     tail, tail_to = tails + block * tail_block, tails + block_to * tail_block
-    ring_keys += slot * keys_slot + of_keys * KEYS + element
-    ring_gates += slot * gate_slot + heads
-    ring_betas += slot * beta_slot + heads
-    v_channel = v_first + of_keys * v_step + head % SHARED * VALUES + value
-    k_channel = k_first + of_keys * k_step + element
-    q_channel = q_first + of_keys * q_step + element
+    ring_keys = key_ring.data + (slot * key_ring.slot + of_keys * KEYS + element)
+    ring_gates = gate_ring.data + (slot * gate_ring.slot + heads)
+    ring_betas = beta_ring.data + (slot * beta_ring.slot + heads)
+    v_channel = values.first + of_keys * values.step + head % SHARED * VALUES + value
+    k_channel = keys.first + of_keys * keys.step + element
+    q_channel = queries.first + of_keys * queries.step + element
     between = of_keys * new_between
     for position in tl.range(known, end, disable_licm=True):
         behind, ring_at = position - start, position % RING_ROWS
@@ -267,17 +253,19 @@ def _prepare_kernel(
         key, query = key * of_key, query * of_query
         # All programs of a key head write the same values, since each program reads them in its
         # next row.
-        tl.store(ring_keys + ring_at * keys_row, key.to(ring_keys.dtype.element_ty), mask=is_key)
+        tl.store(
+            ring_keys + ring_at * key_ring.row, key.to(ring_keys.dtype.element_ty), mask=is_key
+        )
         if behind >= 0:
             b_at = ba + behind * ba_row
             a = tl.load(b_at + GATES_SHARED).to(tl.float32) + tl.load(dt_bias + heads)
             soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
             gate = tl.load(rates + heads) * soft
             beta = tl.sigmoid(tl.load(b_at).to(tl.float32)).to(ba.dtype.element_ty)
-            tl.store(ring_gates + ring_at * ring_gate_row, gate)
-            tl.store(ring_betas + ring_at * ring_beta_row, beta.to(tl.float32))
+            tl.store(ring_gates + ring_at * gate_ring.row, gate)
+            tl.store(ring_betas + ring_at * beta_ring.row, beta.to(tl.float32))
         else:
-            gate = tl.load(ring_gates + ring_at * ring_gate_row)
+            gate = tl.load(ring_gates + ring_at * gate_ring.row)
         # The next row reads what all threads have stored.
         tl.debug_barrier()
         left = gate
@@ -289,18 +277,18 @@ def _prepare_kernel(
             at = border + chunk + rows
             is_row, row_at = at < position, at % RING_ROWS
             both = is_row[:, None] & is_key[None]
-            old = tl.load(ring_keys[None] + row_at[:, None] * keys_row, mask=both, other=0.0)
+            old = tl.load(ring_keys[None] + row_at[:, None] * key_ring.row, mask=both, other=0.0)
             old = old.to(tl.float32)
-            gates = tl.load(ring_gates[:, None] + row_at[None] * ring_gate_row, mask=is_row[None],
-                            other=0.0)  # fmt: skip
+            gates_at = ring_gates[:, None] + row_at[None] * gate_ring.row
+            gates = tl.load(gates_at, mask=is_row[None], other=0.0)
             is_later = rows[None] > rows[:, None]
             since = tl.sum(tl.where(is_later[None], gates[:, None], 0.0), axis=2)
             later = tl.exp(left[:, None] + since)
             left += tl.sum(gates, axis=1)
-            share_to = shares + of_row[:, None] * 2 * WIDTH + chunk + rows[None]
+            share_to = found.shares + of_row[:, None] * 2 * WIDTH + chunk + rows[None]
             tl.store(share_to, tl.sum(old * key[None], axis=1)[None] * later)
             tl.store(share_to + WIDTH, tl.sum(old * query[None], axis=1)[None] * later)
-        factor_to, own = factors + of_row * 4, tl.sum(key * query, axis=0)
+        factor_to, own = found.factors + of_row * 4, tl.sum(key * query, axis=0)
         tl.store(factor_to, of_key * tl.exp(left))
         tl.store(factor_to + 1, of_query * tl.exp(left))
         tl.store(factor_to + 2, own + tl.zeros((AT_ONCE,), tl.float32))

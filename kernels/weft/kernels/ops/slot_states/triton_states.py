@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.slot_states.spec import HeadForm, LayerMemory
+from weft.kernels.ops.slot_states.spec import Channels, HeadForm, LayerMemory
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 
@@ -35,6 +35,48 @@ _REGISTERS = 128
 """Registers of a thread; with more, fewer programs would load at the same time."""
 _CHANNELS = 1024
 """Channels of a program."""
+
+
+class Ring(NamedTuple):
+    """Where a kernel finds one part of a layer's rings."""
+
+    data: torch.Tensor
+    slot: int
+    """Elements from one slot to the next."""
+    row: int
+    """Elements from one row to the next."""
+
+    @classmethod
+    def of(cls, part: torch.Tensor) -> Ring:
+        """part: [slots + 1, ring rows, ...], contiguous within a row."""
+        return cls(part, part.stride(0), part.stride(1))
+
+
+class StatesForm(NamedTuple):
+    """What kernels know of a layer's heads when they are compiled."""
+
+    ring_rows: int
+    heads: int
+    shared: int
+    """Heads that share a head of keys."""
+    keys: int
+    """Dk."""
+    values: int
+    """Dv."""
+    block_keys: int
+    """Elements of a program for a key."""
+    rows: int
+    """Rows of the ring whose products are read at once."""
+    is_unit: bool
+    by_key: bool
+    """Whether each element of a key has a decay."""
+
+    @classmethod
+    def of(cls, form: HeadForm, ring_rows: int, *, by_key: bool) -> StatesForm:
+        return cls(
+            ring_rows, form.heads, form.shared, form.key_dim, form.value_dim,
+            max(16, next_power_of_2(form.key_dim)), SHARE_ROWS, form.is_unit, by_key,
+        )  # fmt: skip
 
 
 class Shares(NamedTuple):
@@ -88,17 +130,13 @@ def step_heads(
     requests, rows, channels = plan.shape[0], ring.shape[1], new.shape[1]
     mixed, tails = new.new_empty((requests, rows, channels)), memory.blocks[1]
     _convolve(form.conv, form.bias, plan, (ring, tails), new, mixed, form.in_tails, for_heads=True)
-    block_keys = max(16, next_power_of_2(form.key_dim))
-    found = Shares.empty(mixed, form.heads, block_keys if by_key else 0)
+    known = StatesForm.of(form, rows, by_key=by_key)
+    found = Shares.empty(mixed, form.heads, known.block_keys if by_key else 0)
     _shares_kernel[(requests * form.heads,)](
-        *(plan, mixed, gate, beta[0] if beta else None, ring_gate),
-        *(ring_beta[0] if beta else None, keys, form.rates, *found, channels, gate.stride(0)),
-        *(beta[0].stride(0) if beta else 0, ring_gate.stride(0), ring_gate.stride(1)),
-        *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if beta else (0, 0)),
-        *(keys.stride(0), keys.stride(1), form.scale, *form.queries, *form.keys),
-        RING_ROWS=rows, HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
-        BLOCK_KEYS=block_keys, ROWS=SHARE_ROWS, IS_UNIT=form.is_unit, BY_KEY=by_key,
-        num_warps=1, num_stages=1, **launch_options(new.device),
+        plan, mixed, gate, beta[0] if beta else None, Ring.of(ring_gate),
+        Ring.of(ring_beta[0]) if beta else None, Ring.of(keys), form.rates, found, channels,
+        gate.stride(0), beta[0].stride(0) if beta else 0, form.scale, form.queries, form.keys,
+        FORM=known, num_warps=1, num_stages=1, **launch_options(new.device),
     )  # fmt: skip
     return read_blocks(form, plan, memory, mixed, found, len(new))
 
@@ -125,17 +163,12 @@ def read_blocks(
     out = mixed.new_empty((count, form.heads, form.value_dim))
     values, warps, tile = _TILES[max(least for least in _TILES if least <= max(1, requests))]
     values = min(values, max(16, next_power_of_2(form.value_dim)))
-    block_keys = max(16, next_power_of_2(form.key_dim))
+    known = StatesForm.of(form, rows, by_key=found.decays is not None)
     _heads_kernel[(requests * form.heads, cdiv(form.value_dim, values))](
-        *(plan, mixed, ring_gate, ring_beta[0] if ring_beta else None, keys, updates, states),
-        *(form.rates, form.skips, *found, out, count, channels),
-        *(ring_gate.stride(0), ring_gate.stride(1)),
-        *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if ring_beta else (0, 0)),
-        *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
-        *(states.stride(0), *form.queries, *form.keys, *form.values),
-        RING_ROWS=rows, HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
-        VALUES=form.value_dim, BLOCK_KEYS=block_keys, BLOCK_VALUES=values, ROWS=SHARE_ROWS,
-        TILE=min(tile, block_keys), BY_KEY=found.decays is not None,
+        plan, mixed, Ring.of(ring_gate), Ring.of(ring_beta[0]) if ring_beta else None,
+        Ring.of(keys), Ring.of(updates), states, form.rates, form.skips, found, out, count,
+        channels, states.stride(0), form.queries, form.keys, form.values, FORM=known,
+        BLOCK_VALUES=values, TILE=min(tile, known.block_keys),
         PRECISION="ieee" if mixed.dtype == torch.float32 else _PRECISION, STAGES=_STAGES,
         num_warps=warps, num_stages=1, maxnreg=_REGISTERS, **launch_options(mixed.device),
     )  # fmt: skip
@@ -169,8 +202,8 @@ def _convolve(
 ) -> None:
     (ring, tails), channels = memory, x.shape[1]
     _conv_kernel[(plan.shape[0], cdiv(channels, _CHANNELS))](
-        *(plan, x, ring, tails, weight, bias, in_tails, out),
-        *(x.stride(0), ring.stride(0), ring.stride(1), tails.stride(0), channels),
+        plan, x, Ring.of(ring), tails, weight, bias, in_tails, out, x.stride(0), tails.stride(0),
+        channels,
         RING_ROWS=ring.shape[1], TAPS=weight.shape[0], FOR_HEADS=for_heads, BLOCK=_CHANNELS,
         num_warps=4, **launch_options(x.device),
     )  # fmt: skip
@@ -262,17 +295,17 @@ def _left(
     rate: tl.tensor,
     gate_at: tl.tensor,
     is_key: tl.tensor,
-    RING_ROWS: tl.constexpr,
-    BY_KEY: tl.constexpr,
-    ROWS: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Logarithms of the decay of the products of `ROWS` positions from `begin` on, [ROWS, 1] or
+    """Logarithms of the decay of the products of ROWS positions from `begin` on, [ROWS, 1] or
     [ROWS, Dk], and of a state before them. Positions from `end` on have no decay; `later` is the
     decay of all positions after these.
     """
+    RING_ROWS: tl.constexpr = FORM.ring_rows
+    ROWS: tl.constexpr = FORM.rows
     rows = tl.arange(0, ROWS)
     at = begin + rows
-    if BY_KEY:
+    if FORM.by_key:
         old_gates = ring_gates + gate_at[None]
         row_at, is_row = (at % RING_ROWS)[:, None], (at < end)[:, None] & is_key[None]
         gates = tl.load(old_gates + row_at * ring_gate_row, mask=is_row, other=0.0)
@@ -294,35 +327,18 @@ def _shares_kernel(
     mixed: tl.tensor,
     gates: tl.tensor,
     betas: tl.tensor,
-    ring_gates: tl.tensor,
-    ring_betas: tl.tensor,
-    ring_keys: tl.tensor,
+    gate_ring: Ring,
+    beta_ring: Ring | None,
+    key_ring: Ring,
     rates: tl.tensor,
-    shares: tl.tensor,
-    factors: tl.tensor,
-    decays: tl.tensor,
+    found: Shares,
     channels: int,
     gate_row: int,
     beta_row: int,
-    gate_slot: int,
-    ring_gate_row: int,
-    beta_slot: int,
-    ring_beta_row: int,
-    keys_slot: int,
-    keys_row: int,
     scale: float,
-    q_first: int,
-    q_step: int,
-    k_first: int,
-    k_step: int,
-    RING_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_UNIT: tl.constexpr,
-    BY_KEY: tl.constexpr,
+    queries: Channels,
+    keys: Channels,
+    FORM: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """For each row that a head has not taken, writes three things. `shares`: products of its key
@@ -331,65 +347,72 @@ def _shares_kernel(
     decay of the block for each key; if decays are not by key, factors include it. It also puts
     keys, gates and betas into the ring.
     """
+    RING_ROWS: tl.constexpr = FORM.ring_rows
+    HEADS: tl.constexpr = FORM.heads
+    KEYS: tl.constexpr = FORM.keys
+    BLOCK_KEYS: tl.constexpr = FORM.block_keys
+    ROWS: tl.constexpr = FORM.rows
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    given, of_keys = plan + request * 9, head // SHARED
+    given, of_keys = plan + request * 9, head // FORM.shared
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, known = tl.load(given + 3), tl.load(given + 4), tl.load(given + 8)
     end = tl.where(count > 0, start + count, border)
     element, rows = tl.arange(0, BLOCK_KEYS), tl.arange(0, ROWS)
     is_key = _below(element, KEYS, BLOCK_KEYS)
     WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
-    ring_keys += slot * keys_slot + of_keys * KEYS + element
-    ring_gates += slot * gate_slot
+    ring_keys = key_ring.data + (slot * key_ring.slot + of_keys * KEYS + element)
+    ring_gates = gate_ring.data + slot * gate_ring.slot
     rate, gate_at, is_gate = 1.0, head, head >= 0
     if rates is not None:
         rate = tl.load(rates + head)
-    if BY_KEY:
+    if FORM.by_key:
         gate_at, is_gate = head * KEYS + element, is_key
     for position in range(known, end):
         behind, ring_at = position - start, position % RING_ROWS
         is_new = behind >= 0
         row = mixed + (request * RING_ROWS + ring_at) * channels
-        key = tl.load(row + k_first + of_keys * k_step + element, mask=is_key, other=0.0)
-        query = tl.load(row + q_first + of_keys * q_step + element, mask=is_key, other=0.0)
+        key_at = row + keys.first + of_keys * keys.step + element
+        query_at = row + queries.first + of_keys * queries.step + element
+        key = tl.load(key_at, mask=is_key, other=0.0)
+        query = tl.load(query_at, mask=is_key, other=0.0)
         key, query = key.to(tl.float32), query.to(tl.float32)
         of_key, of_query = 1.0, scale
-        if IS_UNIT:
+        if FORM.is_unit:
             of_key = tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
             of_query = scale * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
         key, query = key * of_key, query * of_query
         # All heads of a key write the same values, since each head reads them in its next row.
-        key_to = ring_keys + ring_at * keys_row
+        key_to = ring_keys + ring_at * key_ring.row
         tl.store(key_to, key.to(ring_keys.dtype.element_ty), mask=is_key)
         if is_new:
             gate = tl.load(gates + (first + behind) * gate_row + gate_at, mask=is_gate, other=0.0)
-            tl.store(ring_gates + ring_at * ring_gate_row + gate_at, gate, mask=is_gate)
+            tl.store(ring_gates + ring_at * gate_ring.row + gate_at, gate, mask=is_gate)
             if betas is not None:
-                beta_to = ring_betas + slot * beta_slot + ring_at * ring_beta_row + head
+                beta_to = beta_ring.data + slot * beta_ring.slot + ring_at * beta_ring.row + head
                 tl.store(beta_to, tl.load(betas + (first + behind) * beta_row + head))
         tl.debug_barrier()
-        gate = tl.load(ring_gates + ring_at * ring_gate_row + gate_at, mask=is_gate, other=0.0)
+        gate = tl.load(ring_gates + ring_at * gate_ring.row + gate_at, mask=is_gate, other=0.0)
         left = gate * rate
         of_row = (request * RING_ROWS + ring_at) * HEADS + head
         for back in range(0, tl.cdiv(position - border, ROWS)):
             chunk = (tl.cdiv(position - border, ROWS) - 1 - back) * ROWS
             at = border + chunk + rows
             row_at, is_row = (at % RING_ROWS)[:, None], (at < position)[:, None] & is_key[None]
-            old = tl.load(ring_keys[None] + row_at * keys_row, mask=is_row, other=0.0)
-            later, left = _left(ring_gates, ring_gate_row, border + chunk, position, left, rate,
-                                gate_at, is_key, RING_ROWS, BY_KEY, ROWS)  # fmt: skip
+            old = tl.load(ring_keys[None] + row_at * key_ring.row, mask=is_row, other=0.0)
+            later, left = _left(ring_gates, gate_ring.row, border + chunk, position, left, rate,
+                                gate_at, is_key, FORM)  # fmt: skip
             old = old.to(tl.float32) * tl.exp(later)
-            share_to = shares + of_row * 2 * WIDTH + chunk + rows
+            share_to = found.shares + of_row * 2 * WIDTH + chunk + rows
             tl.store(share_to, tl.sum(old * key[None], axis=1))
             tl.store(share_to + WIDTH, tl.sum(old * query[None], axis=1))
-        if BY_KEY:
-            tl.store(decays + of_row * BLOCK_KEYS + element, tl.exp(left))
+        if FORM.by_key:
+            tl.store(found.decays + of_row * BLOCK_KEYS + element, tl.exp(left))
         else:
             of_key *= tl.exp(left)
             of_query *= tl.exp(left)
-        factor_to = factors + of_row * 4
+        factor_to = found.factors + of_row * 4
         tl.store(factor_to, of_key)
         tl.store(factor_to + 1, of_query)
         tl.store(factor_to + 2, tl.sum(key * query, axis=0))
@@ -399,48 +422,34 @@ def _shares_kernel(
 def _heads_kernel(
     plan: tl.tensor,
     mixed: tl.tensor,
-    ring_gates: tl.tensor,
-    ring_betas: tl.tensor,
-    ring_keys: tl.tensor,
-    ring_updates: tl.tensor,
+    gate_ring: Ring,
+    beta_ring: Ring | None,
+    key_ring: Ring,
+    update_ring: Ring,
     states: tl.tensor,
     rates: tl.tensor,
     skips: tl.tensor,
-    shares: tl.tensor,
-    factors: tl.tensor,
-    decays: tl.tensor,
+    found_before: Shares,
     out: tl.tensor,
     count_out: int,
     channels: int,
-    gate_slot: int,
-    ring_gate_row: int,
-    beta_slot: int,
-    ring_beta_row: int,
-    keys_slot: int,
-    keys_row: int,
-    updates_slot: int,
-    updates_row: int,
     state_block: int,
-    q_first: int,
-    q_step: int,
-    k_first: int,
-    k_step: int,
-    v_first: int,
-    v_step: int,
-    RING_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    queries: Channels,
+    keys: Channels,
+    values: Channels,
+    FORM: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    BY_KEY: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
+    RING_ROWS: tl.constexpr = FORM.ring_rows
+    HEADS: tl.constexpr = FORM.heads
+    SHARED: tl.constexpr = FORM.shared
+    KEYS: tl.constexpr = FORM.keys
+    VALUES: tl.constexpr = FORM.values
+    ROWS: tl.constexpr = FORM.rows
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -458,8 +467,8 @@ def _heads_kernel(
     is_value = _below(value, VALUES, BLOCK_VALUES)
     states += head * KEYS * VALUES + value[None]
     WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
-    ring_updates += slot * updates_slot + head * VALUES + value
-    ring_gates += slot * gate_slot
+    ring_updates = update_ring.data + (slot * update_ring.slot + head * VALUES + value)
+    ring_gates = gate_ring.data + slot * gate_ring.slot
     for idle in range(count_rows + request, count_out, requests):
         nothing = tl.zeros((BLOCK_VALUES,), out.dtype.element_ty)
         tl.store(out + (idle * HEADS + head) * VALUES + value, nothing, mask=is_value)
@@ -469,7 +478,8 @@ def _heads_kernel(
         at, is_query = begin + rows // 2, rows % 2 == 1
         own = request * RING_ROWS + at % RING_ROWS
         asked_at = own * channels
-        asked_at += tl.where(is_query, q_first + of_keys * q_step, k_first + of_keys * k_step)
+        key_at, query_at = keys.first + of_keys * keys.step, queries.first + of_keys * queries.step
+        asked_at += tl.where(is_query, query_at, key_at)
         products = tl.zeros((ROWS, BLOCK_VALUES), tl.float32)
         for first_key in tl.range(0, KEYS, TILE, num_stages=STAGES):
             element = first_key + of_tile
@@ -480,17 +490,17 @@ def _heads_kernel(
             is_row = (at < end)[:, None] & is_key[None]
             asked = tl.load(mixed + asked_at[:, None] + element[None], mask=is_row, other=0.0)
             asked = asked.to(tl.float32)
-            if BY_KEY:
-                of_row = ((own * HEADS + head) * BLOCK_KEYS)[:, None] + element[None]
-                asked *= tl.load(decays + of_row, mask=is_row, other=0.0)
+            if FORM.by_key:
+                of_row = ((own * HEADS + head) * FORM.block_keys)[:, None] + element[None]
+                asked *= tl.load(found_before.decays + of_row, mask=is_row, other=0.0)
             products = tl.dot(asked, state, products, input_precision=PRECISION)
         for position in range(begin, tl.minimum(begin + ROWS // 2, end)):
             ring_at = position % RING_ROWS
             row = mixed + (request * RING_ROWS + ring_at) * channels
-            of_value = v_first + of_keys * v_step + head % SHARED * VALUES + value
+            of_value = values.first + of_keys * values.step + head % SHARED * VALUES + value
             taken = tl.load(row + of_value, mask=is_value, other=0.0).to(tl.float32)
             of_row = (request * RING_ROWS + ring_at) * HEADS + head
-            factor = factors + of_row * 4
+            factor = found_before.factors + of_row * 4
             # The product with the state is that with the block plus those with all later rows.
             mine = rows - 2 * (position - begin)
             found = tl.sum(tl.where((mine == 0)[:, None], products, 0.0), axis=0)
@@ -500,19 +510,20 @@ def _heads_kernel(
             for chunk in range(0, position - border, ROWS):
                 old_at = border + chunk + rows
                 is_row = (old_at < position)[:, None] & is_value[None]
-                added = ring_updates[None] + (old_at % RING_ROWS)[:, None] * updates_row
+                added = ring_updates[None] + (old_at % RING_ROWS)[:, None] * update_ring.row
                 added = tl.load(added, mask=is_row, other=0.0).to(tl.float32)
-                share = shares + of_row * 2 * WIDTH + chunk + rows
+                share = found_before.shares + of_row * 2 * WIDTH + chunk + rows
                 found += tl.sum(tl.load(share)[:, None] * added, axis=0)
                 made += tl.sum(tl.load(share + WIDTH)[:, None] * added, axis=0)
             update = taken
-            if ring_betas is not None:
-                beta = tl.load(ring_betas + slot * beta_slot + ring_at * ring_beta_row + head)
+            if beta_ring is not None:
+                beta_at = beta_ring.data + slot * beta_ring.slot + ring_at * beta_ring.row + head
+                beta = tl.load(beta_at)
                 update = (taken - found) * beta
             if rates is not None:
-                update *= tl.load(ring_gates + ring_at * ring_gate_row + head)
-            update_to = ring_updates + ring_at * updates_row
-            tl.store(update_to, update.to(ring_updates.dtype.element_ty), mask=is_value)
+                update *= tl.load(ring_gates + ring_at * gate_ring.row + head)
+            update_to = ring_updates + ring_at * update_ring.row
+            tl.store(update_to, update.to(update_ring.data.dtype.element_ty), mask=is_value)
             if position >= start:
                 made += tl.load(factor + 2) * update
                 if skips is not None:
@@ -532,20 +543,20 @@ def _heads_kernel(
             place = element[:, None] * VALUES
             state = tl.load(states + block * state_block + place, mask=both, other=0.0)
             gate_at, later = head, 0.0
-            if BY_KEY:
+            if FORM.by_key:
                 gate_at, later = head * KEYS + element, element * 0.0
             for chunk in range(border, border_to, ROWS):
                 old_at = chunk + rows
                 row_at, is_row = (old_at % RING_ROWS)[:, None], (old_at < border_to)[:, None]
-                key = ring_keys + slot * keys_slot + of_keys * KEYS + element[None]
-                key = tl.load(key + row_at * keys_row, mask=is_row & is_key[None], other=0.0)
-                added = ring_updates[None] + row_at * updates_row
+                key = key_ring.data + slot * key_ring.slot + of_keys * KEYS + element[None]
+                key = tl.load(key + row_at * key_ring.row, mask=is_row & is_key[None], other=0.0)
+                added = ring_updates[None] + row_at * update_ring.row
                 added = tl.load(added, mask=is_row & is_value[None], other=0.0).to(tl.float32)
-                left, total = _left(ring_gates, ring_gate_row, chunk, border_to, later, rate,
-                                    gate_at, is_key, RING_ROWS, BY_KEY, ROWS)  # fmt: skip
+                left, total = _left(ring_gates, gate_ring.row, chunk, border_to, later, rate,
+                                    gate_at, is_key, FORM)  # fmt: skip
                 key = tl.trans(key.to(tl.float32) * tl.exp(left))
                 decay = tl.exp(total)
-                if BY_KEY:
+                if FORM.by_key:
                     state *= decay[:, None]
                 else:
                     state *= decay
@@ -557,15 +568,13 @@ def _heads_kernel(
 def _conv_kernel(
     plan: tl.tensor,
     new: tl.tensor,
-    ring: tl.tensor,
+    own_ring: Ring,
     tails: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     in_tails: tl.tensor,
     out: tl.tensor,
     new_row: int,
-    ring_slot: int,
-    ring_row: int,
     tail_block: int,
     channels: int,
     RING_ROWS: tl.constexpr,
@@ -592,7 +601,7 @@ def _conv_kernel(
     if in_tails is not None:
         in_tail = tl.load(in_tails + channel, mask=mask, other=0)
     new += first * new_row
-    ring += slot * ring_slot
+    ring, ring_row = own_ring.data + slot * own_ring.slot, own_ring.row
     tail = tails + block * tail_block
     BEFORE: tl.constexpr = TAPS - 1
     for position in range(begin, start + count):
