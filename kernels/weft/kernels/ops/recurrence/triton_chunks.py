@@ -11,6 +11,8 @@ it is computed for each pair. Products take operands of 16 bits and accumulate i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from weft.kernels.ops.recurrence.head_rows import HeadRows
 from weft.kernels.ops.recurrence.sequences import CHUNK
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.shared.multiprocessors import num_multiprocessors
+from weft.kernels.shared.strided import Strided
 
 _FEWEST = 32
 """Fewest rows a sequence, on average, for which chunks are faster than row by row."""
@@ -30,6 +33,21 @@ states, 797 us with wider outputs, and 859 us without either.
 """
 
 
+class ChunkForm(NamedTuple):
+    """What kernels know when they are compiled."""
+
+    by_key: bool
+    """Whether each element of a key has a decay."""
+    keys: int
+    """Dk."""
+    values: int
+    """Dv."""
+    block_keys: int
+    chunk: int
+    """Rows of a chunk."""
+    is_unit: bool
+
+
 def supports_chunks(rows: HeadRows) -> bool:
     """Whether rows are computed by chunks."""
     v, keys = rows.v, rows.k.shape[2]
@@ -39,9 +57,11 @@ def supports_chunks(rows: HeadRows) -> bool:
 
 def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`triton_steps.recurrence` of rows for which `supports_chunks` holds."""
-    q, k, v, decay, sequences, beta, steps, skips, scale, is_unit = given.packed()
-    rows, heads, values = v.shape
-    keys, shared, count = k.shape[2], given.shared, sequences.num_sequences
+    packed = given.packed()
+    q, k, v = (Strided.of(part) for part in packed[:3])
+    _, _, own, decay, sequences, beta, steps, skips, scale, is_unit = packed
+    rows, heads, values = own.shape
+    keys, shared, count = k.data.shape[2], given.shared, sequences.num_sequences
     cu_lens, chunks = sequences.cu_lens, sequences.chunks
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
     most, firsts = chunks.shape[0], sequences.first_chunks
@@ -50,48 +70,37 @@ def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Ten
     tile = min(_VALUES, all_values)
     by_key = decay.dim() == 3
     can_widen = beta is not None and not by_key
-    programs = 2 * num_multiprocessors(v.device)
+    programs = 2 * num_multiprocessors(own.device)
     warps = 8 if by_key else 4
     if by_key:
         grown = torch.empty_like(decay)
         _grown_kernel[(most, heads)](
-            *(decay, grown, chunks, heads), KEYS=keys, BLOCK_KEYS=block_keys, CHUNK=CHUNK
+            decay, grown, chunks, heads, KEYS=keys, BLOCK_KEYS=block_keys, CHUNK=CHUNK
         )
         decay = grown
-    sizes = {
-        "BY_KEY": by_key,
-        "KEYS": keys,
-        "VALUES": values,
-        "BLOCK_KEYS": block_keys,
-        "CHUNK": CHUNK,
-    }
-    rows_of = (q.stride(0), k.stride(0), v.stride(0))
-    heads_of = (q.stride(1), k.stride(1), v.stride(1))
-    updates = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
+    form = ChunkForm(by_key, keys, values, block_keys, CHUNK, is_unit)
+    updates = own.new_empty((rows, heads, values))
     weights: torch.Tensor | None = None
     lasting: torch.Tensor | None = None
     if beta is not None:
-        weights, lasting = torch.empty((2, rows, heads, keys), dtype=v.dtype, device=v.device)
+        weights, lasting = own.new_empty((2, rows, heads, keys))
         _solve_kernel[(most, heads)](
-            *(k, v, decay, beta, weights, lasting, updates, chunks, *rows_of[1:], *heads_of[1:]),
-            *(heads, shared),
-            **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=warps, num_stages=2,
+            k, v, decay, beta, weights, lasting, updates, chunks, heads, shared, FORM=form,
+            TILE=tile, num_warps=warps, num_stages=2,
         )  # fmt: skip
-    begins = torch.empty((most, heads, keys, values), dtype=v.dtype, device=v.device)
+    begins = own.new_empty((most, heads, keys, values))
     is_wide = can_widen and count * heads * cdiv(values, _VALUES) >= programs
     narrow = min(_VALUES if is_wide else _NARROW_VALUES, all_values)
     _states_kernel[(count * heads, cdiv(values, narrow))](
-        *(k, v, decay, steps, weights, lasting, updates, states, after, begins, cu_lens, firsts),
-        *(*rows_of[1:], *heads_of[1:], heads, shared),
-        **sizes, TILE=narrow, IS_UNIT=is_unit, num_warps=4, num_stages=2,
+        k, v, decay, steps, weights, lasting, updates, states, after, begins, cu_lens, firsts,
+        heads, shared, FORM=form, TILE=narrow, num_warps=4, num_stages=2,
     )  # fmt: skip
-    out = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
+    out = own.new_empty((rows, heads, values))
     is_wide = can_widen and most * heads * cdiv(values, _WIDE_VALUES) >= programs
     tile = min(_WIDE_VALUES if is_wide else _VALUES, all_values)
     _outputs_kernel[(most, heads, cdiv(values, tile))](
-        *(q, k, v, decay, skips, updates, begins, out, chunks, *rows_of, *heads_of),
-        *(heads, shared, scale),
-        **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=warps, num_stages=2,
+        q, k, v, decay, skips, updates, begins, out, chunks, heads, shared, scale, FORM=form,
+        TILE=tile, num_warps=warps, num_stages=2,
     )  # fmt: skip
     return out, after
 
@@ -138,10 +147,7 @@ def _alike(
     gate_row: int,
     begin: tl.tensor,
     length: tl.tensor,
-    KEYS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    IS_UNIT: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
     """Products of rows of `left` with keys at or before them, times the decay of each element.
 
@@ -149,8 +155,9 @@ def _alike(
     are the head's keys and sums of decays, with rows `k_row` and `gate_row` apart. The chunk has
     `length` rows from `begin` on.
     """
-    index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
-    is_key = element < KEYS
+    CHUNK: tl.constexpr = FORM.chunk
+    index, element = tl.arange(0, CHUNK), tl.arange(0, FORM.block_keys)
+    is_key = element < FORM.keys
     found = tl.zeros((CHUNK, CHUNK), tl.float32)
     kind = k.dtype.element_ty
     for first in tl.static_range(16, CHUNK, 16):
@@ -166,7 +173,7 @@ def _alike(
         row = begin + other
         at_other = of_gate + (row * gate_row)[:, None] + element[None]
         between = grown - tl.load(at_other, mask=both, other=0.0)
-        key = _keys(k, row * k_row, element, both, IS_UNIT)
+        key = _keys(k, row * k_row, element, both, FORM.is_unit)
         one = tl.sum(left * key * tl.exp(tl.minimum(between, 0.0)), axis=1)
         is_here = (index[None] == other[:, None]) & (index[:, None] >= index[None])
         found = tl.where(is_here, one[:, None], found)
@@ -175,47 +182,41 @@ def _alike(
 
 @triton.jit
 def _solve_kernel(
-    k: tl.tensor,
-    v: tl.tensor,
+    k: Strided,
+    v: Strided,
     decay: tl.tensor,
     beta: tl.tensor,
     weights: tl.tensor,
     lasting: tl.tensor,
     updates: tl.tensor,
     chunks: tl.tensor,
-    k_row: int,
-    v_row: int,
-    k_head: int,
-    v_head: int,
     heads: int,
     shared: int,
-    BY_KEY: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    FORM: tl.constexpr,
     TILE: tl.constexpr,
-    IS_UNIT: tl.constexpr,
 ) -> None:
     """W and U of a chunk of one head, and the keys with their decay up to the chunk's end."""
+    KEYS: tl.constexpr = FORM.keys
+    VALUES: tl.constexpr = FORM.values
+    CHUNK: tl.constexpr = FORM.chunk
     head = tl.program_id(1)
     begin = tl.load(chunks + tl.program_id(0) * 2)
     length = tl.load(chunks + tl.program_id(0) * 2 + 1)
     if length > 0:
         index = tl.arange(0, CHUNK)
-        element = tl.arange(0, BLOCK_KEYS)
+        element = tl.arange(0, FORM.block_keys)
         is_row = index < length
         row = begin + index
         both = is_row[:, None] & (element < KEYS)[None]
-        keys = _keys(k + head // shared * k_head, row * k_row, element, both, IS_UNIT)
+        of_keys = k.data + head // shared * k.second
+        keys = _keys(of_keys, row * k.first, element, both, FORM.is_unit)
         share = tl.load(beta + row * heads + head, mask=is_row, other=0.0)
-        kind = k.dtype.element_ty
-        if BY_KEY:
+        kind = k.data.dtype.element_ty
+        if FORM.by_key:
             at = decay + (row * heads + head)[:, None] * KEYS + element[None]
             grown = tl.load(at, mask=both, other=0.0)
-            alike = _alike(keys, keys, grown, k + head // shared * k_head, k_row,
-                           decay + head * KEYS, heads * KEYS, begin, length,
-                           KEYS, BLOCK_KEYS, CHUNK, IS_UNIT)  # fmt: skip
+            alike = _alike(keys, keys, grown, of_keys, k.first, decay + head * KEYS, heads * KEYS,
+                           begin, length, FORM)  # fmt: skip
             decayed = (keys * tl.exp(grown)).to(kind)
             of_last = decay + ((begin + length - 1) * heads + head) * KEYS + element
             total = tl.load(of_last, mask=element < KEYS, other=0.0)
@@ -257,7 +258,7 @@ def _solve_kernel(
         for first in tl.static_range(0, VALUES, TILE):
             value = first + tl.arange(0, TILE)
             mask = is_row[:, None] & (value < VALUES)[None]
-            at = v + head * v_head + (row * v_row)[:, None] + value[None]
+            at = v.data + head * v.second + (row * v.first)[:, None] + value[None]
             update = tl.dot(shares, tl.load(at, mask=mask, other=0.0))
             to = updates + (row * heads + head)[:, None] * VALUES + value[None]
             tl.store(to, update.to(kind), mask=mask)
@@ -265,8 +266,8 @@ def _solve_kernel(
 
 @triton.jit
 def _states_kernel(
-    k: tl.tensor,
-    v: tl.tensor,
+    k: Strided,
+    v: Strided,
     decay: tl.tensor,
     steps: tl.tensor,
     weights: tl.tensor,
@@ -277,23 +278,17 @@ def _states_kernel(
     begins: tl.tensor,
     cu_lens: tl.tensor,
     firsts: tl.tensor,
-    k_row: int,
-    v_row: int,
-    k_head: int,
-    v_head: int,
     heads: int,
     shared: int,
-    BY_KEY: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    FORM: tl.constexpr,
     TILE: tl.constexpr,
-    IS_UNIT: tl.constexpr,
 ) -> None:
     """The states of some values of one head of a sequence, and the updates of its rows."""
+    KEYS: tl.constexpr = FORM.keys
+    VALUES: tl.constexpr = FORM.values
+    CHUNK: tl.constexpr = FORM.chunk
     sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    element, index = tl.arange(0, BLOCK_KEYS), tl.arange(0, CHUNK)
+    element, index = tl.arange(0, FORM.block_keys), tl.arange(0, CHUNK)
     value = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_key, is_value = element < KEYS, value < VALUES
     both = is_key[:, None] & is_value[None]
@@ -302,7 +297,7 @@ def _states_kernel(
     state = tl.load(states + own + place, mask=both, other=0.0)
     begin, end = tl.load(cu_lens + sequence), tl.load(cu_lens + sequence + 1)
     first = tl.load(firsts + sequence)
-    kind = k.dtype.element_ty
+    kind = k.data.dtype.element_ty
     for number in range(0, (end - begin + CHUNK - 1) // CHUNK):
         row = begin + number * CHUNK + index
         is_row = row < end
@@ -318,11 +313,11 @@ def _states_kernel(
             update = tl.load(taken, mask=at_value, other=0.0).to(tl.float32)
             update -= tl.dot(weight, narrow)
         else:
-            at = v + head * v_head + (row * v_row)[:, None] + value[None]
+            at = v.data + head * v.second + (row * v.first)[:, None] + value[None]
             update = tl.load(at, mask=at_value, other=0.0).to(tl.float32)
             update *= tl.load(steps + row * heads + head, mask=is_row, other=0.0)[:, None]
         tl.store(taken, update.to(kind), mask=at_value)
-        if BY_KEY:
+        if FORM.by_key:
             last = tl.minimum(begin + (number + 1) * CHUNK, end) - 1
             of_last = decay + (last * heads + head) * KEYS + element
             state *= tl.exp(tl.load(of_last, mask=is_key, other=0.0))[:, None]
@@ -334,7 +329,8 @@ def _states_kernel(
             at = lasting + (row * heads + head)[:, None] * KEYS + element[None]
             keys = tl.load(at, mask=at_key, other=0.0)
         else:
-            keys = _keys(k + head // shared * k_head, row * k_row, element, at_key, IS_UNIT)
+            of_keys = k.data + head // shared * k.second
+            keys = _keys(of_keys, row * k.first, element, at_key, FORM.is_unit)
             keys = (keys * tl.exp(total - tl.cumsum(gate, axis=0))[:, None]).to(kind)
         state += tl.dot(tl.trans(keys), update.to(kind))
     tl.store(after + own + place, state, mask=both)
@@ -342,53 +338,44 @@ def _states_kernel(
 
 @triton.jit
 def _outputs_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
+    q: Strided,
+    k: Strided,
+    v: Strided,
     decay: tl.tensor,
     skips: tl.tensor,
     updates: tl.tensor,
     begins: tl.tensor,
     out: tl.tensor,
     chunks: tl.tensor,
-    q_row: int,
-    k_row: int,
-    v_row: int,
-    q_head: int,
-    k_head: int,
-    v_head: int,
     heads: int,
     shared: int,
     scale: float,
-    BY_KEY: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    FORM: tl.constexpr,
     TILE: tl.constexpr,
-    IS_UNIT: tl.constexpr,
 ) -> None:
     """Some values of one head, for a chunk's queries."""
+    KEYS: tl.constexpr = FORM.keys
+    VALUES: tl.constexpr = FORM.values
     head = tl.program_id(1)
     chunk = tl.program_id(0).to(tl.int64)
     begin, length = tl.load(chunks + chunk * 2), tl.load(chunks + chunk * 2 + 1)
     if length > 0:
-        index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
+        index, element = tl.arange(0, FORM.chunk), tl.arange(0, FORM.block_keys)
         value = tl.program_id(2) * TILE + tl.arange(0, TILE)
         is_row, is_key, is_value = index < length, element < KEYS, value < VALUES
         row = begin + index
         both = is_row[:, None] & is_key[None]
         at_value = is_row[:, None] & is_value[None]
-        of_keys = head // shared
-        keys = _keys(k + of_keys * k_head, row * k_row, element, both, IS_UNIT)
-        queries = _keys(q + of_keys * q_head, row * q_row, element, both, IS_UNIT)
-        kind = q.dtype.element_ty
-        if BY_KEY:
+        of_keys = k.data + head // shared * k.second
+        of_queries = q.data + head // shared * q.second
+        keys = _keys(of_keys, row * k.first, element, both, FORM.is_unit)
+        queries = _keys(of_queries, row * q.first, element, both, FORM.is_unit)
+        kind = q.data.dtype.element_ty
+        if FORM.by_key:
             at = decay + (row * heads + head)[:, None] * KEYS + element[None]
             grown = tl.load(at, mask=both, other=0.0)
-            alike = _alike(queries, keys, grown, k + of_keys * k_head, k_row,
-                           decay + head * KEYS, heads * KEYS, begin, length,
-                           KEYS, BLOCK_KEYS, CHUNK, IS_UNIT)  # fmt: skip
+            alike = _alike(queries, keys, grown, of_keys, k.first, decay + head * KEYS,
+                           heads * KEYS, begin, length, FORM)  # fmt: skip
             queries *= tl.exp(grown)
         else:
             grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
@@ -404,7 +391,7 @@ def _outputs_kernel(
         update = tl.load(updates + taken, mask=at_value, other=0.0)
         made = (made + tl.dot(alike.to(kind), update)) * scale
         if skips is not None:
-            at = v + head * v_head + (row * v_row)[:, None] + value[None]
+            at = v.data + head * v.second + (row * v.first)[:, None] + value[None]
             given = tl.load(at, mask=at_value, other=0.0).to(tl.float32)
             made += given * tl.load(skips + head)
         tl.store(out + taken, made.to(out.dtype.element_ty), mask=at_value)

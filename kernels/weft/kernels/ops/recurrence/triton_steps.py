@@ -13,6 +13,7 @@ from weft.kernels.ops.recurrence.head_rows import HeadRows
 from weft.kernels.ops.recurrence.sequences import Sequences
 from weft.kernels.ops.recurrence.triton_chunks import chunked_recurrence, supports_chunks
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
+from weft.kernels.shared.strided import Strided
 
 _VALUES = 32
 """Values of a program."""
@@ -45,9 +46,8 @@ def recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torc
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     grid = (sequences.num_sequences * heads, cdiv(values, _VALUES))
     _recurrence_kernel[grid](
-        *(q, k, v, decay, *gates, states, after, out, sequences.cu_lens),
-        *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
-        *(heads, rows.shared, scale),
+        Strided.of(q), Strided.of(k), Strided.of(v), decay, *gates, states, after, out,
+        sequences.cu_lens, heads, rows.shared, scale,
         KEYS=keys, VALUES=values, BLOCK_KEYS=next_power_of_2(keys), BLOCK_VALUES=_VALUES,
         IS_UNIT=is_unit, BY_KEY=decay.dim() == 3, num_warps=4,
     )  # fmt: skip
@@ -81,9 +81,15 @@ def short_conv(
 
 @triton.jit
 def _key(
-    x: tl.tensor, at: tl.tensor, element: tl.tensor, mask: tl.tensor, IS_UNIT: tl.constexpr
+    x: Strided,
+    row: tl.tensor,
+    head: tl.tensor,
+    element: tl.tensor,
+    mask: tl.tensor,
+    IS_UNIT: tl.constexpr,
 ) -> tl.tensor:
-    found = tl.load(x + at + element, mask=mask, other=0.0).to(tl.float32)
+    at = x.data + (row * x.first + head * x.second) + element
+    found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if IS_UNIT:
         found *= tl.rsqrt(tl.sum(found * found, axis=0) + 1e-6)
     return found
@@ -91,9 +97,9 @@ def _key(
 
 @triton.jit
 def _recurrence_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
+    q: Strided,
+    k: Strided,
+    v: Strided,
     decay: tl.tensor,
     beta: tl.tensor,
     steps: tl.tensor,
@@ -102,12 +108,6 @@ def _recurrence_kernel(
     after: tl.tensor,
     out: tl.tensor,
     cu_lens: tl.tensor,
-    q_row: int,
-    k_row: int,
-    v_row: int,
-    q_head: int,
-    k_head: int,
-    v_head: int,
     heads: int,
     shared: int,
     scale: float,
@@ -127,9 +127,10 @@ def _recurrence_kernel(
     state = tl.load(states + place, mask=both, other=0.0)
     begin, end = tl.load(cu_lens + sequence), tl.load(cu_lens + sequence + 1)
     for row in range(begin, end):
-        query = _key(q, row * q_row + head // shared * q_head, element, is_key, IS_UNIT) * scale
-        key = _key(k, row * k_row + head // shared * k_head, element, is_key, IS_UNIT)
-        given = tl.load(v + row * v_row + head * v_head + value, mask=is_value, other=0.0)
+        query = _key(q, row, head // shared, element, is_key, IS_UNIT) * scale
+        key = _key(k, row, head // shared, element, is_key, IS_UNIT)
+        given_at = v.data + row * v.first + head * v.second + value
+        given = tl.load(given_at, mask=is_value, other=0.0)
         given = given.to(tl.float32)
         gate = row * heads + head
         if BY_KEY:

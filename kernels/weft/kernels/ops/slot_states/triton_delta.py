@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.slot_states.spec import Channels, DeltaGates, HeadForm, LayerMemory
-from weft.kernels.ops.slot_states.triton_states import Ring, Shares, StatesForm, read_blocks
+from weft.kernels.ops.slot_states.triton_states import Shares, StatesForm, read_blocks
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import next_power_of_2
+from weft.kernels.shared.strided import Strided
 
 
 class _LaunchConfig(NamedTuple):
@@ -52,8 +53,8 @@ def step_delta(
     launch = _LAUNCH_CONFIGS[max(least for least in _LAUNCH_CONFIGS if least <= max(1, requests))]
     at_once = _HEADS if form.shared % _HEADS == 0 else 1
     _prepare_kernel[(requests * form.heads // at_once,)](
-        plan, new, ba, Ring.of(ring), tails, form.conv, form.in_tails, gates.rates, gates.dt_bias,
-        Ring.of(ring_gate), Ring.of(ring_beta), Ring.of(keys), mixed, found, channels,
+        plan, new, ba, Strided.of(ring), tails, form.conv, form.in_tails, gates.rates, gates.dt_bias,
+        Strided.of(ring_gate), Strided.of(ring_beta), Strided.of(keys), mixed, found, channels,
         new.stride(0), between, ba.stride(0), tails.stride(0), form.scale, form.queries, form.keys,
         form.values, FORM=StatesForm.of(form, rows, by_key=False), TAPS=form.conv.shape[0],
         AT_ONCE=at_once, BLOCK_KEYS=next_power_of_2(form.key_dim),
@@ -169,15 +170,15 @@ def _prepare_kernel(
     plan: tl.tensor,
     new: tl.tensor,
     ba: tl.tensor,
-    own_ring: Ring,
+    own_ring: Strided,
     tails: tl.tensor,
     conv: tl.tensor,
     in_tails: tl.tensor,
     rates: tl.tensor,
     dt_bias: tl.tensor,
-    gate_ring: Ring,
-    beta_ring: Ring,
-    key_ring: Ring,
+    gate_ring: Strided,
+    beta_ring: Strided,
+    key_ring: Strided,
     mixed: tl.tensor,
     found: Shares,
     channels: int,
@@ -228,11 +229,11 @@ def _prepare_kernel(
     is_key, is_value = element < KEYS, value < AT_ONCE * VALUES
     new += first * new_row
     ba += first * ba_row + heads // GATES_SHARED * 2 * GATES_SHARED + heads % GATES_SHARED
-    ring, ring_row = own_ring.data + slot * own_ring.slot, own_ring.row
+    ring, ring_row = own_ring.data + slot * own_ring.first, own_ring.second
     tail, tail_to = tails + block * tail_block, tails + block_to * tail_block
-    ring_keys = key_ring.data + (slot * key_ring.slot + of_keys * KEYS + element)
-    ring_gates = gate_ring.data + (slot * gate_ring.slot + heads)
-    ring_betas = beta_ring.data + (slot * beta_ring.slot + heads)
+    ring_keys = key_ring.data + (slot * key_ring.first + of_keys * KEYS + element)
+    ring_gates = gate_ring.data + (slot * gate_ring.first + heads)
+    ring_betas = beta_ring.data + (slot * beta_ring.first + heads)
     v_channel = values.first + of_keys * values.step + head % SHARED * VALUES + value
     k_channel = keys.first + of_keys * keys.step + element
     q_channel = queries.first + of_keys * queries.step + element
@@ -254,7 +255,7 @@ def _prepare_kernel(
         # All programs of a key head write the same values, since each program reads them in its
         # next row.
         tl.store(
-            ring_keys + ring_at * key_ring.row, key.to(ring_keys.dtype.element_ty), mask=is_key
+            ring_keys + ring_at * key_ring.second, key.to(ring_keys.dtype.element_ty), mask=is_key
         )
         if behind >= 0:
             b_at = ba + behind * ba_row
@@ -262,10 +263,10 @@ def _prepare_kernel(
             soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
             gate = tl.load(rates + heads) * soft
             beta = tl.sigmoid(tl.load(b_at).to(tl.float32)).to(ba.dtype.element_ty)
-            tl.store(ring_gates + ring_at * gate_ring.row, gate)
-            tl.store(ring_betas + ring_at * beta_ring.row, beta.to(tl.float32))
+            tl.store(ring_gates + ring_at * gate_ring.second, gate)
+            tl.store(ring_betas + ring_at * beta_ring.second, beta.to(tl.float32))
         else:
-            gate = tl.load(ring_gates + ring_at * gate_ring.row)
+            gate = tl.load(ring_gates + ring_at * gate_ring.second)
         # The next row reads what all threads have stored.
         tl.debug_barrier()
         left = gate
@@ -277,9 +278,9 @@ def _prepare_kernel(
             at = border + chunk + rows
             is_row, row_at = at < position, at % RING_ROWS
             both = is_row[:, None] & is_key[None]
-            old = tl.load(ring_keys[None] + row_at[:, None] * key_ring.row, mask=both, other=0.0)
+            old = tl.load(ring_keys[None] + row_at[:, None] * key_ring.second, mask=both, other=0.0)
             old = old.to(tl.float32)
-            gates_at = ring_gates[:, None] + row_at[None] * gate_ring.row
+            gates_at = ring_gates[:, None] + row_at[None] * gate_ring.second
             gates = tl.load(gates_at, mask=is_row[None], other=0.0)
             is_later = rows[None] > rows[:, None]
             since = tl.sum(tl.where(is_later[None], gates[:, None], 0.0), axis=2)

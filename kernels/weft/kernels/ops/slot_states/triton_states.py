@@ -19,6 +19,7 @@ import triton.language as tl
 from weft.kernels.ops.slot_states.spec import Channels, HeadForm, LayerMemory
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
+from weft.kernels.shared.strided import Strided
 
 _TILES = {1: (32, 4, 128), 16: (64, 2, 32)}
 """Values of a program, its warps, and keys of a block that it multiplies at once, by the least
@@ -35,21 +36,6 @@ _REGISTERS = 128
 """Registers of a thread; with more, fewer programs would load at the same time."""
 _CHANNELS = 1024
 """Channels of a program."""
-
-
-class Ring(NamedTuple):
-    """Where a kernel finds one part of a layer's rings."""
-
-    data: torch.Tensor
-    slot: int
-    """Elements from one slot to the next."""
-    row: int
-    """Elements from one row to the next."""
-
-    @classmethod
-    def of(cls, part: torch.Tensor) -> Ring:
-        """part: [slots + 1, ring rows, ...], contiguous within a row."""
-        return cls(part, part.stride(0), part.stride(1))
 
 
 class StatesForm(NamedTuple):
@@ -133,8 +119,8 @@ def step_heads(
     known = StatesForm.of(form, rows, by_key=by_key)
     found = Shares.empty(mixed, form.heads, known.block_keys if by_key else 0)
     _shares_kernel[(requests * form.heads,)](
-        plan, mixed, gate, beta[0] if beta else None, Ring.of(ring_gate),
-        Ring.of(ring_beta[0]) if beta else None, Ring.of(keys), form.rates, found, channels,
+        plan, mixed, gate, beta[0] if beta else None, Strided.of(ring_gate),
+        Strided.of(ring_beta[0]) if beta else None, Strided.of(keys), form.rates, found, channels,
         gate.stride(0), beta[0].stride(0) if beta else 0, form.scale, form.queries, form.keys,
         FORM=known, num_warps=1, num_stages=1, **launch_options(new.device),
     )  # fmt: skip
@@ -165,8 +151,8 @@ def read_blocks(
     values = min(values, max(16, next_power_of_2(form.value_dim)))
     known = StatesForm.of(form, rows, by_key=found.decays is not None)
     _heads_kernel[(requests * form.heads, cdiv(form.value_dim, values))](
-        plan, mixed, Ring.of(ring_gate), Ring.of(ring_beta[0]) if ring_beta else None,
-        Ring.of(keys), Ring.of(updates), states, form.rates, form.skips, found, out, count,
+        plan, mixed, Strided.of(ring_gate), Strided.of(ring_beta[0]) if ring_beta else None,
+        Strided.of(keys), Strided.of(updates), states, form.rates, form.skips, found, out, count,
         channels, states.stride(0), form.queries, form.keys, form.values, FORM=known,
         BLOCK_VALUES=values, TILE=min(tile, known.block_keys),
         PRECISION="ieee" if mixed.dtype == torch.float32 else _PRECISION, STAGES=_STAGES,
@@ -202,7 +188,7 @@ def _convolve(
 ) -> None:
     (ring, tails), channels = memory, x.shape[1]
     _conv_kernel[(plan.shape[0], cdiv(channels, _CHANNELS))](
-        plan, x, Ring.of(ring), tails, weight, bias, in_tails, out, x.stride(0), tails.stride(0),
+        plan, x, Strided.of(ring), tails, weight, bias, in_tails, out, x.stride(0), tails.stride(0),
         channels,
         RING_ROWS=ring.shape[1], TAPS=weight.shape[0], FOR_HEADS=for_heads, BLOCK=_CHANNELS,
         num_warps=4, **launch_options(x.device),
@@ -327,9 +313,9 @@ def _shares_kernel(
     mixed: tl.tensor,
     gates: tl.tensor,
     betas: tl.tensor,
-    gate_ring: Ring,
-    beta_ring: Ring | None,
-    key_ring: Ring,
+    gate_ring: Strided,
+    beta_ring: Strided | None,
+    key_ring: Strided,
     rates: tl.tensor,
     found: Shares,
     channels: int,
@@ -362,8 +348,8 @@ def _shares_kernel(
     element, rows = tl.arange(0, BLOCK_KEYS), tl.arange(0, ROWS)
     is_key = _below(element, KEYS, BLOCK_KEYS)
     WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
-    ring_keys = key_ring.data + (slot * key_ring.slot + of_keys * KEYS + element)
-    ring_gates = gate_ring.data + slot * gate_ring.slot
+    ring_keys = key_ring.data + (slot * key_ring.first + of_keys * KEYS + element)
+    ring_gates = gate_ring.data + slot * gate_ring.first
     rate, gate_at, is_gate = 1.0, head, head >= 0
     if rates is not None:
         rate = tl.load(rates + head)
@@ -384,24 +370,26 @@ def _shares_kernel(
             of_query = scale * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
         key, query = key * of_key, query * of_query
         # All heads of a key write the same values, since each head reads them in its next row.
-        key_to = ring_keys + ring_at * key_ring.row
+        key_to = ring_keys + ring_at * key_ring.second
         tl.store(key_to, key.to(ring_keys.dtype.element_ty), mask=is_key)
         if is_new:
             gate = tl.load(gates + (first + behind) * gate_row + gate_at, mask=is_gate, other=0.0)
-            tl.store(ring_gates + ring_at * gate_ring.row + gate_at, gate, mask=is_gate)
+            tl.store(ring_gates + ring_at * gate_ring.second + gate_at, gate, mask=is_gate)
             if betas is not None:
-                beta_to = beta_ring.data + slot * beta_ring.slot + ring_at * beta_ring.row + head
+                beta_to = (
+                    beta_ring.data + slot * beta_ring.first + ring_at * beta_ring.second + head
+                )
                 tl.store(beta_to, tl.load(betas + (first + behind) * beta_row + head))
         tl.debug_barrier()
-        gate = tl.load(ring_gates + ring_at * gate_ring.row + gate_at, mask=is_gate, other=0.0)
+        gate = tl.load(ring_gates + ring_at * gate_ring.second + gate_at, mask=is_gate, other=0.0)
         left = gate * rate
         of_row = (request * RING_ROWS + ring_at) * HEADS + head
         for back in range(0, tl.cdiv(position - border, ROWS)):
             chunk = (tl.cdiv(position - border, ROWS) - 1 - back) * ROWS
             at = border + chunk + rows
             row_at, is_row = (at % RING_ROWS)[:, None], (at < position)[:, None] & is_key[None]
-            old = tl.load(ring_keys[None] + row_at * key_ring.row, mask=is_row, other=0.0)
-            later, left = _left(ring_gates, gate_ring.row, border + chunk, position, left, rate,
+            old = tl.load(ring_keys[None] + row_at * key_ring.second, mask=is_row, other=0.0)
+            later, left = _left(ring_gates, gate_ring.second, border + chunk, position, left, rate,
                                 gate_at, is_key, FORM)  # fmt: skip
             old = old.to(tl.float32) * tl.exp(later)
             share_to = found.shares + of_row * 2 * WIDTH + chunk + rows
@@ -422,10 +410,10 @@ def _shares_kernel(
 def _heads_kernel(
     plan: tl.tensor,
     mixed: tl.tensor,
-    gate_ring: Ring,
-    beta_ring: Ring | None,
-    key_ring: Ring,
-    update_ring: Ring,
+    gate_ring: Strided,
+    beta_ring: Strided | None,
+    key_ring: Strided,
+    update_ring: Strided,
     states: tl.tensor,
     rates: tl.tensor,
     skips: tl.tensor,
@@ -467,8 +455,8 @@ def _heads_kernel(
     is_value = _below(value, VALUES, BLOCK_VALUES)
     states += head * KEYS * VALUES + value[None]
     WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
-    ring_updates = update_ring.data + (slot * update_ring.slot + head * VALUES + value)
-    ring_gates = gate_ring.data + slot * gate_ring.slot
+    ring_updates = update_ring.data + (slot * update_ring.first + head * VALUES + value)
+    ring_gates = gate_ring.data + slot * gate_ring.first
     for idle in range(count_rows + request, count_out, requests):
         nothing = tl.zeros((BLOCK_VALUES,), out.dtype.element_ty)
         tl.store(out + (idle * HEADS + head) * VALUES + value, nothing, mask=is_value)
@@ -510,19 +498,21 @@ def _heads_kernel(
             for chunk in range(0, position - border, ROWS):
                 old_at = border + chunk + rows
                 is_row = (old_at < position)[:, None] & is_value[None]
-                added = ring_updates[None] + (old_at % RING_ROWS)[:, None] * update_ring.row
+                added = ring_updates[None] + (old_at % RING_ROWS)[:, None] * update_ring.second
                 added = tl.load(added, mask=is_row, other=0.0).to(tl.float32)
                 share = found_before.shares + of_row * 2 * WIDTH + chunk + rows
                 found += tl.sum(tl.load(share)[:, None] * added, axis=0)
                 made += tl.sum(tl.load(share + WIDTH)[:, None] * added, axis=0)
             update = taken
             if beta_ring is not None:
-                beta_at = beta_ring.data + slot * beta_ring.slot + ring_at * beta_ring.row + head
+                beta_at = (
+                    beta_ring.data + slot * beta_ring.first + ring_at * beta_ring.second + head
+                )
                 beta = tl.load(beta_at)
                 update = (taken - found) * beta
             if rates is not None:
-                update *= tl.load(ring_gates + ring_at * gate_ring.row + head)
-            update_to = ring_updates + ring_at * update_ring.row
+                update *= tl.load(ring_gates + ring_at * gate_ring.second + head)
+            update_to = ring_updates + ring_at * update_ring.second
             tl.store(update_to, update.to(update_ring.data.dtype.element_ty), mask=is_value)
             if position >= start:
                 made += tl.load(factor + 2) * update
@@ -548,11 +538,11 @@ def _heads_kernel(
             for chunk in range(border, border_to, ROWS):
                 old_at = chunk + rows
                 row_at, is_row = (old_at % RING_ROWS)[:, None], (old_at < border_to)[:, None]
-                key = key_ring.data + slot * key_ring.slot + of_keys * KEYS + element[None]
-                key = tl.load(key + row_at * key_ring.row, mask=is_row & is_key[None], other=0.0)
-                added = ring_updates[None] + row_at * update_ring.row
+                key = key_ring.data + slot * key_ring.first + of_keys * KEYS + element[None]
+                key = tl.load(key + row_at * key_ring.second, mask=is_row & is_key[None], other=0.0)
+                added = ring_updates[None] + row_at * update_ring.second
                 added = tl.load(added, mask=is_row & is_value[None], other=0.0).to(tl.float32)
-                left, total = _left(ring_gates, gate_ring.row, chunk, border_to, later, rate,
+                left, total = _left(ring_gates, gate_ring.second, chunk, border_to, later, rate,
                                     gate_at, is_key, FORM)  # fmt: skip
                 key = tl.trans(key.to(tl.float32) * tl.exp(left))
                 decay = tl.exp(total)
@@ -568,7 +558,7 @@ def _heads_kernel(
 def _conv_kernel(
     plan: tl.tensor,
     new: tl.tensor,
-    own_ring: Ring,
+    own_ring: Strided,
     tails: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -601,7 +591,7 @@ def _conv_kernel(
     if in_tails is not None:
         in_tail = tl.load(in_tails + channel, mask=mask, other=0)
     new += first * new_row
-    ring, ring_row = own_ring.data + slot * own_ring.slot, own_ring.row
+    ring, ring_row = own_ring.data + slot * own_ring.first, own_ring.second
     tail = tails + block * tail_block
     BEFORE: tl.constexpr = TAPS - 1
     for position in range(begin, start + count):

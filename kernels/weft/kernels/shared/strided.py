@@ -1,0 +1,19 @@
+"""Tensors as arguments of a GPU's kernels, with their strides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Strided(NamedTuple):
+    """A tensor and the distances of its first two dimensions, in elements."""
+
+    data: torch.Tensor
+    first: int
+    second: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Strided:
+        return cls(tensor, tensor.stride(0), tensor.stride(1))
