@@ -6,7 +6,7 @@
 #include "attention.h"
 #include "linear.h"
 
-/* As laid out by weft/kernels/shared/cpu.py. */
+/* Declared from this text in weft/kernels/shared/cpu.py. */
 typedef struct {
   const Weight *fc, *qkv, *kv, *o, *gate_up, *down, *lm_head;
   const void *input_norm, *hidden_norm, *post_norm, *norm; /* [hidden] */
@@ -31,8 +31,8 @@ typedef struct {
   void *scratch; /* rows * entries_width elements */
 } DraftEntries;
 
-/* Entries that the team of the target's layers writes after these layers; as laid out by
- * weft/kernels/shared/cpu.py. */
+/* Entries that the team of the target's layers writes after these layers; declared from
+ * this text in weft/kernels/shared/cpu.py. */
 typedef struct {
   const DraftHead *head;
   const DraftEntries *entries;

@@ -8,7 +8,7 @@
 #include "lora.h"
 #include "peers.h"
 
-/* As laid out by weft/kernels/shared/cpu.py. */
+/* Declared from this text in weft/kernels/shared/cpu.py. */
 typedef struct {
   const Weight *qkv, *o, *gate_up, *down;
   const void *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be null */
@@ -44,7 +44,7 @@ typedef struct {
 
 #define MAX_TAPS 8
 
-/* Layers whose input is wanted; as laid out by weft/kernels/shared/cpu.py. */
+/* Layers whose input is wanted; declared from this text in weft/kernels/shared/cpu.py. */
 typedef struct {
   void *out; /* [rows, width] */
   int64_t width;

@@ -14,7 +14,7 @@
 #define GATE 16 /* columns of gate at the head of a gated panel; as many of up follow */
 #define GROUP_BLOCKS 8 /* tiles of a panel in one unit of work */
 
-/* As laid out by weft/kernels/shared/cpu.py. */
+/* Declared from this text in weft/kernels/shared/cpu.py. */
 typedef struct {
   const uint32_t *panels;
   /* [panels * 32] in panel order: scales of int8 panels, or factors of a product of groups; null:

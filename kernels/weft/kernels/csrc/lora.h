@@ -24,9 +24,10 @@
 /* Tokens of a segment in one unit of work: on AMX as many as are multiplied at a time. */
 static int block_tokens(void) { return amx_is_allowed ? 16 : 8; }
 
-typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, GROUPS, TO_W13 = 0, TO_W2 = 1 } Group;
+typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, TO_W13 = 0, TO_W2 = 1 } Group;
+#define GROUPS 4 /* of a layer, or of experts */
 
-/* All of these as laid out by weft/kernels/shared/cpu.py. */
+/* All of these are declared in weft/kernels/shared/cpu.py too, from this text. */
 typedef struct {
   const char *a;         /* [rows, ROW_RANK, in_features] */
   const char *b;         /* [rows, blocks of 16 columns, steps along ranks, 16 words], see tile.h */

@@ -6,7 +6,7 @@
 #include "lora.h"
 #include "rows.h"
 
-/* As laid out by weft/kernels/shared/cpu.py. A pair is a row and one of its experts; pairs are numbered
+/* Declared from this text in weft/kernels/shared/cpu.py. A pair is a row and one of its experts; pairs are numbered
  * row by row. */
 typedef struct {
   const Weight *const *w13; /* [experts], gated: [hidden] -> [inner] */

@@ -17,7 +17,7 @@ typedef struct {
   uint64_t hashes[2]; /* in a rank's `arrived`: hashes of its sums before the last two rounds */
 } Counter;
 
-/* One process's view of the group; as `PeersStruct` of weft/kernels/shared/cpu.py. */
+/* One process's view of the group; `PeersStruct` of weft/kernels/shared/cpu.py. */
 typedef struct {
   int64_t rank, size;
   Counter *arrived; /* one a rank: number of sums to which it has brought its part */

@@ -15,7 +15,7 @@
 #define WIDE 4
 #define MAX_TAPS_OF_CONV 8
 
-/* As laid out by weft/kernels/shared/cpu.py. Of a head, with keys and values as columns of its state S:
+/* Declared from this text in weft/kernels/shared/cpu.py. Of a head, with keys and values as columns of its state S:
  * S = exp(decay) * S; S += k (beta * (v - k S))^T, or k (step * v)^T; out = q S + skip * v. */
 typedef struct {
   const void *q, *k, *v;            /* [rows, heads / shared, keys], the same, [rows, heads, values] */
@@ -149,7 +149,7 @@ static void recurrence_share(const Recurrence *r, Range *ranges, int threads, co
   }
 }
 
-/* As laid out by weft/kernels/shared/cpu.py. Of a channel, with `keys` numbers as state s:
+/* Declared from this text in weft/kernels/shared/cpu.py. Of a channel, with `keys` numbers as state s:
  * s = exp(dt * a) * s + dt * x * b; out = c . s + d * x. */
 typedef struct {
   const void *x;          /* [rows, channels] */
@@ -198,7 +198,7 @@ static void selection_share(const Selection *s, Range *ranges, int threads, cons
   }
 }
 
-/* As laid out by weft/kernels/shared/cpu.py. */
+/* Declared from this text in weft/kernels/shared/cpu.py. */
 typedef struct {
   const void *x;          /* [rows, channels] */
   int64_t row;            /* Elements from one row to the next. */

@@ -81,7 +81,7 @@ static void silu_share(int is_bf16, void *out, const void *x, long rows, long n,
  * (weft/kernels/ops/pages/scaled_kv.py). */
 typedef enum { KEPT_AS_ROWS, KEPT_IN_FP8, KEPT_IN_INT8 } Kept;
 
-/* The pages of one layer; as laid out by weft/kernels/shared/cpu.py. */
+/* The pages of one layer; declared from this text in weft/kernels/shared/cpu.py. */
 typedef struct {
   void *data; /* [pages, kv_heads, layers, 2, page_size, dim], contiguous within a page */
   int64_t pages;

@@ -91,7 +91,7 @@ static inline double natural_log(double x) {
 #define KEY0(seed, round) ((uint32_t)(seed) + (uint32_t)(round) * UINT32_C(0x9E3779B9))
 #define KEY1(seed, round) ((uint32_t)((seed) >> 32) + (uint32_t)(round) * UINT32_C(0xBB67AE85))
 
-void weft_philox(const uint32_t counter[4], uint64_t seed, uint32_t words[4]) {
+void weft_philox(const uint32_t *counter, uint64_t seed, uint32_t *words) {
   uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
   for (int r = 0; r < 10; r++) PHILOX_ROUND(c0, c1, c2, c3, KEY0(seed, r), KEY1(seed, r));
   words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;

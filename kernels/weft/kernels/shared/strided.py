@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +10,8 @@ import torch
 class Strided(NamedTuple):
     """A tensor and the distances of its first two dimensions, in elements."""
 
-    data: torch.Tensor
+    data: Any
+    """The tensor; in a kernel its pointer."""
     first: int
     second: int
 

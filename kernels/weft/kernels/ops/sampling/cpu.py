@@ -5,7 +5,6 @@ The native path (csrc/sampling.c) and the numpy path draw the same tokens.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 
@@ -15,8 +14,10 @@ import torch
 from weft.kernels.ops.sampling.reference import sample_rows_reference, top_rows_reference
 from weft.kernels.ops.sampling.spec import NUM_FIELDS
 from weft.kernels.shared.build import NativeLibrary, load_packaged, loaded_openmp_library
+from weft.kernels.shared.c_declarations import c_function
 
 SOURCE = Path(__file__).parents[2] / "csrc" / "sampling.c"
+_FUNCTIONS = ("sample_rows", "top_rows", "sampling_scratch_floats", "philox", "gumbel")
 MIN_PARALLEL_LOGITS = 1 << 16
 """Number of logits from which a call uses several threads; for fewer, waking them costs more."""
 
@@ -27,29 +28,9 @@ def native_sampling() -> NativeLibrary:
     flags = ("-fopenmp-simd",)
     native = load_packaged(SOURCE, openmp_library=loaded_openmp_library(), flags=flags)
     if native.library is not None:
-        _declare(native.library)
+        for name in _FUNCTIONS:
+            c_function(native.library, f"weft_{name}")
     return native
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.weft_sample_rows.argtypes = [
-        *(pointer, integer, integer, integer),  # logits, stride, rows, vocabulary
-        *(pointer, pointer, pointer, pointer),  # slots, positions, parameters, masks
-        *(pointer, ctypes.c_int, pointer),  # scratch, threads, tokens
-    ]
-    library.weft_sample_rows.restype = None
-    library.weft_top_rows.argtypes = [
-        *(pointer, integer, integer, integer, integer),  # logits, stride, rows, vocabulary, top
-        *(pointer, ctypes.c_int, pointer, pointer),  # scratch, threads, log sums, ids
-    ]
-    library.weft_top_rows.restype = None
-    library.weft_sampling_scratch_floats.argtypes = [integer]
-    library.weft_sampling_scratch_floats.restype = integer
-    library.weft_philox.argtypes = [pointer, ctypes.c_uint64, pointer]
-    library.weft_philox.restype = None
-    library.weft_gumbel.argtypes = [ctypes.c_uint64, ctypes.c_uint64, pointer, integer, pointer]
-    library.weft_gumbel.restype = None
 
 
 class Scratch:

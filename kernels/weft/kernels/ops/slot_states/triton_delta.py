@@ -53,10 +53,11 @@ def step_delta(
     launch = _LAUNCH_CONFIGS[max(least for least in _LAUNCH_CONFIGS if least <= max(1, requests))]
     at_once = _HEADS if form.shared % _HEADS == 0 else 1
     _prepare_kernel[(requests * form.heads // at_once,)](
-        plan, new, ba, Strided.of(ring), tails, form.conv, form.in_tails, gates.rates, gates.dt_bias,
-        Strided.of(ring_gate), Strided.of(ring_beta), Strided.of(keys), mixed, found, channels,
-        new.stride(0), between, ba.stride(0), tails.stride(0), form.scale, form.queries, form.keys,
-        form.values, FORM=StatesForm.of(form, rows, by_key=False), TAPS=form.conv.shape[0],
+        plan, new, ba, Strided.of(ring), tails, form.conv, form.in_tails, gates.rates,
+        gates.dt_bias, Strided.of(ring_gate), Strided.of(ring_beta), Strided.of(keys), mixed,
+        found, channels, new.stride(0), between, ba.stride(0), tails.stride(0), form.scale,
+        form.queries, form.keys, form.values, FORM=StatesForm.of(form, rows, by_key=False),
+        TAPS=form.conv.shape[0],
         AT_ONCE=at_once, BLOCK_KEYS=next_power_of_2(form.key_dim),
         BLOCK_VALUES=next_power_of_2(at_once * form.value_dim),
         AT_A_TIME=launch.rows, GATES_SHARED=gates.shared, num_warps=launch.warps,
