@@ -55,7 +55,7 @@ from weft.checkpoint.resolve import resolve_model
 from weft.contract.cores import num_cores
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.base.config import EngineConfig
-from weft.engine.features.constraints import masks
+from weft.engine.features.constraints import grammar_state
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
@@ -497,7 +497,7 @@ def around(run: Run) -> None:
             constraints.grammars[request.key] = grammar
         step_sampler._has_masks = True
         spent: list[float] = []
-        with patch.object(masks, "LLMatcher", FreeMatcher):
+        with patch.object(grammar_state, "LLMatcher", FreeMatcher):
             for _ in range(20 * STEP_TOKENS):
                 began = time.perf_counter()
                 constraints.begin_masks(requests, rows=sampler.mask_memory, is_awaited=True)

@@ -33,6 +33,8 @@ PROMPT_TOKENS = 16
 STEPS = {1: 48, 16: 24}
 """New tokens of each stream, by number of streams."""
 SETTLE_S = 0.3
+MIN_RATIO = 0.8
+"""Least that a team may make of one thread's rate, however many neighbours there are."""
 
 
 class Engine:
@@ -117,12 +119,10 @@ def crowd(run: Run) -> None:
                 }
                 rates = in_turns(ways, options.repeats)
             one, team = rates["1"], rates[str(options.threads)]
-            run.row(
-                setting=f"{streams} streams, {count} neighbours",
-                one_thread=spread(one),
-                team=spread(team),
-                team_over_one=ratio_of(team, one),
-            )
+            setting, ratio = f"{streams} streams, {count} neighbours", ratio_of(team, one)
+            run.row(setting=setting, one_thread=spread(one), team=spread(team), team_over_one=ratio)
+            if ratio.high < MIN_RATIO:
+                run.fail(f"{setting}: a team makes {ratio} of one thread's rate, not {MIN_RATIO}")
 
 
 if __name__ == "__main__":
