@@ -22,7 +22,7 @@ from weft.engine.loop.llm import LLM
 from weft.testing.engine import host_process
 from weft.testing.engine.host_network import Network
 from weft.testing.engine.host_proxy import ProxyThread
-from weft.testing.models.families import make_family
+from weft.testing.models.moe_families import make_any_family
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.services.certificates import make_certificates
 
@@ -118,8 +118,8 @@ def tls_in(folder: Path) -> dict[str, Any]:
     return {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
 
 
-def alone(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    with LLM(folder, **host_process.SIZES) as llm:
+def alone(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    with LLM(folder, **host_process.SIZES | settings) as llm:
         return host_process.texts_of(llm, prompts)
 
 
@@ -129,6 +129,7 @@ def alone(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     [
         *(("llama", 2, 1), ("llama", 3, 1), ("mistral", 2, 1), ("qwen3_moe", 2, 1)),
         *(("falcon_h1", 2, 1), ("llama", 2, 2), ("llama", 3, 2), ("falcon_h1", 2, 2)),
+        *(("deepseek-v3", 2, 1), ("gemma3", 2, 1), ("llama int8", 2, 1), ("llama int4", 3, 1)),
     ],
 )
 def test_texts_of_hosts_are_those_of_one_process(
@@ -142,12 +143,14 @@ def test_texts_of_hosts_are_those_of_one_process(
 ) -> None:
     """With TLS, chunks, prefix hits and drafts; host 0 starts last."""
     folder = tmp_path / "model"
-    if name == "falcon_h1":
-        make_family(name, folder, seed)
+    kind, *form = name.split()
+    settings = {"quantization": form[0] if form else "auto"}
+    if kind in ("llama", "mistral", "qwen3_moe"):
+        make_tiny(kind, folder, seed, tokenizer=True, vocab_size=517)
     else:
-        make_tiny(name, folder, seed, tokenizer=True, vocab_size=517)
-    prompts, net = random_prompts(), network(count)
-    with hosts_of(net, folder, prompts, count, tp=tp, **tls_in(tmp_path / "ca")) as hosts:
+        make_any_family(kind, folder, seed)
+    prompts, net, tls = random_prompts(), network(count), tls_in(tmp_path / "ca")
+    with hosts_of(net, folder, prompts, count, tp=tp, **tls, **settings) as hosts:
         found = hosts.answer()
     with capsys.disabled():
         print("network namespaces" if net.has_namespaces else "loopback", end=" ")
@@ -155,7 +158,7 @@ def test_texts_of_hosts_are_those_of_one_process(
     (notice,) = (text for text in found["notices"] if "pipeline" in text)
     assert f"{count} stages" in notice
     assert all(net.address(host) in notice for host in range(count))
-    assert found["texts"] == alone(folder, prompts)
+    assert found["texts"] == alone(folder, prompts, **settings)
 
 
 @FULL
@@ -189,8 +192,7 @@ def test_a_slow_link_changes_no_text(
         found = hosts.answer()
     with capsys.disabled():
         print("the fault proxy" if has_proxy else "tc tbf", end=" ")
-    with LLM(folder, **host_process.SIZES | sizes) as llm:
-        assert found["texts"] == host_process.texts_of(llm, prompts)
+    assert found["texts"] == alone(folder, prompts, **sizes)
 
 
 @FULL
