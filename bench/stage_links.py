@@ -6,10 +6,11 @@ An engine on a CPU has its two stages in two network namespaces, of which one is
 it needs root, `ip` and `tc`. `bytes` counts what leaves the first stage's network device for each
 token of a prompt. `computed` takes these bytes to models on GPUs: how long the rows of a chunk are
 on a link of 25 Gbit/s, as a share of the time in which two H200s compute the chunk
-(docs/parallel.md, `--tp 2`). `shaped` bounds the link, so that rows take such shares of the time
-for which the stages here compute, and compares prompts with those over the unbounded link, each
-with as many steps under way as a decode worker has and as a prefill worker has. The buffers of
-connections are as small beside a chunk as the system's are beside one of 8,192 tokens.
+(docs/parallel.md, `--tp 2`), and how many tokens' pages a second host 0 ships over one. `shaped`
+bounds the link, so that rows take such shares of the time for which the stages here compute, and
+compares prompts with those over the unbounded link, each with as many steps under way as a decode
+worker has and as a prefill worker has. The buffers of connections are as small beside a chunk as
+the system's are beside one of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ harness.flag("--shares", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="
 def row_bytes(model: str) -> int:
     """Of a token's row in bfloat16."""
     return 2 * int((MODELS | LARGE_MODELS)[model]["hidden_size"])
+
+
+def page_bytes(model: str) -> int:
+    """Of a token's K and V in bfloat16."""
+    config = (MODELS | LARGE_MODELS)[model]
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return 2 * 2 * int(heads)
 
 
 def settings_of(here: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +134,8 @@ def computed(run: Run, each: float) -> None:
             share=share,
             lost_by_decode=1 - 1 / (1 + share / 2),
             lost_by_prefill=max(0.0, 1 - 1 / share),
+            pages_tok_s=LINK_BITS / 8 / page_bytes(model),
+            tok_s=of_gpus,
         )
 
 

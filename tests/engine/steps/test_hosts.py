@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 from weft.cli.certs import files_of
+from weft.engine.executor.ranks.hosts import version
 from weft.engine.loop.llm import LLM
+from weft.engine.parallel.host_sockets import receive_message, send_message
 from weft.testing.engine import host_process
 from weft.testing.engine.host_network import Network
 from weft.testing.engine.host_proxy import ProxyThread
@@ -71,13 +73,18 @@ class Hosts:
                 # Whoever comes before host 0 listens would be turned away by the proxy.
                 await_listener(network.address(0), network.port)
                 meet = proxy.proxy.address
-            own = {"pp": count, "hosts": count, "host_rank": host, "rendezvous": meet}
-            own |= {"rank_timeout_s": 60.0} | settings | (others or {}).get(host, {})
-            command = [*network.before(host), sys.executable, "-m", host_process.__name__]
-            command += [str((folders or {}).get(host, folder))]
-            command += [json.dumps(own, default=str), json.dumps(prompts)]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            self.processes.append(subprocess.Popen(command, **pipes))
+            own = {"pp": count, "hosts": count, "rendezvous": meet}
+            own |= settings | (others or {}).get(host, {})
+            self.start(network, (folders or {}).get(host, folder), prompts, host, **own)
+
+    def start(
+        self, network: Network, folder: Path, prompts: list[list[int]], host: int, **settings: Any
+    ) -> None:
+        own = {"host_rank": host, "rank_timeout_s": 60.0} | settings
+        command = [*network.before(host), sys.executable, "-m", host_process.__name__]
+        command += [str(folder), json.dumps(own, default=str), json.dumps(prompts)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.processes.append(subprocess.Popen(command, **pipes))
 
     def answer(self) -> dict[str, Any]:
         """What host 0 prints at its end."""
@@ -237,3 +244,42 @@ def test_hosts_that_differ_are_refused_by_name(
     tls, strange = tls_in(tmp_path / "ca"), tls_in(tmp_path / "other-ca")
     with hosts_of(network(2), folder, [], 2, {1: strange}, **tls) as hosts:
         assert "no TLS connection as decode.weft.internal" in hosts.ended(1)
+
+
+STRANGERS: list[tuple[dict[str, Any], str]] = [
+    ({"version": "0.0.1"}, "host 1 runs version 0.0.1, host 0"),
+    ({"hosts": 3}, "host 1 has --hosts 3, host 0 has 2"),
+    ({"host_rank": 2}, "--host-rank 2: must be from 1 to 1"),
+    ({"host_rank": [1]}, "must be from 1 to 1"),
+    ({"host_rank": True}, "must be from 1 to 1"),
+    ({"kind": "frames"}, "must be from 1 to 1"),
+    ({"kind": {}}, "must be from 1 to 1"),
+    ({"rows_at": None}, "no address at which it takes rows"),
+    ({"rows_at": ["a host", 1 << 16]}, "no address at which it takes rows"),
+]
+
+
+@FULL
+def test_what_is_no_host_of_this_engine_is_refused_and_others_come(
+    network: Callable[[int], Network], tmp_path: Path, seed: int
+) -> None:
+    """Also what is no message at all."""
+    folder = make_tiny("llama", tmp_path / "model", seed, tokenizer=True, vocab_size=517)
+    net, prompts = network(2), random_prompts()
+    address = (net.address(0), net.port)
+    with hosts_of(net, folder, prompts, 1, pp=2, hosts=2) as hosts:
+        await_listener(*address)
+        for changed, why in STRANGERS:
+            right = {"kind": "link", "host_rank": 1, "hosts": 2, "version": version()}
+            with socket.create_connection(address, LATE_S) as stranger:
+                send_message(stranger, right | {"rows_at": [address[0], 1]} | changed)
+                assert why in receive_message(stranger)["error"]
+        for size in range(0, 40, 3):
+            with socket.create_connection(address, LATE_S) as stranger:
+                stranger.sendall(random.randbytes(size))
+        for body in (b"[]", b"1", b"{", b"[" * 20_000):
+            with socket.create_connection(address, LATE_S) as stranger:
+                stranger.sendall(len(body).to_bytes(4, "little") + body)
+        meet = f"{address[0]}:{address[1]}"
+        hosts.start(net, folder, prompts, 1, pp=2, hosts=2, rendezvous=meet)
+        assert hosts.answer()["texts"] == alone(folder, prompts)

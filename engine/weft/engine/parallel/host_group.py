@@ -22,6 +22,8 @@ from weft.engine.parallel.host_sockets import end_when_lost, receive_exactly
 from weft.engine.parallel.shared import SharedGroup
 
 _COUNT = struct.Struct("<q")
+_MOST_NUMBERS = 1 << 27
+"""Of a frame."""
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -87,7 +89,10 @@ class HostGroup:
             end.settimeout(None)
             receive_exactly(end, memoryview(head))
             end.settimeout(self.limit_s)
-            body = bytearray(8 * _COUNT.unpack(head)[0])
+            (count,) = _COUNT.unpack(head)
+            if not 0 <= count <= _MOST_NUMBERS:
+                raise ConnectionError(f"no frame has {count} numbers")
+            body = bytearray(8 * count)
             receive_exactly(end, memoryview(body))
         except OSError as error:
             self._lose(0, "a step", error)

@@ -161,7 +161,9 @@ def receive_message(sock: socket.socket) -> dict[str, Any]:
     body = bytearray(size)
     receive_exactly(sock, memoryview(body))
     try:
-        found: dict[str, Any] = json.loads(body)
-    except ValueError as error:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
         raise ConnectionError("no message of a rank") from error
+    if not isinstance(found, dict):
+        raise ConnectionError("no message of a rank")
     return found

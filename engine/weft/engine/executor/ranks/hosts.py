@@ -181,27 +181,27 @@ class HostRanks(RankLeader):
         if found is None:
             return
         sock, told = found
-        number = told.get(_NUMBER)
+        number, kind = told.get(_NUMBER), told.get(_KIND)
         self._hosts = [host for host in self._hosts if not host.link.is_gone()]
-        numbers = {host.number for host in self._hosts}
-        if told.get(_KIND) in _ENDS and number in numbers:
-            ends[told[_KIND]][number * config.tp] = sock
+        numbers = [host.number for host in self._hosts]
+        if kind in _ENDS and type(number) is int and number in numbers:
+            ends[kind][number * config.tp] = sock
             return
         problem = _why_not(config, told, numbers)
-        if problem or not isinstance(number, int):
+        if problem or type(number) is not int:
             logger.warning("refused a host: %s", problem)
             with contextlib.suppress(OSError):
                 send_message(sock, {"error": problem, "reason": ConfigError.reason})
             sock.close()
             return
         sock.settimeout(START_LIMIT_S)
-        link, (host, port) = HostLink(sock), told[_ROWS_AT]
-        rank = number * config.tp
+        link, rank = HostLink(sock), number * config.tp
         for of_kind in ends.values():
             of_kind.pop(rank, None)
-        self._hosts.append(_OtherHost(number, rank, link, Address(str(host), int(port))))
+        address = Address(*told[_ROWS_AT])
+        self._hosts.append(_OtherHost(number, rank, link, address))
         self._hosts.sort(key=lambda one: one.number)
-        logger.info("host %d is here, at %s", number, host)
+        logger.info("host %d is here, at %s", number, address.host)
         with contextlib.suppress(LinkClosed):
             link.send({"welcome": number})
 
@@ -282,8 +282,14 @@ def _why_not(config: EngineConfig, told: Mapping[str, Any], numbers: Collection[
         return f"host {number} runs version {told.get('version')}, host 0 {version()}"
     if told.get("hosts") != config.hosts:
         return f"host {number} has --hosts {told.get('hosts')}, host 0 has {config.hosts}"
-    if told.get(_KIND) != "link" or not isinstance(number, int) or not 0 < number < config.hosts:
+    is_link = told.get(_KIND) == "link"
+    if not is_link or type(number) is not int or not 0 < number < config.hosts:
         return f"--host-rank {number}: must be from 1 to {config.hosts - 1}"
+    match told.get(_ROWS_AT):
+        case [str(), int(port)] if 0 < port < 1 << 16:
+            pass
+        case _:
+            return f"host {number} has told no address at which it takes rows"
     if number in numbers:
         return f"--host-rank {number}: another host has this number"
     return ""
