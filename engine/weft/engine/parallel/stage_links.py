@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, Protocol
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.contract.errors import RanksLost
 
+_T = TypeVar("_T")
 _HEADER = struct.Struct("<qqq")
 """Header: number of the step's stream, rows, columns. Before the rows follow the nanoseconds for
 which each stage up to the sender has computed, int64.
@@ -87,7 +90,6 @@ class SocketStages:
         self._blocked_ns = 0
         self._before, self._after = names
         self._num_received = self._num_sent = 0
-        self._sender, self._reader = (ThreadPoolExecutor(1, f"rows-{way}") for way in ("out", "in"))
         self._sending: Future[None] | None = None
         self._coming: Future[_Received] | None = None
 
@@ -130,7 +132,7 @@ class SocketStages:
             self._write(copy, received.head, received.stream, "another rank of this stage")
         if received.stream.nbytes >= _BESIDE_BYTES:
             most = (_MOST_ROWS, *shape[1:])
-            self._coming = self._reader.submit(self._read_rows, most, dtype)
+            self._coming = _beside(partial(self._read_rows, most, dtype))
         return received.stream
 
     def _await(self, coming: Future[_Received]) -> _Received:
@@ -175,7 +177,7 @@ class SocketStages:
         if stream.nbytes < _BESIDE_BYTES:
             self._write(*rows)
         else:
-            self._sending = self._sender.submit(self._write, *rows)
+            self._sending = _beside(partial(self._write, *rows))
 
     def _write(self, end: socket.socket, header: bytes, stream: torch.Tensor, name: str) -> None:
         try:
@@ -195,8 +197,7 @@ class SocketStages:
                 # Ends what a thread waits for, which closing alone would not.
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(end, socket.SHUT_RDWR)
-        self._sender.shutdown()
-        self._reader.shutdown()
+        wait([job for job in (self._sending, self._coming) if job is not None], 2 * _SEEN_S)
         self._ends.close()
 
     def _read(self, end: socket.socket, into: memoryview, deadline: float | None) -> None:
@@ -221,6 +222,20 @@ class SocketStages:
         if _comes(lambda: self._group.is_stopped, _SEEN_S):
             raise RanksLost(f"{self._group.reason}, before step {self._group.num_frames} has ended")
         self._group.fail(why)
+
+
+def _beside(job: Callable[[], _T]) -> Future[_T]:
+    """Runs a job in a thread that does not keep the process alive."""
+    done = Future[_T]()
+
+    def run() -> None:
+        try:
+            done.set_result(job())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rows", daemon=True).start()
+    return done
 
 
 def _comes(condition: Callable[[], bool], limit_s: float) -> bool:
