@@ -197,7 +197,8 @@ class SocketStages:
                 # Ends what a thread waits for, which closing alone would not.
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(end, socket.SHUT_RDWR)
-        wait([job for job in (self._sending, self._coming) if job is not None], 2 * _SEEN_S)
+        jobs: list[Future[Any]] = [one for one in (self._sending, self._coming) if one is not None]
+        wait(jobs, 2 * _SEEN_S)
         self._ends.close()
 
     def _read(self, end: socket.socket, into: memoryview, deadline: float | None) -> None:
