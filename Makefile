@@ -1,7 +1,7 @@
 # Two commands matter: `make serve` starts a mesh on this machine, `make test` checks everything.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup rest protos wheel serve check check-tests test checked bytecode valkey test-full test-unit \
+.PHONY: help setup rest protos wheel wheel-aarch64 serve check check-tests test checked bytecode valkey test-full test-unit \
 	test-engine test-services test-mesh test-chaos test-clients clients converter test-gpu test-k8s chaos bench lint format docs clean
 
 # The first interpreter that Weft runs on.
@@ -18,6 +18,7 @@ REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go' -
 	-o -path '*/static/*' -type f) \
 	services/rest/go.mod services/rest/go.sum
 WHEEL := dist/.built
+WHEEL_AARCH64 := dist/aarch64/.built
 WHEEL_SOURCES := pyproject.toml hatch_build.py README.md LICENSE $(wildcard models/demo/*) \
 	$(shell find chaos checkpoint cli contract engine kernels pages protos services -path '*/weft/*' \
 	-type f -not -path '*/__pycache__/*' -not -path '*/gen/weft/v1/*.go')
@@ -153,6 +154,16 @@ $(WHEEL): $(WHEEL_SOURCES) $(REST) $(WHEEL_TOOLS)
 	$(BIN)/python -m hatchling build -t wheel -d build/wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair -w dist build/wheel/weft-*.whl
 	cd models/demo && $(CURDIR)/$(BIN)/python -m hatchling build -t wheel -d $(CURDIR)/dist
+	@touch $@
+
+wheel-aarch64: $(WHEEL_AARCH64) ## Build a wheel for 64-bit Arm as well, with aarch64-linux-gnu-gcc.
+	@ls -sh dist/aarch64
+
+$(WHEEL_AARCH64): $(WHEEL)
+	rm -rf build/wheel-aarch64
+	WEFT_WHEEL_MACHINE=aarch64 $(BIN)/python -m hatchling build -t wheel -d build/wheel-aarch64
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair \
+		-w dist/aarch64 build/wheel-aarch64/weft-*.whl
 	@touch $@
 
 $(WHEEL_TOOLS): $(SETUP)

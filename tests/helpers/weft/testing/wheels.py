@@ -15,9 +15,10 @@ BUILD_TIMEOUT_S = 1500
 
 
 @functools.cache
-def wheel_folder() -> Path:
+def wheel_folder(target: str = "wheel") -> Path:
     """Folder of Weft's wheel and of the demo model's. The first call builds them, unless they are
-    newer than the sources. Fails where make, Go or a C compiler is missing.
+    newer than the sources. Fails where make, Go or a C compiler is missing. With the target
+    `wheel-aarch64` there is a folder `aarch64` in it.
     """
     make = shutil.which("make")
     assert make is not None, "there is no make on the PATH"
@@ -27,7 +28,7 @@ def wheel_folder() -> Path:
     (ROOT / "build").mkdir(exist_ok=True)
     with FileLock(ROOT / "build" / "wheel.lock", timeout=BUILD_TIMEOUT_S):
         done = subprocess.run(
-            [make, "wheel"],
+            [make, target],
             cwd=ROOT,
             env=environment,
             capture_output=True,
