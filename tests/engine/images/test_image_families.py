@@ -213,7 +213,7 @@ def test_a_warm_up_computes_what_first_images_need(
     settings = {"max_step_tokens": 512, "prefill_chunk_tokens": 96, "max_context_tokens": 2048}
     with engine(case.folder, **settings, enable_lora=True) as llm:
         seen = Seen(llm, monkeypatch)
-        warm_up_media(seen.executor, seen.media, 512, 2048, has_steps=True)
+        warm_up_media(seen.executor, seen.media, 8, 512, 2048, has_steps=True)
         warmed, seen.kinds = seen.kinds, set()
         prompts = case.prompts(1, 4)
         for prompt, found in zip(prompts, run(llm, *prompts), strict=True):

@@ -77,18 +77,25 @@ class Compiled:
 def test_first_images_compile_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start has done it."""
+    """A start has done it, also for those that come while other requests decode."""
     family = ALL[name]()
     folder = family.make(tmp_path / "model", random.randrange(1 << 30))
     compiled = Compiled()
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
     stop = StopCriteria(max_tokens=10, ignore_eos=True)
-    with LLM(folder, device="cuda", dtype="bfloat16", num_pages=400) as llm:
+    with LLM(folder, device="cuda", dtype="bfloat16", num_pages=2000) as llm:
         # What only drawing and steps of text need is not this test's.
         llm.generate([text(40), text(300)], stop=stop)
+        llm.generate([text(20 + number) for number in range(24)], stop=stop)
         compiled.names.clear()
         for count in (1, 2, 4):
             prompt = family.prompt([family.picture() for _ in range(count)])
             llm.put(prompt.media)
             llm.generate([prompt.ids], stop=stop, spans=[prompt.spans])
+        for count in (3, 11, 24):
+            prompt = family.prompt([family.picture() for _ in range(2)])
+            llm.put(prompt.media)
+            texts = [text(20 + number) for number in range(count)]
+            spans = [*([] for _ in texts), prompt.spans]
+            llm.generate([*texts, prompt.ids], stop=stop, spans=spans)
         assert not compiled.names

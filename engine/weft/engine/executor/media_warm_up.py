@@ -35,9 +35,14 @@ of 16 or another number; without pages before it, chunks of powers of two have t
 """
 
 
+_FEW_ROWS = (2, 4, 8)
+"""Chunks that attention takes as it takes decodes, where there are several of those."""
+
+
 def warm_up_media(
     executor: LocalExecutor,
     media: MediaEmbeddings,
+    max_requests: int,
     max_step_tokens: int,
     max_context_tokens: int,
     *,
@@ -53,7 +58,8 @@ def warm_up_media(
     if not has_steps:
         return
     sees_both_ways = media.has_encoder and media.encoder.sees_both_ways
-    for step in _steps(executor, max_step_tokens, max_context_tokens, sees_both_ways):
+    limits = max_requests, max_step_tokens, max_context_tokens
+    for step in _steps(executor, *limits, sees_both_ways):
         logits = executor.launch(step).logits
         assert logits is not None, "the last row of each step draws"
         logits.compute()
@@ -93,9 +99,13 @@ def _shapes(encoder: MediaEncoder, media: MediaEmbeddings) -> Sequence[tuple[int
 
 
 def _steps(
-    executor: LocalExecutor, max_step_tokens: int, max_context_tokens: int, sees_both_ways: bool
+    executor: LocalExecutor,
+    max_requests: int,
+    max_step_tokens: int,
+    max_context_tokens: int,
+    sees_both_ways: bool,
 ) -> Iterator[StepInput]:
-    """Chunks alone and beside a request of one row, with and without positions before them."""
+    """Chunks alone and beside requests of one row, with and without positions before them."""
     cached = _CACHED_PAGES * executor.facts.page_size
     begins, ahead = [0], [None, 0]
     if cached < max_context_tokens:
@@ -111,6 +121,17 @@ def _steps(
             yield step
             if executor.has_adapters:
                 yield replace(step, adapters=np.ones(len(step.slots), np.int32))
+    # Attention of decodes is compiled apart for how many programs share a context, which their
+    # number decides. It is a power of two or once and a half of one here.
+    most = min(max_requests, max_step_tokens - _FEWEST_ROWS)
+    for power in _powers(most):
+        for number, begin, at in itertools.product({power, power * 3 // 2}, begins, ahead[1:]):
+            if 1 < number <= most:
+                yield _step(
+                    executor, _FEWEST_ROWS, begin, [max(at, begin)] * number, sees_both_ways
+                )
+    for number, size, at in itertools.product(_powers(most, 4), _FEW_ROWS, ahead[1:]):
+        yield _step(executor, size, begins[-1], [max(at, begins[-1])] * number, sees_both_ways)
 
 
 def _step(

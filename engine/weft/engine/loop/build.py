@@ -301,7 +301,8 @@ def _load_parts(
     if media is not None and config.is_on_gpu:
         progress(0, 0, "warming up images")
         has_steps = not loaded.config.attends_to_clips  # Steps with clips write pages of requests.
-        warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
+        limits = config.max_running_requests, config.max_step_tokens, max_tokens
+        warm_up_media(executor, media, *limits, has_steps=has_steps)
         if config.cuda_graphs:
             media.capture(lambda done, total: progress(done, total, "capturing graphs of images"))
     progress(0, 0, "warming up drawing")

@@ -274,7 +274,8 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
     if media is not None and config.is_on_gpu:
         has_steps = not loaded.config.attends_to_clips
-        warm_up_media(executor, media, config.max_step_tokens, max_tokens, has_steps=has_steps)
+        limits = config.max_running_requests, config.max_step_tokens, max_tokens
+        warm_up_media(executor, media, *limits, has_steps=has_steps)
         if config.cuda_graphs:
             media.capture()
     drafting = None

@@ -127,7 +127,6 @@ def extend_attention(
         FORM=AttentionForm.of(q, pool, spec, launch.tile),
         ROWS=launch.rows,
         MIN_ROWS=least_rows,
-        PARTS=parts.number if parts else 1,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **launch_options(q.device),
@@ -197,7 +196,6 @@ def _extend_kernel(
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
     MIN_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
 ) -> None:
     DIM: tl.constexpr = FORM.dim
     BLOCK_DIM: tl.constexpr = FORM.block_dim
@@ -215,7 +213,7 @@ def _extend_kernel(
     # the first requests, which continue a prompt.
     begin = (tl.cdiv(q_len, ROWS) - 1 - (index - first_row // ROWS - request)) * ROWS
     cached = tl.load(kv_lens + request) - q_len
-    part, parts = tl.program_id(2), parts_of(cached, PARTS)
+    part, parts = tl.program_id(2), parts_of(cached, tl.num_programs(2))
     if (q_len < MIN_ROWS) | (begin < 0) | (part >= parts):
         return
 
@@ -250,7 +248,7 @@ def _extend_kernel(
         common = cached // TILE * TILE
     first, full, tail, walked = 0, 0, common, table
     own_begin, own_end = begin, tl.minimum(begin + ROWS, q_len)
-    if PARTS > 1:
+    if mixed_of_parts is not None:
         # This program attends to one part of the common positions, and in the last part also to
         # those after them. Positions are counted from the part's first page: a loop from 0 on takes
         # a fifth fewer instructions, since the compiler then knows that none is negative.
@@ -321,7 +319,7 @@ def _extend_kernel(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
                 position, q_len, row, row, scale, True, FORM, first, cached,
             )  # fmt: skip
-    if PARTS > 1:
+    if mixed_of_parts is not None:
         # The result of a context with one part is complete; the code below writes it.
         is_shared = parts > 1
         if is_shared:

@@ -96,7 +96,7 @@ def merge_parts(
         requests,
         several.most if several else 0,
         tokens,
-        PARTS=parts.number,
+        parts.number,
         MIN_ROWS=least_rows,
         ROWS=_MERGED_ROWS,
         DIM=dim,
@@ -107,9 +107,9 @@ def merge_parts(
 
 
 @triton.jit
-def parts_of(cached: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+def parts_of(cached: tl.tensor, most: tl.tensor) -> tl.tensor:
     """Number of parts of a context with `cached` positions before the step."""
-    return tl.maximum(1, tl.minimum(PARTS, cached // MIN_POSITIONS))
+    return tl.maximum(1, tl.minimum(most, cached // MIN_POSITIONS))
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def leave_part(
     tl.store(sums_of + 2 * at + 1, total, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["requests", "most_several", "tokens"])
+@triton.jit(do_not_specialize=["requests", "most_several", "tokens", "most_parts"])
 def _merge_kernel(
     out: tl.tensor,
     mixed_of: tl.tensor,
@@ -150,8 +150,8 @@ def _merge_kernel(
     requests: int,
     most_several: int,
     tokens: int,
+    most_parts: int,
     IS_DEPENDENT: tl.constexpr,
-    PARTS: tl.constexpr,
     MIN_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -167,7 +167,7 @@ def _merge_kernel(
     first_row = tl.load(cu_q_lens + request)
     q_len = tl.load(cu_q_lens + request + 1) - first_row
     begin = (index - first_row // ROWS - request) * ROWS
-    parts = parts_of(tl.load(kv_lens + request) - q_len, PARTS)
+    parts = parts_of(tl.load(kv_lens + request) - q_len, most_parts)
     if (q_len < MIN_ROWS) | (begin >= q_len) | (parts == 1):
         return
     row = begin + tl.arange(0, ROWS)
