@@ -28,9 +28,13 @@ from weft.testing.engine.shared_process import (
     Connection,
     Owner,
     fill,
+    fill_apart,
     own,
 )
 from weft.testing.models.tiny_models import make_tiny
+
+NEW_IPC, NEW_NETWORK = 0x08000000, 0x40000000
+"""CLONE_NEWIPC and CLONE_NEWNET."""
 
 
 @pytest.fixture
@@ -84,6 +88,22 @@ def test_pages_arrive_where_they_are_to(owner: Owner, start: Any) -> None:
         assert said == "done"
         before[destinations] = pool[sources]
         assert (owner.pages == before).all()
+
+
+@pytest.mark.parametrize(("namespace", "answer"), [(NEW_IPC, "done"), (NEW_NETWORK, False)])
+def test_containers_share_memory_if_they_share_a_network(
+    owner: Owner, start: Any, namespace: int, answer: str | bool
+) -> None:
+    """Memory is handed over as an open file, for which IPC namespaces do not matter."""
+    _, filler = start(fill_apart, owner.target, namespace)
+    if (said := filler.recv()) is not True:
+        pytest.skip(f"no namespaces here: {said}")
+    pool = filler.recv()
+    filler.send(([3], [5]))
+    while (said := filler.recv()) == "piece":
+        filler.send(True)
+    assert said == answer
+    assert (owner.pages[5] == (pool[3] if answer == "done" else 0)).all()
 
 
 def test_a_lease_that_ends_in_the_middle_ends_the_write(owner: Owner, start: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing.connection
+import os
 
 import numpy as np
 from weft.contract.handle import SharedTargetInfo
@@ -44,6 +46,17 @@ def fill(connection: Connection, target: SharedTargetInfo) -> None:
             connection.send(handle.poll())
         except TransferError as error:
             connection.send(error.may_still_arrive)
+
+
+def fill_apart(connection: Connection, target: SharedTargetInfo, namespaces: int) -> None:
+    """A filler's process in namespaces of its own, as clone(2) names them. It first says whether
+    the system lets it have them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    is_apart = libc.unshare(namespaces) == 0
+    connection.send(is_apart or os.strerror(ctypes.get_errno()))
+    if is_apart:
+        fill(connection, target)
 
 
 def own(connection: Connection) -> None:
