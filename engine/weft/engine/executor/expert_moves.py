@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from weft.contract.errors import ConfigError, Internal, ModelError
-from weft.engine.executor.refits import RefitResult, joined
+from weft.engine.executor.refits import Combine, RefitResult, alone
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.weights.refill import parts_of_kind
@@ -62,8 +62,15 @@ class ExpertMoves:
     """
 
     def __init__(
-        self, model: object, num_layers: int, rank: int, num_ranks: int, device: torch.device
+        self,
+        model: object,
+        num_layers: int,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        combine: Combine = alone,
     ) -> None:
+        self._combine = combine
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
         self._layers: Mapping[int, _Layer] = {
             part.layer: _layer_of(part)
@@ -76,9 +83,6 @@ class ExpertMoves:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._taken: _Taken | None = None
         self._result: RefitResult | None = None
-        self.tell: Callable[[RefitResult], None] | None = None
-        self.hear: Callable[[], list[RefitResult]] = list
-        """As those of `WeightRefits`."""
 
     @property
     def layers(self) -> Sequence[int]:
@@ -164,10 +168,7 @@ class ExpertMoves:
             logger.exception("experts were not moved")
             problem = f"{type(error).__name__}: {error}"
             own = RefitResult(problem=problem, reason=Internal.reason)
-        if self.tell is not None:
-            self.tell(own)
-            return
-        self._result = joined([own, *self.hear()])
+        self._result = self._combine(own)
 
     def _placement(self, layer: int, numbers: Sequence[int]) -> Placement:
         num_experts = self._layers[layer].table.shape[-1]

@@ -67,7 +67,7 @@ from weft.engine.executor.pieces import make_pieces, poison_pages
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
-from weft.engine.executor.refits import WeightRefits
+from weft.engine.executor.refits import Combine, WeightRefits, alone
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.routes import PageRoutes, by_page
 from weft.engine.executor.sleeping import HostPools, HostWeights, Sleeper, SleepMemory, TensorsOf
@@ -152,6 +152,7 @@ class LocalExecutor:
         media: Rows of media; None: no step takes any.
         has_axes: Whether requests may rotate elsewhere than at their tokens' positions.
         refit: Changes the model's weights; None: they cannot be changed, and do not sleep.
+        combine: Joins results of work on weights with those of other ranks.
         loads_by_layer: Whether tiers may load pages layer by layer while steps compute.
         sleep: What sleeps on a GPU, and where weights of a CPU sleep; None: the defaults.
         beside: Returns the tensors that sleep with the weights and that no update fills.
@@ -189,6 +190,7 @@ class LocalExecutor:
         has_axes: bool = False,
         refit: Refit | None = None,
         packed: PackedTensors | None = None,
+        combine: Combine = alone,
         sleep: SleepMemory | None = None,
         loads_by_layer: bool = False,
         beside: TensorsOf = list,
@@ -197,7 +199,9 @@ class LocalExecutor:
     ) -> None:
         sleep = sleep or SleepMemory()
         is_in_arena = sleep.weights is not None
-        self.refits = WeightRefits(refit, device, rank, packed=packed, is_in_arena=is_in_arena)
+        self.refits = WeightRefits(
+            refit, device, rank, combine=combine, packed=packed, is_in_arena=is_in_arena
+        )
         self.profiler = StepProfiler(device, rank)
         self.counts, self.experts = counts, experts
         self._verifying: Verifying | None = None
@@ -250,7 +254,7 @@ class LocalExecutor:
             *([] if is_own_pool or rank else [self.page_rows]),
             *(of_windows if window_pools and not rank else []),
         )
-        self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device, beside)
+        self.sleeper = _sleeper(sleep, refit, HostPools(own, shared), device, beside, combine)
         self.states: StateMemory | None = None
         """None: the model has no recurrent layers."""
         if layout.states is not None:
@@ -769,6 +773,7 @@ def _sleeper(
     pools: HostPools,
     device: torch.device,
     beside: TensorsOf,
+    combine: Combine,
 ) -> Sleeper:
     problem, can_drop = "", refit is not None
     if device.type == "cuda" and sleep.weights is None:
@@ -777,10 +782,10 @@ def _sleeper(
         if sleep.weights is not None and refit is not None:
             sleep.weights.tensors = refit.tensors
         weights = None if problem else sleep.weights
-        return Sleeper(weights, sleep.pools, device, problem, can_drop=can_drop)
+        return Sleeper(weights, sleep.pools, device, problem, can_drop=can_drop, combine=combine)
     updated = list if refit is None else refit.tensors
     host = HostWeights(updated, sleep.folder, beside)
-    return Sleeper(host, pools, device, problem, can_drop=can_drop)
+    return Sleeper(host, pools, device, problem, can_drop=can_drop, combine=combine)
 
 
 def _rows(pool: torch.Tensor) -> torch.Tensor:

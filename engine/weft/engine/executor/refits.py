@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
@@ -37,6 +37,17 @@ class RefitResult:
     """Whether the failed update had begun to write."""
     offer: str = ""
     """Description of the packed weights, in JSON; of all ranks, an array."""
+
+
+Combine: TypeAlias = Callable[[RefitResult], RefitResult | None]
+"""Waits for the results of all ranks, and joins them with this one's. On a rank that follows it
+sends the result to rank 0, and returns None.
+"""
+
+
+def alone(own: RefitResult) -> RefitResult:
+    """`Combine` of a process without other ranks."""
+    return own
 
 
 class _Update:
@@ -91,22 +102,20 @@ class WeightRefits:
         device: torch.device,
         rank: int = 0,
         *,
+        combine: Combine = alone,
         packed: PackedTensors | None = None,
         is_in_arena: bool = False,
     ) -> None:
         self._refit = refit
         self._device = device
         self._rank = rank
+        self._combine = combine
         problem = "weights that were made to sleep (sleep_host_bytes) cannot be read by others"
         self._packed = packed
         self._offered = OfferedWeights(rank, problem if is_in_arena else "")
         self._groups: dict[str, tuple[WeightGroup, Broadcasts]] = {}
         self._update: _Update | None = None
         self._result: RefitResult | None = None
-        self.tell: Callable[[RefitResult], None] | None = None
-        """Sends the result of a rank that follows; None: this is rank 0."""
-        self.hear: Callable[[], list[RefitResult]] = list
-        """Waits for the results of all other ranks."""
 
     @property
     def is_possible(self) -> bool:
@@ -176,11 +185,7 @@ class WeightRefits:
         threading.Thread(target=self._run, args=(job,), name="refit", daemon=True).start()
 
     def _run(self, job: Callable[[], RefitResult]) -> None:
-        own = self._outcome(job)
-        if self.tell is not None:
-            self.tell(own)
-            return
-        self._result = joined([own, *self.hear()])
+        self._result = self._combine(self._outcome(job))
 
     def _outcome(self, job: Callable[[], RefitResult]) -> RefitResult:
         self._has_begun = False

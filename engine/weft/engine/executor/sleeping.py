@@ -20,7 +20,7 @@ from weft.contract.errors import ConfigError, Internal, WeftError
 from weft.engine.executor.device_arena import DeviceArena
 from weft.engine.executor.memory_spans import Span, spans_of, without
 from weft.engine.executor.orders import Sleep, Wake
-from weft.engine.executor.refits import RefitResult
+from weft.engine.executor.refits import Combine, RefitResult, alone
 from weft.kernels.shared.memory import give_back
 
 logger = logging.getLogger(__name__)
@@ -203,16 +203,14 @@ class Sleeper:
         problem: str = "",
         *,
         can_drop: bool = True,
+        combine: Combine = alone,
     ) -> None:
         self.can_drop = can_drop
+        self._combine = combine
         self._weights, self._pages = weights, pages
         self._device = device
         self.problem = problem
         self._result: RefitResult | None = None
-        self.tell: Callable[[RefitResult], None] | None = None
-        """Sends the result of a rank that follows; None: this is rank 0."""
-        self.hear: Callable[[], list[RefitResult]] = list
-        """Waits for the results of all other ranks."""
 
     def begin(self, order: Sleep | Wake) -> None:
         self._result = None
@@ -224,12 +222,7 @@ class Sleeper:
         return result
 
     def _run(self, order: Sleep | Wake) -> None:
-        own = self._obeyed(order)
-        if self.tell is not None:
-            self.tell(own)
-            return
-        found = [own, *self.hear()]
-        self._result = next((one for one in found if one.problem), own)
+        self._result = self._combine(self._obeyed(order))
 
     def _obeyed(self, order: Sleep | Wake) -> RefitResult:
         try:

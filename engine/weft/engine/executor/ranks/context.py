@@ -205,7 +205,6 @@ class ContextExecutor:
         self._ranks = ranks
         self._peers = peers
         self.page_table, self.window_tables = local.page_table, local.window_tables
-        local.refits.hear = local.sleeper.hear = ranks.hear
         self._sent_pages = SentPages(local.page_table)
         self.facts = local.facts
 

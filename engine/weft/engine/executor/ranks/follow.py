@@ -70,7 +70,7 @@ from weft.engine.executor.ranks.share import (
     with_media_rows,
 )
 from weft.engine.executor.ranks.start import START_LIMIT_S, Ranks
-from weft.engine.executor.refits import RefitResult, joined
+from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
@@ -142,10 +142,10 @@ class FollowerGroup:
         if self.local is not None:
             self.local.begin(limit_s)
 
-    def tell(self, result: RefitResult) -> None:
+    def combine(self, result: RefitResult) -> None:
         """Tells rank 0 how a change of this rank's weights ended."""
         if self.local is not None:
-            result = joined([result, *self.local.hear()])
+            result = self.local.combine(result)
         with contextlib.suppress(LinkClosed):  # Rank 0 has ended, and this process follows.
             self._link.send(asdict(result) | {"digest": result.digest.hex()})
 
@@ -257,13 +257,11 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         has_axes=config.rotates_by_axes(loaded.config),
         refit=loaded.refit,
         packed=loaded.packed,
+        combine=others.combine,
         sleep=sleep,
         experts=expert_moves_of(config, loaded, others, device),
     )
     executor.gather = gather_of(config, others, context, pool)
-    executor.refits.tell = executor.sleeper.tell = others.tell
-    if executor.experts is not None:
-        executor.experts.tell = others.tell
     if others.memory is not None:
         layouts = layouts_of_stages(config, loaded, device)
         stage = stage_of_rank(others.rank, config.pp, config.tp)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from weft.contract.errors import ConfigError, RanksLost, error_class
 from weft.engine.executor.ranks.link import LinkClosed, RankLink
-from weft.engine.executor.refits import RefitResult
+from weft.engine.executor.refits import RefitResult, joined
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.segment import Segment
@@ -122,9 +122,11 @@ class RankLeader(ABC):
         for follower in self.others:
             self._send(follower, {"number": number})
 
-    def hear(self) -> list[RefitResult]:
-        """Waits for what the other ranks say of a change of their weights, in any thread."""
-        found = list[RefitResult]()
+    def combine(self, own: RefitResult) -> RefitResult:
+        """Waits for what the other ranks say of a change of their weights, in any thread, and joins
+        it with this rank's result.
+        """
+        found = [own]
         for follower in self.others:
             try:
                 message, _ = follower.link.receive()
@@ -133,7 +135,7 @@ class RankLeader(ABC):
             except LinkClosed:
                 gone = f"rank {follower.rank} is gone"
                 found.append(RefitResult(problem=gone, reason=ConfigError.reason, is_mixture=True))
-        return found
+        return joined(found)
 
     def ready(self) -> None:
         """Ends the start: from now on a rank that ends or is late counts as lost."""

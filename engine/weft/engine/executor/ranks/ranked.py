@@ -71,9 +71,6 @@ class RankedExecutor:
         self._ranks = ranks
         self._peers = peers
         self.page_table, self.window_tables = local.page_table, local.window_tables
-        local.refits.hear = local.sleeper.hear = ranks.hear
-        if local.experts is not None:
-            local.experts.hear = ranks.hear
         self._has_one_pool = peers is None and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
         self._sent_pages = SentPages(local.page_table)

@@ -21,6 +21,7 @@ from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.ranks.context import DeviceGather, HostGather
 from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES
+from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.routes import by_page
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
@@ -57,6 +58,8 @@ class RankGroup(Protocol):
     def agree(self, phase: str, number: int = 0, text: str = "") -> int: ...
 
     def share(self, size: int) -> Segment: ...
+
+    def combine(self, own: RefitResult) -> RefitResult | None: ...
 
 
 def sleep_memory(config: EngineConfig, device: torch.device) -> SleepMemory:
@@ -182,7 +185,9 @@ def expert_moves_of(
     """
     if not config.moves_experts:
         return None
-    moves = ExpertMoves(loaded.model, loaded.config.num_layers, others.rank, config.ep, device)
+    moves = ExpertMoves(
+        loaded.model, loaded.config.num_layers, others.rank, config.ep, device, others.combine
+    )
     others.agree("experts", text=moves.form())
     moves.use(others.share(moves.memory_bytes).tensor((moves.memory_bytes,), torch.uint8))
     return moves

@@ -123,7 +123,6 @@ class StagedExecutor:
         if self._is_late:
             self.page_table = PageTable(num_rows - 1, num_columns, keeps_changes=False)
         self.window_tables = local.window_tables
-        local.refits.hear = local.sleeper.hear = ranks.hear
         self._sent_pages = SentPages(self.page_table)
         self._late = deque[_LateStep]()
         self._has_one_pool = self._is_late and isinstance(ranks.group, SharedGroup)
