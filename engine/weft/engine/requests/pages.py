@@ -372,9 +372,16 @@ class RequestPages:
         num_pages = self.drop_uncontinuable(request)
         request.held.promise(self.memory, num_pages)
 
-    def lacks(self, request: Request, position: int) -> bool:
-        """Whether a request has no page for a position."""
-        return len(request.held.pages) * self._page_size <= position
+    def num_lacking(self, request: Request, end: int) -> int:
+        """Pages that a request lacks for its positions before `end`; negative: it has more."""
+        return -(-end // self._page_size) - len(request.held.pages)
+
+    def num_to_reserve(self, request: Request) -> int:
+        """Pages that a waiting request needs in addition to those that it has: for its tokens, and
+        for what it ships or its beams share.
+        """
+        lacking = self.num_lacking(request, request.num_tokens)
+        return lacking + request.companion_pages + request.num_beam_pages
 
     def add_new(self, requests: Sequence[Request]) -> None:
         """Gives each of some requests of one namespace a page that nothing was reserved for. Raises

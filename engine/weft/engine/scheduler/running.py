@@ -224,7 +224,7 @@ class RunningPlans:
 
     def _grow(self, request: Request, position: int) -> bool:
         """False if the request has to wait: it was preempted itself, or pages come back soon."""
-        while self._pages.lacks(request, position):
+        while self._pages.num_lacking(request, position + 1) > 0:
             if request.held.num_promised:
                 self._pages.take_promised(request, 1)
                 continue
@@ -267,7 +267,7 @@ class RunningPlans:
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
         """Never preempts another request. Returns the number of drafts for which there is room."""
-        while self._pages.lacks(request, start + num_drafts):
+        while self._pages.num_lacking(request, start + num_drafts + 1) > 0:
             if self._memory.num_available_pages < 1:
                 return len(request.held.pages) * self._page_size - start - 1
             self._pages.add_new((request,))

@@ -695,7 +695,7 @@ class Scheduler:
             num_tokens = to_border if to_border > 0 or items else num_tokens
         if num_tokens <= 0:
             return 0
-        num_pages = -(-(start + num_tokens) // page_size) - len(request.held.pages)
+        num_pages = self.pages.num_lacking(request, start + num_tokens)
         if num_pages > 0:
             self.pages.take_promised(request, num_pages)
         is_last = num_tokens == pending
@@ -783,7 +783,7 @@ class Scheduler:
         return state
 
     def _promise(self, request: Request) -> bool:
-        needed = self._num_pages(request) - len(request.held.pages)
+        needed = self.pages.num_to_reserve(request)
         wanted = needed + self._num_pages_to_come(request)
         if wanted > self._memory.num_available_pages:
             # Without the copy, one page less may be needed.
@@ -792,10 +792,6 @@ class Scheduler:
             return False
         self.pages.promise(request, needed)
         return True
-
-    def _num_pages(self, request: Request) -> int:
-        own = -(-request.num_tokens // self._limits.page_size)
-        return own + request.companion_pages + request.num_beam_pages
 
     def _num_pages_to_come(self, request: Request) -> int:
         """Pages that admitted requests and this one will probably need beyond their reservations.
@@ -823,7 +819,7 @@ class Scheduler:
         ]
         if not victims or (urgent.sharing.leader is not None and self.sharing.still_waits(urgent)):
             return
-        wanted = self._num_pages(urgent) - len(urgent.held.pages)
+        wanted = self.pages.num_to_reserve(urgent)
         if not urgent.held.pages:
             wanted -= self.pages.num_cached_tokens(urgent) // self._limits.page_size
         gain = sum(self._victims.num_own_pages(request) for request in victims)
