@@ -14,14 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from weft.contract.errors import ConfigError, Internal, ModelError
-from weft.engine.executor.refits import Combine, RefitResult, alone
+from weft.engine.executor.refits import Combine, RankJobs, RefitResult, alone
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.weights.refill import parts_of_kind
@@ -70,7 +69,7 @@ class ExpertMoves:
         device: torch.device,
         combine: Combine = alone,
     ) -> None:
-        self._combine = combine
+        self.jobs = RankJobs("experts", combine)
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
         self._layers: Mapping[int, _Layer] = {
             part.layer: _layer_of(part)
@@ -82,7 +81,6 @@ class ExpertMoves:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._taken: _Taken | None = None
-        self._result: RefitResult | None = None
 
     @property
     def layers(self) -> Sequence[int]:
@@ -109,11 +107,6 @@ class ExpertMoves:
     def use(self, memory: torch.Tensor) -> None:
         """Sends through this memory of all ranks, [memory_bytes] uint8."""
         self._memory = memory
-
-    def take_result(self) -> RefitResult | None:
-        """The result of all ranks, once there is one; None: a job runs."""
-        result, self._result = self._result, None
-        return result
 
     def send(self, layer: int, old: Sequence[int], new: Sequence[int]) -> None:
         """Begins to send the experts of this rank that others get.
@@ -153,10 +146,9 @@ class ExpertMoves:
     # -- jobs, each in a thread of its own ---------------------------------------------------------
 
     def _begin(self, job: Callable[[], RefitResult]) -> None:
-        self._result = None
-        threading.Thread(target=self._run, args=(job,), name="experts", daemon=True).start()
+        self.jobs.begin(lambda: self._outcome(job))
 
-    def _run(self, job: Callable[[], RefitResult]) -> None:
+    def _outcome(self, job: Callable[[], RefitResult]) -> RefitResult:
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 own = job()
@@ -168,7 +160,7 @@ class ExpertMoves:
             logger.exception("experts were not moved")
             problem = f"{type(error).__name__}: {error}"
             own = RefitResult(problem=problem, reason=Internal.reason)
-        self._result = self._combine(own)
+        return own
 
     def _placement(self, layer: int, numbers: Sequence[int]) -> Placement:
         num_experts = self._layers[layer].table.shape[-1]

@@ -50,6 +50,28 @@ def alone(own: RefitResult) -> RefitResult:
     return own
 
 
+class RankJobs:
+    """Jobs of one rank, one at a time, each in a thread of its own."""
+
+    def __init__(self, name: str, combine: Combine) -> None:
+        self._name = name
+        self._combine = combine
+        self._result: RefitResult | None = None
+
+    def begin(self, job: Callable[[], RefitResult]) -> None:
+        """Begins a job, which raises nothing."""
+        self._result = None
+        threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
+
+    def take(self) -> RefitResult | None:
+        """The result of all ranks, once there is one; None: a job runs."""
+        result, self._result = self._result, None
+        return result
+
+    def _run(self, job: Callable[[], RefitResult]) -> None:
+        self._result = self._combine(job())
+
+
 class _Update:
     """An update whose tensors come one after another."""
 
@@ -109,13 +131,12 @@ class WeightRefits:
         self._refit = refit
         self._device = device
         self._rank = rank
-        self._combine = combine
+        self.jobs = RankJobs("refit", combine)
         problem = "weights that were made to sleep (sleep_host_bytes) cannot be read by others"
         self._packed = packed
         self._offered = OfferedWeights(rank, problem if is_in_arena else "")
         self._groups: dict[str, tuple[WeightGroup, Broadcasts]] = {}
         self._update: _Update | None = None
-        self._result: RefitResult | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -130,11 +151,6 @@ class WeightRefits:
     def groups(self) -> list[str]:
         """Names of the groups that this rank has joined."""
         return list(self._groups)
-
-    def take(self) -> RefitResult | None:
-        """The result of all ranks, once there is one; None: a job runs."""
-        result, self._result = self._result, None
-        return result
 
     def packed_digest(self) -> bytes:
         """32 bytes over this rank's parameters as they lie in memory. Reads all of them."""
@@ -181,11 +197,7 @@ class WeightRefits:
     # -- jobs, each in a thread of its own ---------------------------------------------------------
 
     def _begin(self, job: Callable[[], RefitResult]) -> None:
-        self._result = None
-        threading.Thread(target=self._run, args=(job,), name="refit", daemon=True).start()
-
-    def _run(self, job: Callable[[], RefitResult]) -> None:
-        self._result = self._combine(self._outcome(job))
+        self.jobs.begin(lambda: self._outcome(job))
 
     def _outcome(self, job: Callable[[], RefitResult]) -> RefitResult:
         self._has_begun = False

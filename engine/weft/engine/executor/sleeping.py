@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import IO, NamedTuple, Protocol, TypeAlias
@@ -20,7 +19,7 @@ from weft.contract.errors import ConfigError, Internal, WeftError
 from weft.engine.executor.device_arena import DeviceArena
 from weft.engine.executor.memory_spans import Span, spans_of, without
 from weft.engine.executor.orders import Sleep, Wake
-from weft.engine.executor.refits import Combine, RefitResult, alone
+from weft.engine.executor.refits import Combine, RankJobs, RefitResult, alone
 from weft.kernels.shared.memory import give_back
 
 logger = logging.getLogger(__name__)
@@ -206,23 +205,13 @@ class Sleeper:
         combine: Combine = alone,
     ) -> None:
         self.can_drop = can_drop
-        self._combine = combine
         self._weights, self._pages = weights, pages
         self._device = device
         self.problem = problem
-        self._result: RefitResult | None = None
+        self.jobs = RankJobs("sleep", combine)
 
     def begin(self, order: Sleep | Wake) -> None:
-        self._result = None
-        threading.Thread(target=self._run, args=(order,), name="sleep", daemon=True).start()
-
-    def take(self) -> RefitResult | None:
-        """The result of all ranks, once there is one; None: the order is being obeyed."""
-        result, self._result = self._result, None
-        return result
-
-    def _run(self, order: Sleep | Wake) -> None:
-        self._result = self._combine(self._obeyed(order))
+        self.jobs.begin(lambda: self._obeyed(order))
 
     def _obeyed(self, order: Sleep | Wake) -> RefitResult:
         try:

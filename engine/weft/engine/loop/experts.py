@@ -249,7 +249,7 @@ class ExpertControl:
             job.new = job.wanted.pop(job.layer)
             self._executor.order(SendExperts(job.layer, *self._numbers(job)))
             return
-        if (result := self._moves.take_result()) is None:
+        if (result := self._moves.jobs.take()) is None:
             return
         if result.reason:
             self._executor.order(DropExperts())

@@ -137,7 +137,7 @@ class SleepControl:
         try:
             if job.phase != "moving":
                 self._settle(job, is_drained)
-            elif (result := self._sleeper.take()) is not None:
+            elif (result := self._sleeper.jobs.take()) is not None:
                 self._moved(job, result)
         except (WeftError, TransferError) as error:
             if isinstance(error, TransferError):

@@ -218,7 +218,7 @@ class WeightControl:
         if self._pause is not None and not self._is_drained and not num_under_way:
             self._advance_pause(self._pause)
         if self._is_at_work:
-            if (result := self._refits.take()) is not None:
+            if (result := self._refits.jobs.take()) is not None:
                 self._is_at_work = False
                 self._on_result(result)
         elif self._refit is not None and self._is_drained:

@@ -10,7 +10,6 @@ from opentelemetry.trace import SpanKind
 from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import REQUEST_ID_KEY, remote_parent
 from weft.common.telemetry.tracing import MAX_ID_BYTES
-from weft.common.version import version
 from weft.contract.clock import monotonic
 from weft.contract.codec.pairs import LEASE_STATES, LOOKUP, PUT, TIER
 from weft.contract.codec.walk import duration
@@ -18,6 +17,7 @@ from weft.contract.errors import InvalidRequest
 from weft.contract.handle import LEASE_ID_BYTES
 from weft.contract.keys import PieceShape
 from weft.contract.store import KEY_BYTES
+from weft.contract.version import version
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore
 from weft.pages.transfer.nixl_binding import nixl_version

@@ -21,10 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from weft.contract.errors import ConfigError, error_class
+from weft.contract.version import version
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.ranks.host_memory import OtherHosts
 from weft.engine.executor.ranks.leader import Follower, RankLeader
@@ -89,14 +89,6 @@ class _OtherHost(NamedTuple):
     link: HostLink
     address: Address
     """Where its stage takes rows, as it and the others reach it."""
-
-
-def version() -> str:
-    """Must be the same on all hosts."""
-    try:
-        return metadata.version("weft")
-    except metadata.PackageNotFoundError:
-        return "0"
 
 
 def tls_of(config: EngineConfig) -> HostTls | None:

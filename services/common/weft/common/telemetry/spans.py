@@ -30,8 +30,8 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
-from weft.common.version import version
 from weft.contract.errors import InvalidRequest
+from weft.contract.version import version
 
 REQUEST_ID_KEY = "x-weft-request-id"
 """Metadata key of the request id in calls between services, next to `traceparent`."""

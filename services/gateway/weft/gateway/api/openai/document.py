@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
-from weft.common.version import version
+from weft.contract.version import version
 from weft.gateway.api.audio.answers import TranscriptAnswer, TranscriptEvent
 from weft.gateway.api.audio.bodies import SpeechBody
 from weft.gateway.api.document import dialect_paths

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from weft.common.version import version
 from weft.contract.errors import WeftError
+from weft.contract.version import version
 from weft.contract.weights import (
     SLEEP_TAGS,
     PauseMode,

@@ -1,4 +1,4 @@
-"""The version of this server."""
+"""The version of this program."""
 
 from __future__ import annotations
 
