@@ -18,7 +18,7 @@ from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear import triton_fixed as fixed
 from weft.kernels.ops.linear.gpu import linear
-from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.lora import add_embedding_lora, sort_tokens
 from weft.kernels.ops.lora.spec import ExpertAddition, LoraAddition, LoraSegments
 from weft.kernels.ops.moe import gpu as gpu_moe
@@ -395,11 +395,12 @@ def test_rows_of_products_with_adapters_are_the_same_bits(
     columns, slots = sum(widths), draw_slots(700, len(RANKS))
     x, residual = (torch.randn(700, size, device=CUDA).to(dtype) for size in (k, columns))
     weight = (torch.randn(columns, k, device=CUDA) / k**0.5).to(dtype)
+    w = LinearWeight(columns, k, dtype, False, PlainForm(weight), None, is_fixed=True)
 
     def run(rows: slice, segments: LoraSegments, *, has_residual: bool = False) -> torch.Tensor:
         added = LoraAddition(tuple(case.weights for case in cases), 0, segments)
         stream = residual[rows].clone() if has_residual else None
-        return linear(x[rows].clone(), weight, None, stream, None, added, is_fixed=True)
+        return linear(x[rows].clone(), w, stream, lora=added)
 
     whole = check_pieces(slots, run)
     exact = add_all(cases, x.double() @ weight.double().T, x.double(), slots)

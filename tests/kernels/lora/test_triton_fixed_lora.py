@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from weft.kernels.ops.linear.gpu import linear
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.lora.gpu import add_fixed_lora
 from weft.kernels.ops.lora.spec import ExpertAddition, LoraAddition
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -113,16 +114,17 @@ def test_products_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, slots = torch.randint(-4, 5, (n, k)).to(dtype), draw_slots(rows, len(RANKS))
     x, residual = torch.randint(-4, 5, (rows, k)).to(dtype), torch.randn(rows, n).to(dtype)
     case = make_lora(k, n, RANKS, dtype)
+    w = LinearWeight(n, k, dtype, False, PlainForm(weight), None, is_fixed=True)
     poison_new_memory(monkeypatch)
 
     def run(addition: LoraAddition | None, rows: slice) -> torch.Tensor:
-        return linear(x[rows], weight, None, None, None, addition, is_fixed=True)
+        return linear(x[rows], w, lora=addition)
 
     whole, plain = check_pieces([case], slots, run), run(None, slice(None))
     base = [row for row, slot in enumerate(slots) if slot == 0]
     assert torch.equal(whole[base], plain[base])
     added = LoraAddition((case.weights,), 0, segments_of(slots))
-    onto = linear(x, weight, None, residual, None, added, is_fixed=True)
+    onto = linear(x, w, residual, lora=added)
     assert torch.equal(onto, whole + residual)
     exact = case.add(x.double() @ weight.double().T, x.double(), slots, 0)
     assert_as_exact(whole, case.add(plain, x, slots, 0), exact)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import gpu
 from weft.kernels.ops.linear import triton_small as small_linear
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.lora import triton_product as lora_product
 from weft.kernels.ops.lora.spec import LoraAddition, LoraStep
 from weft.kernels.ops.norm.reference import rms_norm_reference
@@ -75,13 +76,14 @@ def test_a_product_with_adapters(rows: int, k: int, are_given: bool) -> None:
     x, weight = torch.randn(rows, k).half(), (torch.randn(120, k) / k**0.5).half()
     bias, residual = torch.randn(120).half(), torch.randn(rows, 120).half()
     assert gpu._adds_within(rows, weight, lora)
-    out = gpu.linear(x, weight, bias, residual, torch.float32, lora)
+    w = LinearWeight(120, k, torch.float16, False, PlainForm(weight), bias)
+    out = gpu.linear(x, w, residual, torch.float32, lora)
     exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
     peer = F.linear(x, weight, bias) + residual
     exact = added_to(exact, x.double(), cases, slots)
     assert_as_exact(out.half(), added_to(peer, x, cases, slots), exact)
     assert out.dtype == torch.float32
-    without = gpu.linear(x, weight, bias, residual, torch.float32, None)
+    without = gpu.linear(x, w, residual, torch.float32)
     for slot, changed in zip(slots, out != without, strict=True):
         for case, (begin, width) in zip(cases, columns, strict=True):
             has_ranks = (1, slot) in case.plain
@@ -102,7 +104,8 @@ def test_a_gated_pair_with_adapters(rows: int, are_given: bool) -> None:
         gate, up = added_to(both, x.to(both.dtype), cases, slots).chunk(2, dim=1)
         return F.silu(gate) * up
 
-    out = gpu.gate_up_silu(x, weight, None, lora)
+    w = LinearWeight(2 * inner, k, torch.float16, True, PlainForm(weight), None)
+    out = gpu.gate_up_silu(x, w, lora)
     exact = activated(x.double() @ weight.double().T)
     assert_as_exact(out, activated(F.linear(x, weight)), exact)
 

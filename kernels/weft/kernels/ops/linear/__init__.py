@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,6 @@ from weft.kernels.ops.linear.cpu import native_linear
 from weft.kernels.ops.linear.reference import linear_in_torch
 from weft.kernels.ops.linear.spec import LinearWeight, NativeForm, PlainForm
 from weft.kernels.ops.lora import add_lora
-from weft.kernels.ops.lora.checks import check_addition
 from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.norm import rms_norm
 from weft.kernels.shared.deferred import deferred
@@ -46,19 +46,11 @@ def linear(
         [M, N], accumulated in float32. The native form rounds once, and a row's result does not
         depend on the other rows. Other forms round what adapters add separately.
     """
-    match w.form:
-        case NativeForm():
-            return native_linear(x, w, residual, out_dtype, lora)
-        case PlainForm(data) if data.is_cuda:
-            if lora is not None:
-                check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-            return _gpu.linear(x, data, w.bias, residual, out_dtype, lora, is_fixed=w.is_fixed)
-        case Fp8Channels(data) | Fp8Blocks(data) if data.is_cuda:
-            return _gpu_fp8.linear(x, w, residual, out_dtype, lora)
-        case PackedGroups():
-            return _gpu_groups.linear(x, w, residual, out_dtype, lora)
-        case Int8Channels(data) if data.is_cuda:
-            return _triton_int8.linear(x, w, residual, out_dtype, lora)
+    if isinstance(w.form, NativeForm):
+        return native_linear(x, w, residual, out_dtype, lora)
+    if (own := _on_gpu(w)) is not None:
+        found: torch.Tensor = own.linear(x, w, residual, out_dtype, lora)
+        return found
     out = linear_in_torch(x, w, residual, out_dtype)
     if lora is not None:
         add_lora(out, x, lora)
@@ -77,23 +69,29 @@ def gate_up_silu(
     Returns:
         [M, I], dtype of `x`.
     """
-    match w.form:
-        case NativeForm():
-            return native_linear(x, w, None, None, lora)
-        case PlainForm(data) if data.is_cuda:
-            if lora is not None:
-                check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-            return _gpu.gate_up_silu(x, data, w.bias, lora, is_fixed=w.is_fixed)
-        case Fp8Channels(data) | Fp8Blocks(data) if data.is_cuda:
-            return _gpu_fp8.gate_up_silu(x, w, lora)
-        case PackedGroups():
-            return _gpu_groups.gate_up_silu(x, w, lora)
-        case Int8Channels(data) if data.is_cuda:
-            return _triton_int8.gate_up_silu(x, w, lora)
+    if isinstance(w.form, NativeForm):
+        return native_linear(x, w, None, None, lora)
+    if (own := _on_gpu(w)) is not None:
+        found: torch.Tensor = own.gate_up_silu(x, w, lora)
+        return found
     both = linear_in_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)
     return w.gating.of(both)
+
+
+def _on_gpu(w: LinearWeight) -> ModuleType | None:
+    """The products of a GPU for weights in this form; None: there are none, or it is on a CPU."""
+    match w.form:
+        case PlainForm(data) if data.is_cuda:
+            return _gpu
+        case Fp8Channels(data) | Fp8Blocks(data) if data.is_cuda:
+            return _gpu_fp8
+        case PackedGroups():
+            return _gpu_groups
+        case Int8Channels(data) if data.is_cuda:
+            return _triton_int8
+    return None
 
 
 def normed_linear(

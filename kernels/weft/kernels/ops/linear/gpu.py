@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
+from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fixed import fixed_linear
 from weft.kernels.ops.linear.triton_sliced import MAX_ROWS
@@ -17,7 +20,7 @@ from weft.kernels.ops.linear.triton_small import (
 )
 from weft.kernels.ops.linear.triton_tiled import is_faster, tiled_linear
 from weft.kernels.ops.lora.checks import check_addition
-from weft.kernels.ops.lora.gpu import Ranks, add_fixed_lora
+from weft.kernels.ops.lora.gpu import Ranks
 from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_fold import Folded
 from weft.kernels.ops.lora.triton_product import added_within, can_add_within
@@ -30,59 +33,35 @@ _SMALL_WEIGHT = 1 << 23
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    lora: LoraAddition | None,
-    *,
-    is_fixed: bool = False,
+    w: LinearWeight,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    lora: LoraAddition | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.ops.linear.linear` for CUDA tensors; `weight` is [N, K] as it was given.
+    """`weft.kernels.ops.linear.linear` for weights in floats on a GPU.
 
     A float32 result of a narrower input is never rounded to the narrow dtype in between.
     """
-    _check(x, weight, residual)
-    if is_fixed:
-        return _fixed(x, weight, bias, residual, out_dtype or x.dtype, lora)
-    if lora is None:
-        return _product(x, weight, bias, residual, out_dtype)
-    if _adds_within(x.shape[0], weight, lora):
+    check_operands(x, w, residual)
+    if lora is not None and not w.is_fixed and _adds_within(x.shape[0], w.data, lora):
+        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
         added = added_within(x, lora)
-        return small_linear(x, weight, bias, residual, out_dtype or x.dtype, added=added)
-    ranks = Ranks(x, lora, is_ahead=True)
-    out = _product(x, weight, bias, residual, out_dtype)
-    ranks.add_to(out)
-    return out
-
-
-def _fixed(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    lora: LoraAddition | None,
-) -> torch.Tensor:
+        return small_linear(x, w.data, w.bias, residual, out_dtype or x.dtype, added=added)
     if lora is None:
-        return fixed_linear(x, weight, bias, residual, out_dtype)
-    out = fixed_linear(x, weight, bias, None, out_dtype)
-    add_fixed_lora(out, x, lora)
-    # The residual is added last, in the same order as by a norm that follows.
-    return out if residual is None else out.add_(residual)
+        return _product(x, w, residual, out_dtype or x.dtype)
+    return with_adapters(x, w, partial(_product, x, w), residual, out_dtype, lora)
 
 
 def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
+    x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
+    weight, bias = w.data, w.bias
+    if w.is_fixed:
+        return fixed_linear(x, weight, bias, residual, dtype)
     if _is_small(x, weight):
-        return small_linear(x, weight, bias, residual, out_dtype or x.dtype)
-    if out_dtype is not None and out_dtype != x.dtype:
-        out = torch.mm(x, weight.t(), out_dtype=out_dtype)
+        return small_linear(x, weight, bias, residual, dtype)
+    if dtype != x.dtype:
+        out = torch.mm(x, weight.t(), out_dtype=dtype)
         for term in (bias, residual):
             if term is not None:
                 out += term
@@ -124,7 +103,7 @@ def normed_linear(
     norm = NormOfRows(gain, eps)
     if _is_fp8(w):
         return fp8_linear.normed_linear(x, norm, w, out_dtype)
-    _check(x, w.data, None)
+    check_operands(x, w, None)
     added = None if lora is None else added_within(x, lora, norm)
     dtype = out_dtype or x.dtype
     return small_linear(x, w.data, w.bias, None, dtype, gated=w.gated, norm=norm, added=added)
@@ -148,7 +127,7 @@ def add_product(
     if _is_fp8(w):
         fp8_linear.add_product(stream, x, w, tap)
         return
-    _check(x, w.data, stream)
+    check_operands(x, w, stream)
     if lora is not None:
         check_addition(stream.shape, x.shape, x.dtype, lora)
     added = None if lora is None else added_within(x, lora)
@@ -181,58 +160,39 @@ def _adds_within(
 
 
 def linear_to_fold(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: LoraAddition
+    x: torch.Tensor, w: LinearWeight, lora: LoraAddition
 ) -> tuple[torch.Tensor, Folded | None]:
     """`linear` for at most MAX_FOLDED_ROWS rows, and what adapters still add to its result, or
     None.
     """
-    _check(x, weight, None)
-    if _adds_within(x.shape[0], weight, lora):
-        return small_linear(x, weight, bias, None, x.dtype, added=added_within(x, lora)), None
+    check_operands(x, w, None)
+    if _adds_within(x.shape[0], w.data, lora):
+        return small_linear(x, w.data, w.bias, None, x.dtype, added=added_within(x, lora)), None
     ranks = Ranks(x, lora, is_ahead=True, is_folded=True)
-    return _product(x, weight, bias, None, None), ranks.folded()
+    return _product(x, w, None, x.dtype), ranks.folded()
 
 
-def gate_up_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora: LoraAddition | None,
-    *,
-    is_fixed: bool = False,
-) -> torch.Tensor:
-    """`weft.kernels.ops.linear.gate_up_silu` for CUDA tensors; `weight` is [2 * I, K].
+def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+    """`weft.kernels.ops.linear.gate_up_silu` for weights in floats on a GPU.
 
     For up to MAX_ROWS rows, the same kernel computes the product with and without adapters in the
     step.
     """
-    _check(x, weight, None)
-    if is_fixed:
-        return silu_and_mul(_fixed(x, weight, bias, None, x.dtype, lora))
-    return _gate_up_silu(x, weight, bias, lora, None)[0]
+    if w.is_fixed:
+        return silu_and_mul(linear(x, w, lora=lora))
+    if lora is not None:
+        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+    return gate_up_silu_to_fold(x, w, lora, None)[0]
 
 
 def gate_up_silu_to_fold(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora: LoraAddition,
-    down: LoraAddition,
+    x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None, down: LoraAddition | None
 ) -> tuple[torch.Tensor, Folded | None]:
     """`gate_up_silu`, and what adapters add to the product of its result with down; None if that
     was not computed.
     """
-    _check(x, weight, None)
-    return _gate_up_silu(x, weight, bias, lora, down)
-
-
-def _gate_up_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora: LoraAddition | None,
-    down: LoraAddition | None,
-) -> tuple[torch.Tensor, Folded | None]:
+    check_operands(x, w, None)
+    weight, bias = w.data, w.bias
     if lora is not None and _adds_within(x.shape[0], weight, lora, is_gated=True):
         within = added_within(x, lora)
         return small_linear(x, weight, bias, None, x.dtype, gated=True, added=within), None
@@ -254,18 +214,6 @@ def _gate_up_silu(
             return found
         ranks.add_to(both)
     return silu_and_mul(both), None
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
-    if x.shape[1:] != weight.shape[1:] or x.dtype != weight.dtype or not x.is_contiguous():
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit a weight "
-            f"{tuple(weight.shape)} {weight.dtype}"
-        )
-    if residual is not None and (
-        residual.shape != (x.shape[0], weight.shape[0]) or not residual.is_contiguous()
-    ):
-        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:

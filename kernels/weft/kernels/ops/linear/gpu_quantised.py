@@ -1,4 +1,4 @@
-"""Common code of linear layers with quantised weights on a GPU: checks, adapters, residuals."""
+"""Common code of linear layers on a GPU: checks, adapters, residuals."""
 
 from __future__ import annotations
 

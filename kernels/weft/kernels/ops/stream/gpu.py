@@ -273,7 +273,7 @@ def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
     if lora is None or not is_plain or not 0 < x.shape[0] <= MAX_FOLDED_ROWS:
         return linear(x, w, lora=lora), None
     check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-    return linear_to_fold(x, w.data, w.bias, lora)
+    return linear_to_fold(x, w, lora)
 
 
 def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
@@ -288,7 +288,7 @@ def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
         return _product(pending.inner())
     check_addition((rows, both.out_features), x.value.shape, x.value.dtype, to_gate_up)
     check_addition((rows, down.out_features), (rows, down.in_features), x.value.dtype, to_down)
-    inner, added = gate_up_silu_to_fold(x.value, both.data, both.bias, to_gate_up, to_down)
+    inner, added = gate_up_silu_to_fold(x.value, both, to_gate_up, to_down)
     if added is None:
         return _product(Sum(inner, down, to_down))
     return linear(inner, down), added
