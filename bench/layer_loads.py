@@ -1,35 +1,47 @@
-"""Time to the first token of a long history in host memory and new tokens, loaded in two ways.
+"""Time to the first token of a long history kept below the pool and new tokens, loaded in two ways.
 
-An engine in this process computes a history once; its pages are then in host memory. For each
-sample the pool is emptied and the history is asked for with fresh new tokens: loaded whole before
-the step, and layer by layer while the step computes, in turns. `device` is the same with the
-history in the pool, which no load can beat.
+An engine in this process computes a history once; its pages are then in host memory, on disk (which
+its page cache may spare) or in a KV store, a process that is asked over gRPC and whose pages come
+over NIXL. For each sample the pool is emptied and the history is asked for with fresh new tokens:
+loaded whole before the step, and layer by layer while the step computes, in turns. `device` is the
+same with the history in the pool, which no load can beat.
 
     python bench/layer_loads.py                  2,000 tokens and 400 new ones, the demo model
+    python bench/layer_loads.py --tier disk      or store, on CPUs
     python bench/layer_loads.py --device cuda --shape llama-3.1-8b --known 32768 --new 2048
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from harness import Harness, Run, ratio_of, spread
 from model_shapes import MODELS, write_config
 from weft.checkpoint.resolve import resolve_model
+from weft.common.telemetry.spans import Tracer
+from weft.common.worker.fill_client import FillClient
+from weft.common.worker.frames import merge
+from weft.common.worker.store_client import StoreClient
+from weft.common.worker.store_replica import StoreReplica
 from weft.contract.messages import Inbox, Outbox
+from weft.contract.reports import EngineInfo
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.sources.tiers.layer_loads import LayerPolicy
+from weft.testing.services.store_server import store_process
 
 WAYS: dict[str, LayerPolicy | None] = {
     "whole": None,
@@ -46,18 +58,75 @@ _IDLE_S = 0.05
 """Longest wait in seconds between two turns."""
 
 
+class Store:
+    """A KV store in a process of its own, and a worker's client of it in a thread."""
+
+    def __init__(self, info: EngineInfo, folder: Path, memory_bytes: int, stack: ExitStack) -> None:
+        self._inboxes: SimpleQueue[Inbox] = SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+        process = store_process(folder, "--memory-bytes", str(memory_bytes))
+        _, ready = stack.enter_context(process)
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        thread.start()
+        begun = asyncio.run_coroutine_threadsafe(
+            self._begin(str(ready["address"]), info), self._loop
+        )
+        begun.result()
+
+    async def _begin(self, address: str, info: EngineInfo) -> None:
+        engine: Any = self
+        self._fills = FillClient(engine)
+        tracer = Tracer("decode", is_on=False)
+        sizes = info.epoch, info.page_bytes
+        replica = StoreReplica(self._fills, address, "bench", *sizes, tracer)
+        self._client = StoreClient(engine, [replica])
+
+    def send(self, inbox: Inbox) -> None:
+        """Called by the client with the store's answers."""
+        self._inboxes.put(inbox)
+        self.wake()
+
+    def tell(self, outbox: Outbox) -> None:
+        self._loop.call_soon_threadsafe(self._tell, outbox)
+
+    def _tell(self, outbox: Outbox) -> None:
+        for command in outbox.fill_commands:
+            self._fills.run(command)
+        for lookup in outbox.store_lookups:
+            self._client.look_up(lookup)
+        for put in outbox.store_puts:
+            self._client.put(put)
+        for hold in outbox.store_holds:
+            self._client.hold(hold)
+        for number in outbox.store_releases:
+            self._client.release(number)
+
+    def add_answers(self, inbox: Inbox) -> None:
+        while not self._inboxes.empty():
+            merge(inbox, self._inboxes.get())
+
+
 class Bench:
     def __init__(self, config: EngineConfig) -> None:
         self._woken = threading.Event()
         self.engine = Engine(config, load_parts(config, wake=self._woken.set))
+        self.store: Store | None = None
         self._num_asked = 0
+
+    def use(self, store: Store) -> None:
+        self.store, store.wake = store, self._woken.set
 
     def turn(self, inbox: Inbox) -> Outbox:
         """One turn, and the wait for the next one, as a worker does: turns without a pause would
         keep the loads' threads from running.
         """
         self._woken.clear()
+        if self.store is not None:
+            self.store.add_answers(inbox)
         outbox = self.engine.turn(inbox)
+        if self.store is not None:
+            self.store.tell(outbox)
         if not self.engine.has_work:
             self._woken.wait(_IDLE_S)
         return outbox
@@ -97,7 +166,8 @@ harness.flag("--model", default="demo", help="demo, or a model directory")
 harness.flag("--shape", choices=MODELS, help="made-up weights of a known model's shape")
 harness.flag("--device", default="cpu", help="torch device")
 harness.flag("--dtype", default="auto", help="of weights and KV")
-harness.flag("--known", type=int, default=2000, help="tokens in host memory")
+harness.flag("--tier", choices=("host", "disk", "store"), default="host", help="where it is kept")
+harness.flag("--known", type=int, default=2000, help="tokens kept there")
 harness.flag("--new", type=int, default=400, help="tokens after them")
 harness.flag("--memory-bytes", type=int, default=8 << 30, help="of the pool and of host memory")
 
@@ -107,6 +177,8 @@ def layer_loads(run: Run) -> None:
     """All ways, in turns."""
     options, rng = run.options, random.Random()
     settings: dict[str, Any] = {"transport": "data", "device": options.device}
+    if options.tier == "store":
+        settings |= {"transport": "nixl", "has_store": True}
     folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-layers-")))
     if options.shape:
         settings |= {"model_dir": write_config(folder, options.shape), "dummy_weights": True}
@@ -120,14 +192,17 @@ def layer_loads(run: Run) -> None:
         **settings,
         dtype=options.dtype,
         kv_memory_bytes=options.memory_bytes,
-        host_cache_bytes=options.memory_bytes,
+        host_cache_bytes=options.memory_bytes if options.tier == "host" else 0,
+        disk_cache_dir=folder / "pages" if options.tier == "disk" else None,
         load_back_threshold=0,
         load_by_layer="always",
     )
     bench = Bench(config)
     run.stack.callback(bench.engine.close)
-    tiers, info = bench.engine.tiers, bench.engine.info
-    assert tiers is not None
+    layers, info = bench.engine.layers, bench.engine.info
+    assert layers is not None
+    if options.tier == "store":
+        bench.use(Store(info, folder, options.memory_bytes, run.stack))
     run.keep(dtype=info.dtype, page_bytes=info.page_bytes, notices=info.notices)
 
     def fresh(count: int) -> list[int]:
@@ -142,7 +217,7 @@ def layer_loads(run: Run) -> None:
         ways = list(WAYS)
         rng.shuffle(ways)
         for way in ways:
-            tiers.by_layer = WAYS[way]
+            layers.policy = WAYS[way]
             if way != "device":
                 bench.engine.memory.flush_cache()
                 bench.settle()
@@ -156,10 +231,10 @@ def layer_loads(run: Run) -> None:
                 raise RuntimeError(f"{way}: {num_loaded} of {expected} tokens were loaded")
             if turn:  # The first turn warms up.
                 times[way].append(first_s)
-    rate = tiers.report()[0].load_bytes_per_s
+    rate = bench.engine.tier_policy.bytes_per_s(options.tier)
     for way, found in times.items():
         run.row(
-            table=f"{options.known} tokens in host memory, {options.new} new",
+            table=f"{options.known} tokens kept ({options.tier}), {options.new} new",
             way=way,
             first_token_s=spread(found),
             to_whole=ratio_of(found, times["whole"]),

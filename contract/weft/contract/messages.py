@@ -25,7 +25,14 @@ from weft.contract.kv_changes import KvChange
 from weft.contract.profiles import ProfileCommand, ProfileEnd
 from weft.contract.reports import LoadReport
 from weft.contract.spans import Media
-from weft.contract.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
+from weft.contract.store import (
+    StoreAnswer,
+    StoreHeld,
+    StoreHold,
+    StoreLookup,
+    StorePut,
+    StorePutResult,
+)
 from weft.contract.submits import Cancel, Failure, GatewayBatch, Ping, SessionEnd, Submit
 from weft.contract.weights import WeightCommand, WeightReply
 
@@ -66,6 +73,7 @@ class Inbox:
     exits: list[ProcessExited] = field(default_factory=list)
     store_answers: list[StoreAnswer] = field(default_factory=list)
     store_put_results: list[StorePutResult] = field(default_factory=list)
+    store_held: list[StoreHeld] = field(default_factory=list)
     drains: list[bool] = field(default_factory=list)
     """Orders to drain (True: the engine takes no new work and hands waiting requests back; running
     requests continue) and to take work again (False), in their order.
@@ -101,6 +109,9 @@ class Outbox:
     lease_replies: list[LeaseReply] = field(default_factory=list)
     store_lookups: list[StoreLookup] = field(default_factory=list)
     store_puts: list[StorePut] = field(default_factory=list)
+    store_holds: list[StoreHold] = field(default_factory=list)
+    store_releases: list[int] = field(default_factory=list)
+    """Holds whose pages are no longer read."""
     exit_replies: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (query, pages released)."""
     kv_changes: list[KvChange] = field(default_factory=list)

@@ -102,6 +102,33 @@ class StorePut:
     data: list[bytes]
 
 
+@dataclass(slots=True, kw_only=True)
+class StoreHold:
+    """Asks a replica to keep pages still while this worker reads them; answered by StoreHeld."""
+
+    hold: int
+    address: str
+    """Of the replica."""
+    keys: list[bytes] = field(metadata=wire(most=MAX_LOOKUP_KEYS, entry_bytes=KEY_BYTES))
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreHeld:
+    """The leading pages of those asked for that a replica keeps still until the hold is released,
+    and where they lie in its memory. Without pages it keeps none.
+    """
+
+    hold: int
+    arena_address: int = 0
+    page_bytes: int = 0
+    pages: list[int] = field(default_factory=list, metadata=wire(most=MAX_LOOKUP_KEYS))
+    """Numbers of the pages, which lie one after another from `arena_address` on."""
+    digests: list[int] = field(default_factory=list, metadata=wire(most=MAX_LOOKUP_KEYS))
+    nixl_version: str = ""
+    agent_name: str = ""
+    agent_metadata: bytes = field(default=b"", repr=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """One page that a worker offers to one replica of the store."""

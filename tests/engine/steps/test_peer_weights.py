@@ -188,7 +188,7 @@ def test_a_peer_that_cannot_be_used_is_named_and_the_files_are_read(
         check(offer, "reading weights")
         assert 0 < batches[0] < sum(one.num_bytes for one in rank.tensors) / 2
         monkeypatch.undo()
-        check(offer, "connecting to a worker")
+        check(offer, "connecting to another")
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from weft.contract.request import (
     TimeTokens,
 )
 from weft.contract.spans import MediaSpan
-from weft.contract.store import PutOrder, StoreLookup
+from weft.contract.store import PutOrder, StoreHeld, StoreHold, StoreLookup
 from weft.contract.submits import (
     Accepted,
     Cancel,
@@ -259,6 +259,8 @@ LOOKUP = Codec(
     StoreLookup, kvstore_pb2.LookupRequest, apart=("lookup", "request_id", "traceparent")
 )
 PUT = Codec(PutOrder, kvstore_pb2.PutRequest)
+HOLD = Codec(StoreHold, kvstore_pb2.HoldRequest, apart=("hold", "address"))
+HELD = Codec(StoreHeld, kvstore_pb2.HoldResponse, apart=("hold",))
 
 # -- workers ---------------------------------------------------------------------------------------
 

@@ -473,7 +473,8 @@ class EngineConfig(PageConfig):
     )
     load_by_layer: Literal["auto", "always", "never"] = setting(
         "begin to compute a prompt while its pages still come from host memory or disk, layer by "
-        "layer; auto = where nothing else runs and it is measured to pay",
+        "layer; auto = where nothing else runs and it is measured to pay; always = where nothing "
+        "else runs, and on CPUs also from a KV store",
         "auto",
     )
     language_model_only: bool = setting(
@@ -1042,8 +1043,11 @@ class EngineConfig(PageConfig):
 
     @property
     def loads_by_layer(self) -> bool:
-        """Whether pages of tiers may come layer by layer."""
-        return self.has_tiers and self.load_by_layer != "never"
+        """Whether pages of tiers, or of a KV store, may come layer by layer."""
+        if self.load_by_layer == "never":
+            return False
+        of_store = self.has_store and self.load_by_layer == "always" and not self.is_on_gpu
+        return self.has_tiers or of_store
 
     @property
     def moves_pages(self) -> bool:

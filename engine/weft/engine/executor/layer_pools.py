@@ -38,8 +38,8 @@ class HostLayers:
     def __init__(self, rows: NDArray[np.uint8], slices: LayerSlices) -> None:
         self._rows = rows
         self.waits = HostWaits(layer_groups(slices.layers), HOST_TIMEOUT_S)
-        self._parts = [slices.part(group) for group in self.waits.groups]
-        self.num_groups = len(self._parts)
+        self.parts = [slices.part(group) for group in self.waits.groups]
+        self.num_groups = len(self.parts)
 
     @property
     def was_left(self) -> bool:
@@ -49,7 +49,7 @@ class HostLayers:
         self.waits.close()
 
     def copy(self, group: int, loads: Sequence[PageLoad], pages: Sequence[int]) -> bool:
-        part = self._parts[group]
+        part = self.parts[group]
         found = zip(loads, pages, strict=True)
         return all(load.run_part(self._rows[page], part) for load, page in found)
 
@@ -82,8 +82,8 @@ class DeviceLayers:
         self._pool = pool
         self._pages = DevicePages.of(pool)
         self.waits = DeviceWaits(layer_groups(slices.layers), pool.device)
-        self._parts = [slices.part(group) for group in self.waits.groups]
-        self.num_groups = len(self._parts)
+        self.parts = [slices.part(group) for group in self.waits.groups]
+        self.num_groups = len(self.parts)
         # Copies precede steps: until they end, steps wait.
         self._stream = torch.cuda.Stream(pool.device, priority=-1)  # type: ignore[no-untyped-call]
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -125,7 +125,7 @@ class DeviceLayers:
     def _copy(self, group: int) -> None:
         assert self._sent is not None
         with torch.cuda.stream(self._stream):
-            copy_parts(*self._sent, self._pool, self._parts[group])
+            copy_parts(*self._sent, self._pool, self.parts[group])
 
     def _try(self) -> None:
         """Sends random bytes into the null page and back, which also compiles the kernel."""

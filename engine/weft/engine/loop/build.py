@@ -382,7 +382,7 @@ def _load_parts(
     sizes = layout.page_bytes, sum(carrier.num_pages for carrier in carriers)
     is_alone = ranked is None or group is not None
     by_layer = executor.layer_pool if is_alone else None
-    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake, by_layer)
+    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *shards),
         *([] if lora is None else [lora.limits.describe()]),
@@ -391,7 +391,12 @@ def _load_parts(
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_pieces),
         *describe_store(config, layout),
-        *describe_layer_loads(config, layout, is_by_layer=by_layer is not None),
+        *describe_layer_loads(
+            config,
+            layout,
+            is_by_layer=by_layer is not None,
+            reads_stores=plane.target is not None and not config.is_on_gpu,
+        ),
         *_describe_media(config, loaded, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),
         *([] if not config.bindings else unbound(config.bindings[0], "the engine")),
@@ -419,6 +424,8 @@ def _load_parts(
             expert_group_size=0 if group is None else group.size,
         ),
         tiers=tiers,
+        layer_pool=by_layer,
+        wake=wake,
         sampler=sampler,
         adapters=(
             Adapters()

@@ -411,13 +411,17 @@ def describe_store(config: EngineConfig, layout: CacheLayout) -> list[str]:
 
 
 def describe_layer_loads(
-    config: EngineConfig, layout: CacheLayout, *, is_by_layer: bool
+    config: EngineConfig, layout: CacheLayout, *, is_by_layer: bool, reads_stores: bool
 ) -> list[str]:
     """A sentence that says why pages are loaded whole although `load_by_layer` is always."""
-    if config.load_by_layer != "always" or is_by_layer:
+    if config.load_by_layer != "always":
         return []
+    if is_by_layer:
+        whole = "load_by_layer = always: pages of KV stores are loaded whole: "
+        why = "on a GPU" if config.is_on_gpu else "without NIXL"
+        return [whole + why] if config.has_store and not reads_stores else []
     reasons = (
-        (not config.has_tiers, "there is no tier: set host_cache_bytes or disk_cache_dir"),
+        (not config.loads_by_layer, "there is no tier: set host_cache_bytes or disk_cache_dir"),
         (config.num_ranks > 1, "ranks or stages divide the work"),
         (layout.states is not None, "its recurrent layers continue from states"),
         (len(layout.groups) > 1, "its windows have pages of their own"),

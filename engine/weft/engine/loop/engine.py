@@ -81,6 +81,7 @@ class Engine:
         self.costs = wired.costs
         self.fills = wired.owner_fills
         self.tiers, self.tier_policy = wired.tiers, wired.tier_policy
+        self.layers, self.store_loads = wired.layers, wired.store_loads
         self.store = wired.store
         self.audit = wired.audit
         self.media, self._filled_media = wired.media, wired.filled_media
@@ -186,6 +187,10 @@ class Engine:
             self._follow_group(self.parts.lockstep)
         if self.tiers is not None:
             self.tiers.take()
+        if self.store_loads is not None:
+            self.store_loads.take()
+        if self.layers is not None:
+            self.layers.give()
         self._take_transfers()
         self._groups.take_compiled()
         self.adapters.turn()
@@ -261,6 +266,8 @@ class Engine:
             self.drafter.close()
         if self.tiers is not None:
             self.tiers.close()
+        if self.store_loads is not None:
+            self.store_loads.close()
         self.parts.transport.close()
         self._executor.close()
 
@@ -314,6 +321,9 @@ class Engine:
                 self.store.on_answer(found)
             for result in inbox.store_put_results:
                 self.store.on_result(result)
+        if self.store_loads is not None:
+            for held in inbox.store_held:
+                self.store_loads.on_held(held)
         if self.sessions is not None:
             for end in inbox.session_ends:
                 self.sessions.release(end.cache_salt, end.session_id)

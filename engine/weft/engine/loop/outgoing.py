@@ -10,7 +10,7 @@ from weft.contract.errors import WeftError
 from weft.contract.fills import FillCommand, FillReply
 from weft.contract.messages import Outbox
 from weft.contract.request import PromptLogprobs, TokenLogprob
-from weft.contract.store import StoreLookup, StorePut
+from weft.contract.store import StoreHold, StoreLookup, StorePut
 from weft.contract.submits import (
     Accepted,
     Failed,
@@ -172,9 +172,14 @@ class Outgoing:
     def fill_command(self, command: FillCommand) -> None:
         self._outbox.fill_commands.append(command)
 
-    def store(self, message: StoreLookup | StorePut) -> None:
+    def store(self, message: StoreLookup | StorePut | StoreHold | int) -> None:
+        """A number releases the hold of that number."""
         if isinstance(message, StoreLookup):
             self._outbox.store_lookups.append(message)
+        elif isinstance(message, StoreHold):
+            self._outbox.store_holds.append(message)
+        elif isinstance(message, int):
+            self._outbox.store_releases.append(message)
         else:
             self._outbox.store_puts.append(message)
 

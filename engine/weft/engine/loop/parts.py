@@ -24,6 +24,7 @@ from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.transfer.transport import Transport
 from weft.pages.memory.page_memory import PageMemory
 from weft.pages.memory.tree import PrefixTree
+from weft.pages.tiers.layer_pool import LayerPool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +46,10 @@ class EngineComponents:
     info: EngineInfo
     tiers: TierComponents | None = None
     """Tiers below the pool; None: there are none."""
+    layer_pool: LayerPool | None = None
+    """Access to the pool for loads by layer; None: pages are loaded whole."""
+    wake: Callable[[], None] = lambda: None
+    """Called by other threads when the engine should take a turn."""
     sampler: Sampler | None = None
     """The sampler; None: tokens are sampled on the host."""
     adapters: Adapters = field(default_factory=Adapters)

@@ -40,8 +40,9 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.store_layers import StoreLoads
 from weft.engine.sources.tiers.fills import TieredFills
-from weft.engine.sources.tiers.layer_loads import LayerPolicy
+from weft.engine.sources.tiers.layer_loads import LayerLoads, LayerPolicy
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
 from weft.pages.fills.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
@@ -84,6 +85,7 @@ class EngineWiring:
             self._arrived, self._fill_completed, self._fill_failed, self._fill_lost
         )
         self.tier_policy = TierPolicy(config.write_through_threshold, config.load_back_threshold)
+        self.layers = self._make_layers(fill_events)
         self.tiers = self._make_tiers(fill_events)
         self.media = self._make_media()
         self.filled_media: FilledMedia | None = None
@@ -112,6 +114,7 @@ class EngineWiring:
         )
         held = self.pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self.out.store, clock, self.packer)
+        self.store_loads = self._make_store_loads()
         # Who runs next.
         self._prompt_budget = PromptBudget(
             self.costs,
@@ -195,6 +198,42 @@ class EngineWiring:
             memory.on_published.append(lambda _, key, parent: stored(key, parent))
             memory.on_evicted.append(removed)
 
+    def _make_layers(self, fill_events: FillEvents) -> LayerLoads | None:
+        config, parts = self._config, self.parts
+        if parts.layer_pool is None:
+            return None
+        return LayerLoads(
+            parts.layer_pool,
+            LayerPolicy(config.load_by_layer == "always"),
+            parts.memory,
+            config.page_size,
+            parts.layout.page_bytes,
+            self._prefill_rate,
+            self._is_alone,
+            fill_events,
+            self._clock,
+            parts.wake,
+        )
+
+    def _make_store_loads(self) -> StoreLoads | None:
+        config, parts, layers = self._config, self.parts, self.layers
+        is_usable = config.load_by_layer == "always" and parts.transport.target is not None
+        # A GPU's kernels would read the pages only from memory of this host.
+        if self.store is None or layers is None or layers.pool.needs_rows or not is_usable:
+            return None
+        return StoreLoads(
+            layers,
+            parts.memory,
+            config.page_size,
+            parts.local.pool_bytes,
+            layers.pool.parts,
+            self.tier_policy,
+            self.out.store,
+            lambda: parts.executor.mark().wait(),
+            self._clock,
+            parts.wake,
+        )
+
     def _make_tiers(self, fill_events: FillEvents) -> Tiers | None:
         config, parts = self._config, self.parts
         if parts.tiers is None:
@@ -211,8 +250,7 @@ class EngineWiring:
             self.pages.num_continuable_pages,
             fill_events,
             parts.carriers,
-            LayerPolicy(config.load_by_layer == "always"),
-            self._is_alone,
+            self.layers,
         )
 
     def _make_packer(self) -> CompanionPacker | None:
@@ -251,6 +289,7 @@ class EngineWiring:
         if self.tiers is not None or config.has_store:
             fills = TieredFills(
                 self.tiers,
+                self.store_loads,
                 self.owner_fills,
                 self.tier_policy,
                 parts.layout.page_bytes,
@@ -359,6 +398,7 @@ class EngineWiring:
     def num_copies(self) -> int:
         """Number of pages held while they are copied to tiers or the KV store."""
         num_copies = self.store.num_open_pages if self.store is not None else 0
+        num_copies += self.store_loads.num_open if self.store_loads is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
 
     def _are_pages_quiet(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from weft.contract.layout import PagePart
 from weft.pages.tiers.tier import PageLoad
 
 
@@ -21,6 +22,11 @@ class LayerPool(Protocol):
     """Whether `copy` and `open` enqueue work in place of doing it. A step then waits only for what
     was enqueued before it, so it must not begin before the last group was opened.
     """
+
+    @property
+    def parts(self) -> Sequence[PagePart]:
+        """Of a page, for each group."""
+        ...
 
     @property
     def was_left(self) -> bool:

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from weft.contract.start_work import CONNECTING, COPYING, START_WORK
 from weft.pages.transfer.nixl_binding import Binding, is_destroyed, load_binding
 from weft.pages.transfer.nixl_peer import ONE_SIDED_READ_LANES, new_agent_name
@@ -47,7 +49,7 @@ _Pair = tuple[MemoryRange, MemoryRange]
 
 class _UnderWay(NamedTuple):
     handle: Any
-    batch: Sequence[_Pair]
+    num_bytes: int
 
 
 class RangesTarget(NamedTuple):
@@ -93,17 +95,22 @@ class RangesReader:
     """Reads ranges of one other process into memory of this one.
 
     Args:
-        most_bytes: Bound of the bytes that are under way at a time.
+        name: What is read, for messages.
+        most_bytes: Bound of the bytes that `read` has under way at a time.
         stall_s: Time without progress after which reading fails.
     """
 
     def __init__(self, name: str, *, most_bytes: int, stall_s: float) -> None:
+        self._what = name
         self._name = new_agent_name(name)
         self._most_bytes = most_bytes
         self._stall_s = stall_s
         self._agent: Any = None
         self.lanes = ""
         """The lanes that the bytes took, once something was read."""
+        self._peer, self._has_lane = "", False
+        self._reference: weakref.ref[Any] | None = None
+        """The agent, once it should have ended."""
 
     def read(
         self,
@@ -121,49 +128,74 @@ class RangesReader:
             TransferError: The source is gone or does not answer. The local ranges have any bytes,
                 and nothing arrives any more.
         """
+        with START_WORK.time(CONNECTING):
+            self.open(target, _whole([own for own, _ in pairs]))
+        try:
+            with START_WORK.time(COPYING):
+                self._copy(pairs, report)
+        finally:
+            is_gone = self.close()
+        if not is_gone:
+            raise TransferError(f"the agent that reads {self._what} cannot be ended")
+
+    def open(self, target: RangesTarget, ranges: Sequence[MemoryRange]) -> None:
+        """Connects to the other process, and registers the memory that is to be read into. Raises
+        what `read` raises.
+        """
         binding = load_binding()
         _check(target, binding.version)
-        with START_WORK.time(CONNECTING), binding.calls("reading weights"):
+        with binding.calls(f"reading {self._what}"):
             self._agent = binding.create_agent(self._name, has_device=False, has_thread=False)
-        # No local variable has the agent: a frame of an exception would keep it from its end.
-        reference = weakref.ref(self._agent.agent)
+        self._has_lane = False
         try:
-            self._read(binding, target, pairs, report)
-        finally:
-            self._agent = None
-            is_gone = is_destroyed(reference)
-        if not is_gone:
-            raise TransferError("the agent that reads weights cannot be ended")
+            self._connect(binding, target, ranges)
+        except TransferError:
+            self.close()
+            raise
 
-    def _read(
-        self,
-        binding: Binding,
-        target: RangesTarget,
-        pairs: Sequence[_Pair],
-        report: Callable[[int], None],
+    def copy_rows(self, own: NDArray[np.uint64], theirs: NDArray[np.uint64]) -> None:
+        """Copies ranges of the other process's host memory after `open`.
+
+        Args:
+            own: [n, 3]: address, bytes and 0.
+            theirs: Likewise.
+
+        Raises:
+            TransferError: As `read`, but bytes may arrive until `close`.
+        """
+        binding = load_binding()
+        self._wait(binding, self._post(binding, ("DRAM", own, theirs), int(own[:, 1].sum())))
+
+    def close(self) -> bool:
+        """Ends all reads. Whether nothing arrives any more; if not, call it again."""
+        if self._agent is not None:
+            # No local variable has the agent: a frame of an exception would keep it from its end.
+            self._reference = weakref.ref(self._agent.agent)
+            self._agent = None
+        return self._reference is None or is_destroyed(self._reference)
+
+    def _connect(
+        self, binding: Binding, target: RangesTarget, ranges: Sequence[MemoryRange]
     ) -> None:
-        with (
-            START_WORK.time(CONNECTING),
-            binding.calls("connecting to a worker for its weights"),
-        ):
-            _register(self._agent, _whole([own for own, _ in pairs]))
+        with binding.calls(f"connecting to another process for its {self._what}"):
+            _register(self._agent, ranges)
             peer = self._agent.add_remote_agent(target.metadata)
-        peer = peer.decode() if isinstance(peer, bytes) else peer
-        if peer != target.agent_name:
-            raise TransportMismatch("the weights' metadata is of another agent than its name says")
+        self._peer = peer.decode() if isinstance(peer, bytes) else peer
+        if self._peer != target.agent_name:
+            raise TransportMismatch("the metadata is of another agent than its name says")
+
+    def _copy(self, pairs: Sequence[_Pair], report: Callable[[int], None]) -> None:
+        binding = load_binding()
         under_way: deque[_UnderWay] = deque()
-        done, began = 0, time.monotonic()
+        done = 0
         try:
             for batch in _batches(pairs, self._most_bytes // _AT_ONCE):
                 if len(under_way) == _AT_ONCE:
                     done += self._wait(binding, under_way.popleft())
                     report(done)
-                with binding.calls("reading weights"):
-                    one = _UnderWay(_prepare(self._agent, peer, batch), batch)
-                    if not done and not under_way:
-                        self._require_lane(binding)
-                    under_way.append(one)
-                    self._agent.transfer(one.handle)  # A failure shows when it is waited for.
+                rows = _rows([own for own, _ in batch]), _rows([other for _, other in batch])
+                size = sum(own.num_bytes for own, _ in batch)
+                under_way.append(self._post(binding, (batch[0][0].memory_type, *rows), size))
             while under_way:
                 done += self._wait(binding, under_way.popleft())
                 report(done)
@@ -171,22 +203,39 @@ class RangesReader:
             for one in under_way:
                 _release(binding, one)
             under_way.clear()
-            START_WORK.add(COPYING, time.monotonic() - began)
             self.lanes = binding.lanes(self._name) or self.lanes
+
+    def _post(self, binding: Binding, rows: tuple[str, Any, Any], num_bytes: int) -> _UnderWay:
+        kind, own, theirs = rows
+        with binding.calls(f"reading {self._what}"):
+            descriptors = [self._agent.get_xfer_descs(one, kind) for one in (own, theirs)]
+            one = _UnderWay(
+                self._agent.initialize_xfer("READ", *descriptors, self._peer), num_bytes
+            )
+        try:
+            with binding.calls(f"reading {self._what}"):
+                if not self._has_lane:
+                    self._require_lane(binding)
+                    self._has_lane = True
+                self._agent.transfer(one.handle)  # A failure shows when it is waited for.
+        except TransferError:
+            _release(binding, one)  # Otherwise this frame would keep the agent from its end.
+            raise
+        return one
 
     def _wait(self, binding: Binding, one: _UnderWay) -> int:
         """Returns the bytes that have come."""
         until, sleep_s = time.monotonic() + self._stall_s, 1e-5
         try:
             while True:
-                with binding.calls("reading weights"):
+                with binding.calls(f"reading {self._what}"):
                     state = self._agent.check_xfer_state(one.handle)
                 if state == "DONE":
-                    return sum(own.num_bytes for own, _ in one.batch)
+                    return one.num_bytes
                 if state != "PROC":
-                    raise TransferError(f"reading weights: NIXL answered {state}")
+                    raise TransferError(f"reading {self._what}: NIXL answered {state}")
                 if time.monotonic() > until:
-                    raise TransferError(f"no weights have come for {self._stall_s:g} s")
+                    raise TransferError(f"no {self._what} have come for {self._stall_s:g} s")
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
         finally:
@@ -197,7 +246,7 @@ class RangesReader:
         names = {lane.partition("/")[0] for lane in lanes.split()}
         if names.isdisjoint(ONE_SIDED_READ_LANES):
             raise NoOneSidedLane(
-                "reading the weights would need the other process's help, and could end it: "
+                f"reading {self._what} would need the other process's help, and could end it: "
                 f"{lanes or 'lanes unknown'}"
             )
 
@@ -252,10 +301,5 @@ def _release(binding: Binding, one: _UnderWay) -> None:
         one.handle.release()
 
 
-def _prepare(agent: Any, peer: str, batch: Sequence[_Pair]) -> Any:
-    def rows(ranges: Sequence[MemoryRange]) -> Any:
-        listed = [(one.address, one.num_bytes, one.device_id) for one in ranges]
-        return agent.get_xfer_descs(listed, ranges[0].memory_type)
-
-    own, theirs = rows([one for one, _ in batch]), rows([other for _, other in batch])
-    return agent.initialize_xfer("READ", own, theirs, peer)
+def _rows(ranges: Sequence[MemoryRange]) -> list[tuple[int, int, int]]:
+    return [(one.address, one.num_bytes, one.device_id) for one in ranges]

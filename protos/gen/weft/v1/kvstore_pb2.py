@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from weft.v1 import kv_pb2 as weft_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/kvstore.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x10weft/v1/kv.proto\"p\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x13\n\x0b\x62lock_pages\x18\x03 \x01(\r\x12\x14\n\x0cwindow_pages\x18\x04 \x01(\r\x12\x13\n\x0bstate_pages\x18\x05 \x01(\r\"2\n\x0eLookupResponse\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"H\n\x07PutPage\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12\x0c\n\x04page\x18\x03 \x01(\r\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\"\xa2\x01\n\nPutRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x14\n\x0csource_epoch\x18\x02 \x01(\x06\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x1f\n\x05pages\x18\x05 \x03(\x0b\x32\x10.weft.v1.PutPage\x12#\n\x06source\x18\x06 \x01(\x0b\x32\x13.weft.v1.NixlTarget\"d\n\x0bPutResponse\x12\x14\n\x0cstored_pages\x18\x01 \x01(\r\x12\x15\n\rpresent_pages\x18\x02 \x01(\r\x12\x15\n\rrefused_pages\x18\x03 \x01(\r\x12\x11\n\tsend_data\x18\x04 \x01(\x08\"b\n\x0ePutDataRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.weft.v1.PutRequest\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"7\n\x0fPutDataResponse\x12$\n\x06result\x18\x01 \x01(\x0b\x32\x14.weft.v1.PutResponse\"3\n\x14ReportCorruptRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x15\n\x13GetStoreInfoRequest\"\x92\x02\n\x14GetStoreInfoResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x18\n\x10transport_detail\x18\x06 \x01(\t\x12=\n\x08versions\x18\x07 \x03(\x0b\x32+.weft.v1.GetStoreInfoResponse.VersionsEntry\x12\x12\n\nadmin_port\x18\x14 \x01(\r\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x0e\n\x0cStatsRequest\"\xca\x02\n\rStatsResponse\x12\x13\n\x0btotal_pages\x18\x01 \x01(\r\x12\x12\n\nfree_pages\x18\x02 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x03 \x01(\r\x12\x14\n\x0cpinned_pages\x18\x04 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x05 \x01(\r\x12\x12\n\npage_bytes\x18\x06 \x01(\x04\x12\x36\n\x08\x63ounters\x18\x07 \x03(\x0b\x32$.weft.v1.StatsResponse.CountersEntry\x12)\n\x06uptime\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x05tiers\x18\t \x03(\x0b\x32\x12.weft.v1.TierState\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x8f\x04\n\x0eKvStoreService\x12\x39\n\x06Lookup\x12\x16.weft.v1.LookupRequest\x1a\x17.weft.v1.LookupResponse\x12\x34\n\x04\x46ill\x12\x14.weft.v1.FillControl\x1a\x12.weft.v1.FillEvent(\x01\x30\x01\x12\x45\n\nFillStatus\x12\x1a.weft.v1.FillStatusRequest\x1a\x1b.weft.v1.FillStatusResponse\x12\x30\n\x03Put\x12\x13.weft.v1.PutRequest\x1a\x14.weft.v1.PutResponse\x12>\n\x07PutData\x12\x17.weft.v1.PutDataRequest\x1a\x18.weft.v1.PutDataResponse(\x01\x12N\n\rReportCorrupt\x12\x1d.weft.v1.ReportCorruptRequest\x1a\x1e.weft.v1.ReportCorruptResponse\x12K\n\x0cGetStoreInfo\x12\x1c.weft.v1.GetStoreInfoRequest\x1a\x1d.weft.v1.GetStoreInfoResponse\x12\x36\n\x05Stats\x12\x15.weft.v1.StatsRequest\x1a\x16.weft.v1.StatsResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15weft/v1/kvstore.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x10weft/v1/kv.proto\"p\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x13\n\x0b\x62lock_pages\x18\x03 \x01(\r\x12\x14\n\x0cwindow_pages\x18\x04 \x01(\r\x12\x13\n\x0bstate_pages\x18\x05 \x01(\r\"2\n\x0eLookupResponse\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"H\n\x07PutPage\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12\x0c\n\x04page\x18\x03 \x01(\r\x12\x12\n\nparent_key\x18\x04 \x01(\x0c\"\xa2\x01\n\nPutRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x14\n\x0csource_epoch\x18\x02 \x01(\x06\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x1f\n\x05pages\x18\x05 \x03(\x0b\x32\x10.weft.v1.PutPage\x12#\n\x06source\x18\x06 \x01(\x0b\x32\x13.weft.v1.NixlTarget\"d\n\x0bPutResponse\x12\x14\n\x0cstored_pages\x18\x01 \x01(\r\x12\x15\n\rpresent_pages\x18\x02 \x01(\r\x12\x15\n\rrefused_pages\x18\x03 \x01(\r\x12\x11\n\tsend_data\x18\x04 \x01(\x08\"b\n\x0ePutDataRequest\x12#\n\x06header\x18\x01 \x01(\x0b\x32\x13.weft.v1.PutRequest\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"7\n\x0fPutDataResponse\x12$\n\x06result\x18\x01 \x01(\x0b\x32\x14.weft.v1.PutResponse\"\x1b\n\x0bHoldRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"\x9b\x01\n\x0cHoldResponse\x12\x15\n\rarena_address\x18\x01 \x01(\x04\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06\x12\x14\n\x0cnixl_version\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x07 \x01(\x0c\"3\n\x14ReportCorruptRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\"(\n\x15ReportCorruptResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x15\n\x13GetStoreInfoRequest\"\x92\x02\n\x14GetStoreInfoResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x18\n\x10transport_detail\x18\x06 \x01(\t\x12=\n\x08versions\x18\x07 \x03(\x0b\x32+.weft.v1.GetStoreInfoResponse.VersionsEntry\x12\x12\n\nadmin_port\x18\x14 \x01(\r\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x0e\n\x0cStatsRequest\"\xca\x02\n\rStatsResponse\x12\x13\n\x0btotal_pages\x18\x01 \x01(\r\x12\x12\n\nfree_pages\x18\x02 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x03 \x01(\r\x12\x14\n\x0cpinned_pages\x18\x04 \x01(\r\x12\x19\n\x11quarantined_pages\x18\x05 \x01(\r\x12\x12\n\npage_bytes\x18\x06 \x01(\x04\x12\x36\n\x08\x63ounters\x18\x07 \x03(\x0b\x32$.weft.v1.StatsResponse.CountersEntry\x12)\n\x06uptime\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x05tiers\x18\t \x03(\x0b\x32\x12.weft.v1.TierState\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xc6\x04\n\x0eKvStoreService\x12\x39\n\x06Lookup\x12\x16.weft.v1.LookupRequest\x1a\x17.weft.v1.LookupResponse\x12\x34\n\x04\x46ill\x12\x14.weft.v1.FillControl\x1a\x12.weft.v1.FillEvent(\x01\x30\x01\x12\x45\n\nFillStatus\x12\x1a.weft.v1.FillStatusRequest\x1a\x1b.weft.v1.FillStatusResponse\x12\x30\n\x03Put\x12\x13.weft.v1.PutRequest\x1a\x14.weft.v1.PutResponse\x12>\n\x07PutData\x12\x17.weft.v1.PutDataRequest\x1a\x18.weft.v1.PutDataResponse(\x01\x12\x35\n\x04Hold\x12\x14.weft.v1.HoldRequest\x1a\x15.weft.v1.HoldResponse0\x01\x12N\n\rReportCorrupt\x12\x1d.weft.v1.ReportCorruptRequest\x1a\x1e.weft.v1.ReportCorruptResponse\x12K\n\x0cGetStoreInfo\x12\x1c.weft.v1.GetStoreInfoRequest\x1a\x1d.weft.v1.GetStoreInfoResponse\x12\x36\n\x05Stats\x12\x15.weft.v1.StatsRequest\x1a\x16.weft.v1.StatsResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,22 +52,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTDATAREQUEST']._serialized_end=689
   _globals['_PUTDATARESPONSE']._serialized_start=691
   _globals['_PUTDATARESPONSE']._serialized_end=746
-  _globals['_REPORTCORRUPTREQUEST']._serialized_start=748
-  _globals['_REPORTCORRUPTREQUEST']._serialized_end=799
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=801
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=841
-  _globals['_GETSTOREINFOREQUEST']._serialized_start=843
-  _globals['_GETSTOREINFOREQUEST']._serialized_end=864
-  _globals['_GETSTOREINFORESPONSE']._serialized_start=867
-  _globals['_GETSTOREINFORESPONSE']._serialized_end=1141
-  _globals['_GETSTOREINFORESPONSE_VERSIONSENTRY']._serialized_start=1094
-  _globals['_GETSTOREINFORESPONSE_VERSIONSENTRY']._serialized_end=1141
-  _globals['_STATSREQUEST']._serialized_start=1143
-  _globals['_STATSREQUEST']._serialized_end=1157
-  _globals['_STATSRESPONSE']._serialized_start=1160
-  _globals['_STATSRESPONSE']._serialized_end=1490
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=1443
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1490
-  _globals['_KVSTORESERVICE']._serialized_start=1493
-  _globals['_KVSTORESERVICE']._serialized_end=2020
+  _globals['_HOLDREQUEST']._serialized_start=748
+  _globals['_HOLDREQUEST']._serialized_end=775
+  _globals['_HOLDRESPONSE']._serialized_start=778
+  _globals['_HOLDRESPONSE']._serialized_end=933
+  _globals['_REPORTCORRUPTREQUEST']._serialized_start=935
+  _globals['_REPORTCORRUPTREQUEST']._serialized_end=986
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=988
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1028
+  _globals['_GETSTOREINFOREQUEST']._serialized_start=1030
+  _globals['_GETSTOREINFOREQUEST']._serialized_end=1051
+  _globals['_GETSTOREINFORESPONSE']._serialized_start=1054
+  _globals['_GETSTOREINFORESPONSE']._serialized_end=1328
+  _globals['_GETSTOREINFORESPONSE_VERSIONSENTRY']._serialized_start=1281
+  _globals['_GETSTOREINFORESPONSE_VERSIONSENTRY']._serialized_end=1328
+  _globals['_STATSREQUEST']._serialized_start=1330
+  _globals['_STATSREQUEST']._serialized_end=1344
+  _globals['_STATSRESPONSE']._serialized_start=1347
+  _globals['_STATSRESPONSE']._serialized_end=1677
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=1630
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1677
+  _globals['_KVSTORESERVICE']._serialized_start=1680
+  _globals['_KVSTORESERVICE']._serialized_end=2262
 # @@protoc_insertion_point(module_scope)

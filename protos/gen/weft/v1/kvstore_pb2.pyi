@@ -256,6 +256,75 @@ class PutDataResponse(_message.Message):
 Global___PutDataResponse: _TypeAlias = PutDataResponse  # noqa: Y015
 
 @_typing.final
+class HoldRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of consecutive pages, 32 bytes each; at most 65,536."""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldRequest: _TypeAlias = HoldRequest  # noqa: Y015
+
+@_typing.final
+class HoldResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARENA_ADDRESS_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    NIXL_VERSION_FIELD_NUMBER: _builtins.int
+    AGENT_NAME_FIELD_NUMBER: _builtins.int
+    AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    arena_address: _builtins.int
+    """Where the arena lies in the store's memory. Page n begins n * page_bytes later."""
+    page_bytes: _builtins.int
+    nixl_version: _builtins.str
+    """Of the agent that has registered the arena: version of the nixl package, which must equal the
+    reader's, name, and serialised metadata.
+    """
+    agent_name: _builtins.str
+    agent_metadata: _builtins.bytes
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the pages of the leading keys that are held."""
+
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the bytes of each of them."""
+
+    def __init__(
+        self,
+        *,
+        arena_address: _builtins.int = ...,
+        page_bytes: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+        nixl_version: _builtins.str = ...,
+        agent_name: _builtins.str = ...,
+        agent_metadata: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "arena_address", b"arena_address", "digests", b"digests", "nixl_version", b"nixl_version", "page_bytes", b"page_bytes", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldResponse: _TypeAlias = HoldResponse  # noqa: Y015
+
+@_typing.final
 class ReportCorruptRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -62,6 +62,11 @@ class KvStoreServiceStub:
                 request_serializer=weft_dot_v1_dot_kvstore__pb2.PutDataRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_kvstore__pb2.PutDataResponse.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_stream(
+                '/weft.v1.KvStoreService/Hold',
+                request_serializer=weft_dot_v1_dot_kvstore__pb2.HoldRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_kvstore__pb2.HoldResponse.FromString,
+                _registered_method=True)
         self.ReportCorrupt = channel.unary_unary(
                 '/weft.v1.KvStoreService/ReportCorrupt',
                 request_serializer=weft_dot_v1_dot_kvstore__pb2.ReportCorruptRequest.SerializeToString,
@@ -124,6 +129,16 @@ class KvStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request, context):
+        """Keeps the leading pages of a chain that the arena holds still, until the caller ends the call,
+        at most 30 s. The one answer says where they lie, so that the caller reads them over NIXL
+        without the store's help: parts of them in any order. RESOURCE_EXHAUSTED when too many are kept,
+        FAILED_PRECONDITION without NIXL.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportCorrupt(self, request, context):
         """Reports that a page from this store arrived with a wrong digest. The store drops the page if
         its own copy is wrong too.
@@ -173,6 +188,11 @@ def add_KvStoreServiceServicer_to_server(servicer, server):
                     servicer.PutData,
                     request_deserializer=weft_dot_v1_dot_kvstore__pb2.PutDataRequest.FromString,
                     response_serializer=weft_dot_v1_dot_kvstore__pb2.PutDataResponse.SerializeToString,
+            ),
+            'Hold': grpc.unary_stream_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=weft_dot_v1_dot_kvstore__pb2.HoldRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_kvstore__pb2.HoldResponse.SerializeToString,
             ),
             'ReportCorrupt': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportCorrupt,
@@ -327,6 +347,33 @@ class KvStoreService:
             '/weft.v1.KvStoreService/PutData',
             weft_dot_v1_dot_kvstore__pb2.PutDataRequest.SerializeToString,
             weft_dot_v1_dot_kvstore__pb2.PutDataResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.KvStoreService/Hold',
+            weft_dot_v1_dot_kvstore__pb2.HoldRequest.SerializeToString,
+            weft_dot_v1_dot_kvstore__pb2.HoldResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,12 @@ class KvStoreServiceStub:
     """Takes pages as bytes: the gRPC transport of Put. The first message is the header alone; the
     bytes of each page follow in order. Nothing is stored unless all bytes arrive.
     """
+    Hold: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.HoldRequest, _kvstore_pb2.HoldResponse]
+    """Keeps the leading pages of a chain that the arena holds still, until the caller ends the call,
+    at most 30 s. The one answer says where they lie, so that the caller reads them over NIXL
+    without the store's help: parts of them in any order. RESOURCE_EXHAUSTED when too many are kept,
+    FAILED_PRECONDITION without NIXL.
+    """
     ReportCorrupt: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReportCorruptRequest, _kvstore_pb2.ReportCorruptResponse]
     """Reports that a page from this store arrived with a wrong digest. The store drops the page if
     its own copy is wrong too.
@@ -87,6 +93,12 @@ class KvStoreServiceAsyncStub(KvStoreServiceStub):
     PutData: _aio.StreamUnaryMultiCallable[_kvstore_pb2.PutDataRequest, _kvstore_pb2.PutDataResponse]  # type: ignore[assignment]
     """Takes pages as bytes: the gRPC transport of Put. The first message is the header alone; the
     bytes of each page follow in order. Nothing is stored unless all bytes arrive.
+    """
+    Hold: _aio.UnaryStreamMultiCallable[_kvstore_pb2.HoldRequest, _kvstore_pb2.HoldResponse]  # type: ignore[assignment]
+    """Keeps the leading pages of a chain that the arena holds still, until the caller ends the call,
+    at most 30 s. The one answer says where they lie, so that the caller reads them over NIXL
+    without the store's help: parts of them in any order. RESOURCE_EXHAUSTED when too many are kept,
+    FAILED_PRECONDITION without NIXL.
     """
     ReportCorrupt: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReportCorruptRequest, _kvstore_pb2.ReportCorruptResponse]  # type: ignore[assignment]
     """Reports that a page from this store arrived with a wrong digest. The store drops the page if
@@ -148,6 +160,18 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvstore_pb2.PutDataResponse, _abc.Awaitable[_kvstore_pb2.PutDataResponse]]:
         """Takes pages as bytes: the gRPC transport of Put. The first message is the header alone; the
         bytes of each page follow in order. Nothing is stored unless all bytes arrive.
+        """
+
+    @_abc_1.abstractmethod
+    def Hold(
+        self,
+        request: _kvstore_pb2.HoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.HoldResponse], _abc.AsyncIterator[_kvstore_pb2.HoldResponse]]:
+        """Keeps the leading pages of a chain that the arena holds still, until the caller ends the call,
+        at most 30 s. The one answer says where they lie, so that the caller reads them over NIXL
+        without the store's help: parts of them in any order. RESOURCE_EXHAUSTED when too many are kept,
+        FAILED_PRECONDITION without NIXL.
         """
 
     @_abc_1.abstractmethod

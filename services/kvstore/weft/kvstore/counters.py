@@ -29,4 +29,6 @@ class Counters:
     corrupt_reports: int = 0
     corrupt_pages: int = 0
     """Pages whose bytes in the arena were wrong."""
+    held_pages: int = 0
+    """Pages kept still for workers that read them."""
     flushed_pages: int = 0

@@ -9,7 +9,11 @@ from prometheus_client.registry import Collector
 from weft.common.worker.metrics import QUARANTINE_METRIC, QUARANTINE_TEXT, tier_metrics
 from weft.kvstore.store import KvStore
 
-GAUGES = {"open_puts": "Puts in work", "open_fills": "Fills under way"}
+GAUGES = {
+    "open_puts": "Puts in work",
+    "open_fills": "Fills under way",
+    "open_holds": "Workers that read pages by themselves",
+}
 COUNTERS = {
     "lookups": "Prompts looked up",
     "lookup_pages": "Keys asked for",
@@ -26,6 +30,7 @@ COUNTERS = {
     "bytes_out": "Bytes of pages written to owners",
     "corrupt_reports": "Reports of readers that a page did not have its digest",
     "corrupt_pages": "Pages whose bytes in the arena were wrong",
+    "held_pages": "Pages kept still for workers that read them",
     "flushed_pages": "Pages dropped by operators",
     "evicted_pages": "Pages given up for others",
     "quota_evicted_pages": "Pages given up for others of a namespace that has all it may have",

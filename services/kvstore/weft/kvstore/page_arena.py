@@ -13,6 +13,7 @@ from weft.contract.fills import FillReply
 from weft.kvstore.backends.base import BackendSource
 from weft.kvstore.counters import Counters
 from weft.kvstore.fills import StoreFills
+from weft.kvstore.holds import Holds
 from weft.kvstore.pages import PageStore
 from weft.kvstore.puts import Puts
 from weft.kvstore.settings import KvStoreSettings
@@ -81,6 +82,7 @@ class PageArena:
             timeout_s=settings.put_timeout_s,
             data_timeout_s=settings.put_data_timeout_s,
         )
+        self.holds = Holds(self.pages, self.transport, settings.max_fills)
         self.fills = StoreFills(
             self.pages,
             self.transport,

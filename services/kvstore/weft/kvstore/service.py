@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,13 +12,14 @@ from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import REQUEST_ID_KEY, remote_parent
 from weft.common.telemetry.tracing import MAX_ID_BYTES
 from weft.contract.clock import monotonic
-from weft.contract.codec.pairs import LEASE_STATES, LOOKUP, PUT, TIER
+from weft.contract.codec.pairs import HELD, HOLD, LEASE_STATES, LOOKUP, PUT, TIER
 from weft.contract.codec.walk import duration
 from weft.contract.errors import InvalidRequest
 from weft.contract.handle import LEASE_ID_BYTES
 from weft.contract.keys import PieceShape
 from weft.contract.store import KEY_BYTES
 from weft.contract.version import version
+from weft.kvstore.holds import HOLD_S
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore
 from weft.pages.transfer.nixl_binding import nixl_version
@@ -95,6 +97,15 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             raise InvalidRequest("the first message is the header alone", param="header")
         outcome = await self._store.put_data(PUT.decode(first.header), request_iterator)
         return kvstore_pb2.PutDataResponse(result=_put_response(outcome))
+
+    async def Hold(
+        self, request: kvstore_pb2.HoldRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.HoldResponse]:
+        order = HOLD.decode(request, hold=0, address="")
+        async with self._store.hold(order.keys) as held:
+            yield HELD.encode(held)
+            # A caller that has read the pages, or is gone, ends the call.
+            await asyncio.sleep(HOLD_S)
 
     async def ReportCorrupt(
         self, request: kvstore_pb2.ReportCorruptRequest, context: Context

@@ -9,6 +9,7 @@ import mmap
 import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 
 import numpy as np
@@ -18,7 +19,7 @@ from weft.contract.clock import monotonic
 from weft.contract.errors import Draining
 from weft.contract.keys import PieceShape, block_keys, blocks_keys
 from weft.contract.reports import TierReport
-from weft.contract.store import PutOrder
+from weft.contract.store import PutOrder, StoreHeld
 from weft.kvstore.backends import open_source
 from weft.kvstore.counters import Counters
 from weft.kvstore.front import FillFront
@@ -121,6 +122,7 @@ class KvStore:
                 "bytes_out": fills.shipped_bytes,
                 "open_puts": self._arena_pages.puts.num_open,
                 "open_fills": self._arena_pages.fills.filler.num_active,
+                "open_holds": self._arena_pages.holds.num_open,
             }
         return found
 
@@ -254,6 +256,16 @@ class KvStore:
             text = f"NIXL {version}" if version else self.transport.names[0]
         kept = self._source.describe() if self._source is not None else ""
         return f"{text}. {kept}" if kept else text
+
+    @asynccontextmanager
+    async def hold(self, keys: list[bytes]) -> AsyncIterator[StoreHeld]:
+        """Pages that stay still meanwhile, as `Holds.hold` says."""
+        if self._arena_pages is None:
+            yield StoreHeld(hold=0)
+            return
+        async with self._arena_pages.holds.hold(keys) as held:
+            self.counters.held_pages += len(held.pages)
+            yield held
 
     # -- puts ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,8 @@ from weft.pages.transfer.nixl import (
     nixl_available,
 )
 from weft.pages.transfer.nixl_binding import load_binding
+from weft.pages.transfer.nixl_ranges import MemoryRange, RangesTarget, SharedRanges
+from weft.pages.transfer.nixl_wire import TransportMismatch
 from weft.pages.transfer.shared import SharedSenders
 from weft.pages.transfer.ship import ShipThread
 from weft.pages.transfer.source import PageSource
@@ -82,7 +85,24 @@ class StoreTransport:
         if transport.nixl_version:
             self.senders = SendAgents(name, region)
             self.readers = ReadAgents(name, region)
+        self._name, self._region = name, region
+        self._arena: SharedRanges | None = None
+        self._arena_lock = threading.Lock()
         self.shipper = ShipThread(PageSource(pool), self.senders, wake, self.shared)
+
+    def arena_target(self) -> RangesTarget:
+        """Where others read the pool without help. The first call registers it, for half a second.
+
+        Raises:
+            TransferError: NIXL is not used here, or does not take the memory.
+        """
+        if self.nixl_version is None:
+            raise TransportMismatch("this store does not use NIXL")
+        with self._arena_lock:
+            if self._arena is None:
+                pool = MemoryRange(self._region.address, self._region.num_bytes, "DRAM", 0)
+                self._arena = SharedRanges(f"{self._name}-arena", [pool])
+            return self._arena.target
 
     def describe(self) -> str:
         """Transports and lanes, for people. May take milliseconds."""
@@ -108,5 +128,10 @@ class StoreTransport:
                     agents.close()
                 except TransferError as error:
                     logger.warning("%s", error)
+        if self._arena is not None:
+            try:
+                self._arena.close()
+            except TransferError as error:
+                logger.warning("%s", error)
         if self.shared is not None:
             self.shared.close()

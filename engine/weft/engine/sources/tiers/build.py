@@ -13,7 +13,6 @@ from weft.engine.base.config import EngineConfig
 from weft.pages.memory.eviction import EVICTION_POLICIES
 from weft.pages.tiers.disk import PageFiles, disk_tier
 from weft.pages.tiers.host import Pinned, host_tier
-from weft.pages.tiers.layer_pool import LayerPool
 from weft.pages.tiers.tier import Tier
 from weft.pages.transfer.page_pool import PagePool
 
@@ -36,8 +35,6 @@ class TierComponents:
     wake: Callable[[], None]
     """Called by other threads when the engine should take a turn."""
     notices: list[str]
-    layer_pool: LayerPool | None = None
-    """Access to the pool for loads by layer; None: pages are loaded whole."""
 
 
 def load_tiers(
@@ -47,7 +44,6 @@ def load_tiers(
     make_pool: Callable[[], PagePool],
     pin: Callable[[NDArray[np.uint8]], Pinned | None],
     wake: Callable[[], None],
-    layer_pool: LayerPool | None = None,
 ) -> TierComponents | None:
     """Creates the tiers, with the pages that the disk holds; None: none are configured.
 
@@ -59,7 +55,6 @@ def load_tiers(
         pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
             to it; raises ConfigError if that fails. None: the pool is in host memory.
         wake: Called by other threads when the engine should take a turn.
-        layer_pool: Access to the pool for loads by layer; None: pages are loaded whole.
 
     Raises:
         ConfigError: The settings do not fit this machine, or another process uses the folder.
@@ -119,5 +114,4 @@ def load_tiers(
         make_pool=make_pool,
         wake=wake,
         notices=notices,
-        layer_pool=layer_pool,
     )

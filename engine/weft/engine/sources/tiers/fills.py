@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from weft.engine.requests.request import Request, State
 from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.store_layers import StoreLoads
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.pages.tiers.policy import LoadCost, TierPolicy
 
@@ -15,6 +16,7 @@ class TieredFills:
 
     Args:
         tiers: Tiers of this engine; None: there are none.
+        store_loads: Loads by layer from KV stores; None: their pages are filled whole.
         owner: Requests fills from KV store and prefill workers.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
     """
@@ -22,6 +24,7 @@ class TieredFills:
     def __init__(
         self,
         tiers: Tiers | None,
+        store_loads: StoreLoads | None,
         owner: OwnerFills,
         policy: TierPolicy,
         page_bytes: int,
@@ -29,6 +32,7 @@ class TieredFills:
         prefill_tokens_per_s: Callable[[], float],
     ) -> None:
         self._tiers = tiers
+        self._store_loads = store_loads
         self._owner = owner
         self._policy = policy
         self._token_bytes = page_bytes / page_size
@@ -41,6 +45,8 @@ class TieredFills:
         if self._tiers is not None and self._tiers.plan(request):
             return State.LOADING
         self._pass_over_stores(request)
+        if self._store_loads is not None and self._store_loads.plan(request):
+            return State.LOADING
         return self._owner.next_state(request)
 
     def has_room(self, request: Request) -> bool:
@@ -49,11 +55,16 @@ class TieredFills:
     def start(self, request: Request) -> bool:
         if self._tiers is not None and self._tiers.start(request):
             return True
+        if self._store_loads is not None and self._store_loads.start(request):
+            return True
         return self._owner.start(request)
 
     def abandon(self, request: Request) -> None:
-        if self._tiers is None or not self._tiers.abandon(request):
-            self._owner.abandon(request)
+        if self._tiers is not None and self._tiers.abandon(request):
+            return
+        if self._store_loads is not None and self._store_loads.abandon(request):
+            return
+        self._owner.abandon(request)
 
     def _pass_over_stores(self, request: Request) -> None:
         """Drops stores that lack the request's next page, or are slower than computing."""

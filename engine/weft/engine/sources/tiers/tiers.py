@@ -23,12 +23,11 @@ from weft.contract.clock import Clock
 from weft.contract.reports import TierReport
 from weft.contract.timeline import FillRecord
 from weft.engine.base.background import BackgroundThread
-from weft.engine.requests.incoming import IncomingPages
 from weft.engine.requests.request import Request, State
 from weft.engine.scheduler.events import FillEvents
 from weft.engine.sources.carried import Carried
 from weft.engine.sources.tiers.build import TierComponents
-from weft.engine.sources.tiers.layer_loads import LayerLoad, LayerPolicy
+from weft.engine.sources.tiers.layer_loads import DAMAGED, LayerLoad, LayerLoads, TierLayers
 from weft.engine.sources.tiers.loads import (
     FetchMove,
     LoadChunk,
@@ -77,7 +76,6 @@ MAX_OPEN_FETCHES = 256
 MAX_SPARE_SLOTS = 64
 MAX_DISK_SHARE = 2
 """Part of the pool that a load by layer from disk may fill: a disk that never answers keeps it."""
-_DAMAGED = "a page could not be read or was not what was saved"
 DISK_REST_S = 5.0
 """Seconds for which a disk is not written to after a failed write."""
 
@@ -112,8 +110,7 @@ class Tiers:
         num_continuable_pages: Returns how many of a request's first n pages are in the pool and can
             be continued.
         companions: Of the model.
-        by_layer: When loads go by layer; None: never.
-        is_alone: Returns whether no request is being computed or filled.
+        layers: None: pages are loaded whole.
     """
 
     def __init__(
@@ -129,14 +126,10 @@ class Tiers:
         num_continuable_pages: Callable[[Request, int], int],
         events: FillEvents,
         companions: Sequence[Carried] = (),
-        by_layer: LayerPolicy | None = None,
-        is_alone: Callable[[], bool] = lambda: True,
+        layers: LayerLoads | None = None,
     ) -> None:
-        self._layer_pool = None if companions else parts.layer_pool
-        self.by_layer, self._is_alone = by_layer, is_alone
-        self._layers: LayerLoad | None = None
-        """The load by layer, of which there is one at a time, until its thread has ended."""
-        self._has_due_layers = False
+        self._layers = None if companions else layers
+        self._due_layers: LayerLoad | None = None
         self.host, self.disk = parts.host, parts.disk
         assert isinstance(parts.host.medium, HostMemory)
         self._rows = parts.host.medium
@@ -411,29 +404,19 @@ class Tiers:
 
     def _goes_by_layer(self, request: Request, runs: Sequence[TierRun]) -> bool:
         """Whether the request may begin to compute while these pages come."""
-        pool = self._layer_pool
-        policy = self.by_layer
-        if (
-            pool is None
-            or policy is None
-            or self._layers is not None
-            or self._stuck
-            or self._loader.num_open
-        ):
+        layers = self._layers
+        if layers is None or self._stuck or self._loader.num_open or request.sources.candidates:
             return False
-        if request.sources.loads_whole or request.sources.candidates or not request.draws:
-            return False
-        if pool.needs_rows and any(self._is_copied(run.tier) for run in runs):
+        if layers.pool.needs_rows and any(self._is_copied(run.tier) for run in runs):
             return False
         of_disk = sum(run.num_pages for run in runs if run.tier is self.disk)
-        if of_disk > self._memory.num_usable_pages // MAX_DISK_SHARE or not self._is_alone():
+        if of_disk > self._memory.num_usable_pages // MAX_DISK_SHARE:
             return False
-        rate, load_s = self._prefill_rate(), 0.0
+        load_s = 0.0
         for run in runs:
             bytes_per_s = self._policy.bytes_per_s(run.tier.name)
             load_s += run.num_pages * self._page_bytes / bytes_per_s if bytes_per_s else 0.0
-        num_tokens = request.num_tokens - runs[-1].end_page * self._page_size
-        return policy.pays(load_s, num_tokens / rate if rate else 0.0)
+        return layers.suits(request, runs[-1].end_page, load_s)
 
     def _is_copied(self, tier: Tier) -> bool:
         """Whether the pool's device cannot read the tier's pages where they are."""
@@ -482,7 +465,7 @@ class Tiers:
 
     def start(self, request: Request) -> bool:
         """Prepares the load that `plan` chose, for `begin_loads`; False: there is none."""
-        is_coming = self._layers is not None and self._layers.request is request
+        is_coming = self._layers is not None and self._layers.is_of(request)
         if id(request) in self._loads or is_coming:
             return True
         planned = self._planned.pop(id(request), None)
@@ -519,23 +502,19 @@ class Tiers:
         return True
 
     def _start_layers(self, request: Request, planned: _Planned, pages: list[int]) -> None:
-        assert self._layer_pool is not None
+        assert self._layers is not None
         records, begin = list[FillRecord](), request.num_computed
         for run in planned.runs:
             records.append(self._record(request, run.tier, begin, run.end_page * self._page_size))
             begin = run.end_page * self._page_size
-        self._layers = LayerLoad(
-            request=request,
+        source = TierLayers(
             tier=max((run.tier for run in planned.runs), key=self._tiers.index),
             loads=planned.loads,
             pages=pages,
-            records=records,
-            pool=self._layer_pool,
-            incoming=IncomingPages(),
-            wake=self._wake,
-            ended=self._layers_ended,
+            pool=self._layers.pool,
+            observe=self._policy.observe,
         )
-        self._has_due_layers = True
+        self._due_layers = self._layers.make(request, source, pages, records)
 
     def _add_chunks(
         self,
@@ -564,17 +543,16 @@ class Tiers:
     @property
     def num_due(self) -> int:
         """Number of chunks of loads that `begin_loads` will begin."""
-        return len(self._due) + self._has_due_layers
+        return len(self._due) + (self._due_layers is not None)
 
     def begin_loads(self) -> None:
         """Begins the loads that `start` has prepared: wipes and writes their pages."""
         for chunk in self._due:
             self._loader.give(chunk)
         self._due.clear()
-        if self._has_due_layers:
-            assert self._layers is not None
-            self._loader.give(self._layers)
-            self._has_due_layers = False
+        if self._due_layers is not None:
+            self._loader.give(self._due_layers)
+            self._due_layers = None
 
     def abandon(self, request: Request) -> bool:
         """Stops the load of a request that has ended; False: it had none.
@@ -588,9 +566,7 @@ class Tiers:
                 found.end()
             if planned.pieces is not None:
                 self._give_back(planned.pieces.pieces)
-        layers = self._layers
-        if layers is not None and layers.request is request and not layers.is_given:
-            layers.incoming.stop()
+        if self._layers is not None and self._layers.stop(request):
             return True
         load = self._loads.pop(id(request), None)
         if load is None:
@@ -697,12 +673,13 @@ class Tiers:
                 load.pieces.pages += load.pages[:good]
             del load.pages[:good]
         if load.pieces is None:
-            self._continue(request, good)
+            position = request.num_computed + good * self._page_size
+            request.continue_at(position, was_cached=True)
             record.accepted_tokens += good * self._page_size
         record.bytes += num_bytes
         record.end_s = self._clock() - request.timeline.submitted_at
         if any(found.outcome in ("corrupt", "failed") for found in chunk.loads):
-            record.failure = _DAMAGED
+            record.failure = DAMAGED
         if chunk.num_good and load.pieces is None:
             self._events.arrived(request)
         if not load.chunks:
@@ -747,76 +724,11 @@ class Tiers:
         if not loaded.num_fenced:
             self._give_back(loaded.pieces)
 
-    # -- by layer --------------------------------------------------------------------------------
-
-    def _give_layers(self) -> None:
-        """Lets a request go on whose first layers may be there soon."""
-        load = self._layers
-        if load is None or load.is_given or not load.may_begin or load.incoming.is_stopped:
-            return
-        self._memory.retain(load.pages)  # For the request: the load keeps its own reference.
-        load.request.held.await_load(load.incoming)
-        self._take_in(load)
-        self._events.completed(load.request)
-
-    def _take_in(self, load: LayerLoad) -> None:
-        request, load.is_given = load.request, True
-        request.held.add(load.pages)
-        self._continue(request, len(load.pages))
-
-    def _continue(self, request: Request, num_pages: int) -> None:
-        position = request.num_computed + num_pages * self._page_size
-        request.continue_at(position, was_cached=True)
-
-    def _layers_ended(self, load: LayerLoad) -> None:
-        if self._layers is load:
-            self._layers = None
-        request, incoming = load.request, load.incoming
-        num_bytes = load.num_good * self._page_bytes
-        load.tier.counters.load_us += int(load.duration_s * 1e6)
-        self._policy.observe(load.tier.name, num_bytes, load.duration_s)
-        is_whole = incoming.has_ended and incoming.wait(0.0)
-        self._note_layers(load, is_whole=is_whole)
-        if load.is_given:
-            self._memory.release(load.pages)
-            # The pipeline knows the outcome before this thread where a step waited for it.
-            if request.held.incoming is not incoming:
-                return
-            if is_whole:
-                request.held.end_load()
-                self._events.arrived(request)
-            elif not request.num_launched:
-                self._events.lost(request)
-        elif incoming.is_stopped:
-            self._memory.release(load.pages)
-        elif is_whole:
-            self._take_in(load)
-            self._events.arrived(request)
-            self._events.completed(request)
-        else:
-            request.sources.loads_whole = True
-            self._memory.release(load.pages)
-            request.held.promise(self._memory, len(load.pages))
-            self._events.completed(request)
-
-    def _note_layers(self, load: LayerLoad, *, is_whole: bool) -> None:
-        now = self._clock() - load.request.timeline.submitted_at
-        for record in load.records:
-            record.end_s = now
-            if is_whole:
-                record.accepted_tokens = record.end_token - record.start_token
-                record.bytes = record.accepted_tokens // self._page_size * self._page_bytes
-            elif any(found.outcome in ("corrupt", "failed") for found in load.loads):
-                record.failure = _DAMAGED
-            else:
-                record.failure = "it was given up"
-
     # -- every turn ------------------------------------------------------------------------------
 
     def take(self) -> None:
         for mover in (self._loader, self._fetcher, self._saver, self._writer):
             mover.take()
-        self._give_layers()
         for mover, tier in list(self._stuck):
             mover.take()
             if not mover.num_open:
@@ -866,8 +778,16 @@ class Tiers:
         now = self._clock()
         if self._loader.stuck_s(now) >= self._progress_timeout_s:
             at = self._loader.current
-            tier = at.tier if isinstance(at, LoadChunk | LayerLoad) else self.host
-            self._leave_layers()
+            tier = self.host
+            if isinstance(at, LoadChunk):
+                tier = at.tier
+            elif isinstance(at, LayerLoad):
+                assert isinstance(at.source, TierLayers)
+                tier = at.source.tier
+            layers = self._layers
+            coming = None if layers is None else layers.present
+            if layers is not None and coming is not None and isinstance(coming.source, TierLayers):
+                layers.leave()
             self._load_pool = self._make_pool()
             self._piece_pools = [
                 pools._replace(load=carried.make_pool())
@@ -882,20 +802,6 @@ class Tiers:
             self._fetcher = self._replace(self._fetcher, self.disk)
         if self._writer.stuck_s(now) >= self._progress_timeout_s:
             self._writer = self._replace(self._writer, self.disk)
-
-    def _leave_layers(self) -> None:
-        """Gives up a load by layer whose thread does not go on. Its pages stay with it."""
-        load = self._layers
-        if load is None:
-            return
-        request, self._layers = load.request, None
-        load.incoming.stop()
-        if load.is_given:
-            if request.held.incoming is load.incoming and not request.num_launched:
-                self._events.lost(request)
-        elif request.state is State.LOADING:
-            request.sources.skips_tiers = True
-            self._events.failed(request)
 
     def _replace(self, mover: BackgroundThread, tier: Tier) -> BackgroundThread:
         logger.error(

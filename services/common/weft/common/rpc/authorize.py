@@ -156,6 +156,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.KvStoreService/FillStatus": _FILLED,
     "/weft.v1.KvStoreService/Put": _FILLED,
     "/weft.v1.KvStoreService/PutData": _FILLED,
+    "/weft.v1.KvStoreService/Hold": frozenset({"decode"}),
     "/weft.v1.KvStoreService/ReportCorrupt": _FILLED,
     "/weft.v1.KvStoreService/GetStoreInfo": _FILLED | _WATCHERS,
     "/weft.v1.KvStoreService/Stats": _WATCHERS,

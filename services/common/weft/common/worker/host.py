@@ -282,6 +282,10 @@ class WorkerHost:
                 self._store.look_up(lookup)
             for put in outbox.store_puts:
                 self._store.put(put)
+            for hold in outbox.store_holds:
+                self._store.hold(hold)
+            for number in outbox.store_releases:
+                self._store.release(number)
         self._role_state.on_outbox(outbox)
         if self._service is not None:
             self._service.on_outbox(outbox)

@@ -15,6 +15,8 @@ from weft.contract.errors import InjectedFault, PeerUnavailable
 from weft.contract.messages import Inbox
 from weft.contract.store import (
     StoreAnswer,
+    StoreHeld,
+    StoreHold,
     StoreLookup,
     StorePut,
     StorePutResult,
@@ -43,6 +45,7 @@ class StoreClient:
         self._replicas = {replica.address: replica for replica in replicas}
         self._names = list(self._replicas)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._holds: dict[int, asyncio.Task[None]] = {}
 
     def look_up(self, lookup: StoreLookup) -> None:
         """Asks the store; the engine always gets an answer."""
@@ -52,16 +55,25 @@ class StoreClient:
         """Offers pages; the engine always gets a result."""
         self._spawn(self._put(put))
 
+    def hold(self, hold: StoreHold) -> None:
+        """Has a replica keep pages still until `release`; the engine always gets an answer."""
+        self._holds[hold.hold] = self._spawn(self._hold(hold))
+
+    def release(self, number: int) -> None:
+        if (task := self._holds.pop(number, None)) is not None:
+            task.cancel()
+
     async def close(self) -> None:
         """Cancels the calls in progress."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = start_logged(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _replica_of(self, shard: bytes, *, is_put: bool) -> StoreReplica | None:
         """None: none is reachable."""
@@ -105,6 +117,21 @@ class StoreClient:
             result = await self._offer(put)
         with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(store_put_results=[result]))
+
+    async def _hold(self, order: StoreHold) -> None:
+        replica = self._replicas.get(order.address)
+        is_answered = False
+        try:
+            if replica is not None:
+                async for held in replica.hold(order):
+                    is_answered = True
+                    self._engine.send(Inbox(store_held=[held]))
+        except PeerUnavailable:
+            return  # This worker's engine has ended.
+        finally:
+            if not is_answered:
+                with contextlib.suppress(PeerUnavailable):
+                    self._engine.send(Inbox(store_held=[StoreHeld(hold=order.hold)]))
 
     async def _offer(self, put: StorePut) -> StorePutResult:
         indices: dict[str, list[int]] = {}

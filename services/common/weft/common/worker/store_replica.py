@@ -16,9 +16,10 @@ from weft.common.telemetry.spans import (
 )
 from weft.common.worker.fill_client import FillClient
 from weft.contract.clock import Clock, monotonic
-from weft.contract.codec.pairs import LOOKUP, PUT
+from weft.contract.codec.pairs import HELD, HOLD, LOOKUP, PUT
+from weft.contract.errors import InvalidRequest
 from weft.contract.handle import DATA_CHUNK_BYTES
-from weft.contract.store import Offer, PutOrder, StoreLookup, StorePut
+from weft.contract.store import Offer, PutOrder, StoreHeld, StoreHold, StoreLookup, StorePut
 from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,16 @@ class StoreReplica:
         except grpc.aio.AioRpcError as error:
             self._failed("take pages", error)
             return None
+
+    async def hold(self, order: StoreHold) -> AsyncIterator[StoreHeld]:
+        """Its answer, if it gives one; it keeps the pages still until the iteration ends."""
+        try:
+            async for found in self._stub.Hold(HOLD.encode(order)):
+                yield HELD.decode(found, hold=order.hold)
+        except grpc.aio.AioRpcError as error:
+            self._failed("hold pages", error)
+        except InvalidRequest as error:
+            logger.warning("the KV store at %s: %s", self.address, error.message)
 
     def _failed(self, what: str, error: grpc.aio.AioRpcError, *, may_be_busy: bool = False) -> None:
         if error.code() not in AWAY:
