@@ -124,7 +124,7 @@ def test_pages_may_lie_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_words", "change"),
     [
-        ("pages.triton_pages", 4110, ("rows + page * stride", "rows + row * stride")),
+        ("pages.triton_pages", 4110, ("words = tl.load(rows + page", "words = tl.load(rows + row")),
         (
             "page_digest.triton_digest",
             4110,
@@ -154,7 +154,8 @@ def test_the_checks_see_a_changed_kernel(
 def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
     pool = random_pool(4, 4110, torch.float32)
     pages, out = page_numbers(4, 4), poisoned(4, pool)
-    change = ("(len(pages) * parts,)", "(len(pages) * parts - 1,)")
+    text = "grid = (len(pages) * parts,)\n    _gather"
+    change = (text, text.replace("parts,)", "parts - 1,)"))
     with kernel_module("pages.triton_pages", tmp_path, change) as module:
         module.gather_rows(words(pool), pages, out.view(torch.int32))
     assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
@@ -163,8 +164,11 @@ def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ("rows + page * stride", "rows + row * stride"),
-        ("(len(pages) * parts,)", "(len(pages) * parts - 1,)"),
+        ("tl.store(rows + page * stride", "tl.store(rows + row * stride"),
+        (
+            "grid = (len(pages) * parts,)\n    _scatter",
+            "grid = (len(pages) * parts - 1,)\n    _scatter",
+        ),
     ],
 )
 def test_a_changed_scatter_is_seen(change: tuple[str, str], tmp_path: Path) -> None:

@@ -126,6 +126,27 @@ async def test_one_worker_must_decode(tmp_path: Path) -> None:
         assert "decode" in served.problem()
 
 
+async def test_the_next_order_knows_a_role_that_was_just_set(tmp_path: Path) -> None:
+    """Reports, which come later, would have told it."""
+    listing = Listing()
+    async with gateway(tmp_path, script, num_decode=2, discovery=listing, wait=False) as mesh:
+        first, second = mesh.workers
+        set_role(first, PREFILL)
+        set_role(second, DECODE)
+        listing.tell(mesh.workers)
+        await mesh.wait(
+            lambda: sum(bool(one.report) for one in mesh.app.fleet.workers("decode")) == 2
+        )
+        assert may(mesh, "decode") == {second.worker_id}
+        calls = WorkerCalls(mesh.app.fleet, False)
+        with pytest.raises(RoleFixed):
+            calls.check_decodes_without(second.worker_id)
+        set_role(first, DECODE)
+        assert first.role_now is not None
+        calls.take_role(first.worker_id, first.role_now)
+        calls.check_decodes_without(second.worker_id)
+
+
 async def test_a_worker_of_one_role_is_refused_in_the_other(tmp_path: Path) -> None:
     async with gateway(tmp_path, script, discovery=(listing := Listing()), wait=False) as mesh:
         listing.tell(mesh.workers)

@@ -76,31 +76,35 @@ def test_workers_of_two_models_share_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "num_gpus", "devices", "prefill", "decode"),
+    ("flags", "num_gpus", "devices", "prefill", "decode", "both"),
     [
-        ("", 0, ["cpu"], 1, 1),
-        ("", 1, ["cuda:0"], 0, 1),
-        ("--device auto", 2, ["cuda:0", "cuda:1"], 1, 1),
-        ("", 8, [f"cuda:{index}" for index in range(8)], 2, 6),
-        ("--prefill 3", 4, [f"cuda:{index}" for index in range(4)], 3, 1),
-        ("--device cuda:1", 4, ["cuda:1"], 1, 1),
-        ("--device cpu --decode 2", 4, ["cpu"], 1, 2),
+        ("", 0, ["cpu"], 1, 1, 0),
+        ("", 1, ["cuda:0"], 0, 1, 0),
+        ("--device auto", 2, ["cuda:0", "cuda:1"], 0, 0, 2),
+        ("--prefill-args=--cp=1", 1, ["cuda:0"], 0, 1, 0),
+        ("--prefill-args=--cp=1", 4, [f"cuda:{index}" for index in range(4)], 1, 3, 0),
+        ("", 8, [f"cuda:{index}" for index in range(8)], 0, 0, 8),
+        ("--prefill 3", 4, [f"cuda:{index}" for index in range(4)], 3, 1, 0),
+        ("--device cuda:1", 4, ["cuda:1"], 1, 1, 0),
+        ("--device cpu --decode 2", 4, ["cpu"], 1, 2, 0),
         (
             "--tp 2 --device cuda:0,cuda:1,cuda:2,cuda:3",
             4,
             ["cuda:0,cuda:1", "cuda:2,cuda:3"],
             1,
             1,
+            0,
         ),
-        ("--tp 2", 3, ["cuda:0,cuda:1"], 0, 1),
+        ("--tp 2", 3, ["cuda:0,cuda:1"], 0, 1, 0),
     ],
 )
 def test_what_is_not_said_follows_from_the_gpus(
-    flags: str, num_gpus: int, devices: list[str], prefill: int, decode: int
+    flags: str, num_gpus: int, devices: list[str], prefill: int, decode: int, both: int
 ) -> None:
     notices: list[str] = []
     chosen = with_devices(load_settings(UpSettings, flags.split(), {}), num_gpus, notices.append)
-    assert (chosen.device, chosen.prefill, chosen.decode) == (devices, prefill, decode)
+    assert chosen.device == devices
+    assert (chosen.prefill, chosen.decode, chosen.both) == (prefill, decode, both)
     num_idle = num_gpus % chosen.tp
     assert len(notices) == num_idle
     assert all(f"{num_idle} of {num_gpus} stay idle" in notice for notice in notices)
@@ -127,7 +131,7 @@ def test_devices_that_cannot_serve_are_refused(flags: str, num_gpus: int, reason
 def test_models_share_the_gpus() -> None:
     settings = load_settings(UpSettings, ["--model", "a,b"], {})
     chosen = with_devices(settings, 4, print)
-    assert (chosen.prefill, chosen.decode) == (1, 1)
+    assert (chosen.prefill, chosen.decode, chosen.both) == (0, 0, 2)
 
 
 def test_auto_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,10 +145,10 @@ def test_auto_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--gateways auto", 0, 128, 1),  # workers on the CPU need no more
         ("--gateways auto", 1, 16, 1),
-        ("--gateways auto", 8, 128, 6),  # two of eight only prefill
+        ("--gateways auto", 8, 128, 8),
         ("--gateways auto", 8, 24, 4),  # 8 of 24 cores are left
         ("--gateways auto", 8, 8, 1),
-        ("--gateways auto --tp 4", 8, 128, 1),
+        ("--gateways auto --tp 4", 8, 128, 2),
         ("--gateways auto --decode 30 --prefill 0", 8, 256, 16),
         ("--gateways auto --device cpu,cuda:0 --decode 4", 1, 128, 1),
         ("--gateways auto --rest-port 8000 --grpc-port 8002", 8, 128, 2),

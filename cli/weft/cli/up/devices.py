@@ -12,10 +12,6 @@ CORES_A_WORKER = 2
 """Cores that a worker on a GPU keeps busy: its engine and its service."""
 CORES_A_GATEWAY = 2
 """Cores that a gateway and its REST edge keep busy at their limit."""
-GPUS_A_FILLER = 4
-"""One GPU in this many prefills for the others. Decode workers also prefill where that is
-faster.
-"""
 
 
 def with_devices(settings: UpSettings, num_gpus: int, notice: Callable[[str], None]) -> UpSettings:
@@ -23,8 +19,9 @@ def with_devices(settings: UpSettings, num_gpus: int, notice: Callable[[str], No
 
     Without GPUs workers run on the CPU. Otherwise they take the GPUs in turn. If no numbers of
     workers are given, each GPU gets one worker. A single GPU gets a decode worker that also
-    prefills, since two workers would only share it. Of several GPUs one in `GPUS_A_FILLER`, and at
-    least one, gets a prefill worker, and the rest get decode workers.
+    prefills, since two workers would only share it. Each of several GPUs gets a worker of both
+    roles, which prefills for the others where that is faster; with flags for prefill workers, the
+    first one is such a worker and the others decode.
 
     Raises ConfigError if a given device is not there, a worker of `tp` ranks needs more GPUs, or
     the given ones cannot be divided among such workers. `notice` is called with what a user should
@@ -52,8 +49,12 @@ def with_devices(settings: UpSettings, num_gpus: int, notice: Callable[[str], No
     update: dict[str, object] = {"device": devices}
     if not settings.model_fields_set & {"prefill", "decode", "both"}:
         each = max(1, len(devices) // len(settings.model))
-        num_fillers = max(1, each // GPUS_A_FILLER) if each > 1 else 0
-        update["prefill"], update["decode"] = num_fillers, each - num_fillers
+        has_filler = bool(settings.prefill_args) and each > 1
+        update["prefill"], update["decode"], update["both"] = 0, each, 0
+        if has_filler:
+            update["prefill"], update["decode"] = 1, each - 1
+        elif each > 1:
+            update["decode"], update["both"] = 0, each
     return settings.model_copy(update=update)
 
 

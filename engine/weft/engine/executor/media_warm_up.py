@@ -107,14 +107,14 @@ def _steps(
 ) -> Iterator[StepInput]:
     """Chunks alone and beside requests of one row, with and without positions before them."""
     cached = _CACHED_PAGES * executor.facts.page_size
-    begins, ahead = [0], [None, 0]
+    begins, ahead = [0], [0]
     if cached < max_context_tokens:
-        begins, ahead = [0, cached], [None, 0, max_context_tokens - 1]
+        begins, ahead = [0, cached], [0, max_context_tokens - 1]
     most = min(max_step_tokens, max_context_tokens - begins[-1])
     for num_rows in (*_powers(min(most, _MOST_ROWS), _FEWEST_ROWS), most):
         # Kernels are also compiled apart for numbers of rows that are a multiple of 16 and others.
         fewer = itertools.cycle((0, 1, 1, 0))
-        for others, begin in itertools.product(ahead, begins):
+        for others, begin in itertools.product((None, *ahead), begins):
             before = () if others is None else (max(others, begin),)
             size = max(1, num_rows - next(fewer) - len(before))
             step = _step(executor, size, begin, before, sees_both_ways)
@@ -125,12 +125,12 @@ def _steps(
     # number decides. It is a power of two or once and a half of one here.
     most = min(max_requests, max_step_tokens - _FEWEST_ROWS)
     for power in _powers(most):
-        for number, begin, at in itertools.product({power, power * 3 // 2}, begins, ahead[1:]):
+        for number, begin, at in itertools.product({power, power * 3 // 2}, begins, ahead):
             if 1 < number <= most:
                 yield _step(
                     executor, _FEWEST_ROWS, begin, [max(at, begin)] * number, sees_both_ways
                 )
-    for number, size, at in itertools.product(_powers(most, 4), _FEW_ROWS, ahead[1:]):
+    for number, size, at in itertools.product(_powers(most, 4), _FEW_ROWS, ahead):
         yield _step(executor, size, begins[-1], [max(at, begins[-1])] * number, sees_both_ways)
 
 

@@ -16,22 +16,18 @@ _MAX_COPIERS = 32
 
 def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
     """`weft.kernels.ops.pages.gather_pages` for CUDA tensors of int32 words."""
-    _copy_pages(rows, out, pages, is_gather=True)
+    parts = cdiv(rows.shape[1], _TILE)
+    sizes = (rows.shape[1], rows.stride(0), out.stride(0), parts)
+    grid = (len(pages) * parts,)
+    _gather_kernel[grid](out, rows, pages, *sizes, TILE=_TILE, num_warps=8)
 
 
 def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
     """`weft.kernels.ops.pages.scatter_pages` for CUDA tensors of int32 words."""
-    _copy_pages(rows, source, pages, is_gather=False)
-
-
-def _copy_pages(
-    rows: torch.Tensor, buffer: torch.Tensor, pages: torch.Tensor, *, is_gather: bool
-) -> None:
     parts = cdiv(rows.shape[1], _TILE)
-    sizes = (rows.shape[1], rows.stride(0), buffer.stride(0), parts)
-    _copy_pages_kernel[(len(pages) * parts,)](
-        rows, buffer, pages, *sizes, IS_GATHER=is_gather, TILE=_TILE, num_warps=8
-    )
+    sizes = (rows.shape[1], rows.stride(0), source.stride(0), parts)
+    grid = (len(pages) * parts,)
+    _scatter_kernel[grid](rows, source, pages, *sizes, TILE=_TILE, num_warps=8)
 
 
 def copy_part_rows(
@@ -74,15 +70,14 @@ def _copy_part_kernel(
 
 
 @triton.jit
-def _copy_pages_kernel(
+def _gather_kernel(
+    out: tl.tensor,
     rows: tl.tensor,
-    buffer: tl.tensor,
     pages: tl.tensor,
     num_words: int,
     stride: int,
     buffer_stride: int,
     parts: int,
-    IS_GATHER: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     # Programs of one page are neighbours, so that programs that run at the same time access
@@ -91,8 +86,26 @@ def _copy_pages_kernel(
     page = tl.load(pages + row)
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
-    of_page, of_buffer = rows + page * stride + column, buffer + row * buffer_stride + column
-    if IS_GATHER:
-        tl.store(of_buffer, tl.load(of_page, mask=mask), mask=mask)
-    else:
-        tl.store(of_page, tl.load(of_buffer, mask=mask), mask=mask)
+    words = tl.load(rows + page * stride + column, mask=mask)
+    tl.store(out + row * buffer_stride + column, words, mask=mask)
+
+
+@triton.jit
+def _scatter_kernel(
+    rows: tl.tensor,
+    source: tl.tensor,
+    pages: tl.tensor,
+    num_words: int,
+    stride: int,
+    buffer_stride: int,
+    parts: int,
+    TILE: tl.constexpr,
+) -> None:
+    # Programs of one page are neighbours, so that programs that run at the same time access
+    # adjacent memory.
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    page = tl.load(pages + row)
+    column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
+    mask = column < num_words
+    words = tl.load(source + row * buffer_stride + column, mask=mask)
+    tl.store(rows + page * stride + column, words, mask=mask)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.peers.triton_sum import await_turn, signal_turn
+from weft.kernels.ops.peers.triton_sum import await_turn
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 
@@ -154,7 +154,10 @@ def _meet(
     are_others = (lane < SIZE) & (lane != RANK)
     all_bases = tl.load(bases + lane, mask=lane < SIZE, other=0)
     tl.debug_barrier()
-    signal_turn(all_bases + flags_at, number * SIZE + RANK, turn, are_others, LANES)
+    theirs = (all_bases + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
+    tl.atomic_xchg(
+        theirs, tl.zeros([LANES], tl.int32) + turn, mask=are_others, sem="release", scope="sys"
+    )
     own = (tl.load(bases + RANK) + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE
     await_turn(own + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
 

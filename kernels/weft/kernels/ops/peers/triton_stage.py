@@ -50,7 +50,11 @@ def send_rows(memory: StageMemory, rows: torch.Tensor) -> None:
     """Hands on [T, H], contiguous. Raises ValueError if there is no room for so many."""
     words = _words(memory, rows)
     _await(memory, memory.sender + _TAKEN, 2)
-    _copy(memory, words, is_sender=True)
+    _put_kernel[(max(1, cdiv(words.numel(), _TILE)),)](
+        *(words, memory.receiver + _ROWS, memory.turns, words.numel(), memory.capacity),
+        TILE=_TILE,
+        num_warps=8,
+    )
     _signal_kernel[(1,)](memory.receiver + _ARRIVED, memory.turns, num_warps=1)
 
 
@@ -60,7 +64,11 @@ def receive_rows(memory: StageMemory, out: torch.Tensor) -> torch.Tensor:
     """
     words = _words(memory, out)
     _await(memory, memory.receiver + _ARRIVED, 0)
-    _copy(memory, words, is_sender=False)
+    _take_kernel[(max(1, cdiv(words.numel(), _TILE)),)](
+        *(words, memory.receiver + _ROWS, memory.turns, words.numel(), memory.capacity),
+        TILE=_TILE,
+        num_warps=8,
+    )
     _signal_kernel[(1,)](memory.sender + _TAKEN, memory.turns, num_warps=1)
     return out
 
@@ -70,14 +78,6 @@ def _words(memory: StageMemory, rows: torch.Tensor) -> torch.Tensor:
     if num_bytes > 4 * memory.capacity or num_bytes % 4 or not rows.is_contiguous():
         raise ValueError(f"rows of {num_bytes} bytes, and room for {4 * memory.capacity}")
     return rows.view(torch.int32).view(-1) if num_bytes else rows.new_empty(0, dtype=torch.int32)
-
-
-def _copy(memory: StageMemory, words: torch.Tensor, *, is_sender: bool) -> None:
-    """Copies words to or from the room of the step that comes next."""
-    _copy_kernel[(max(1, cdiv(words.numel(), _TILE)),)](
-        words, memory.receiver + _ROWS, memory.turns, words.numel(), memory.capacity,
-        IS_SENDER=is_sender, TILE=_TILE, num_warps=8,
-    )  # fmt: skip
 
 
 def _await(memory: StageMemory, flag: int, lead: int) -> None:
@@ -107,24 +107,36 @@ def _await_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _copy_kernel(
+def _put_kernel(
     words: tl.tensor,
     room: tl.tensor,
     turns: tl.tensor,
     count: int,
     capacity: int,
-    IS_SENDER: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     turn = tl.load(turns) + 1
-    place = room.to(tl.int64).to(tl.pointer_type(tl.int32)) + (turn & 1).to(tl.int64) * capacity
+    theirs = room.to(tl.int64).to(tl.pointer_type(tl.int32)) + (turn & 1).to(tl.int64) * capacity
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = at < count
-    if IS_SENDER:
-        tl.store(place + at, tl.load(words + at, mask=mask), mask=mask)
-    else:
-        # Another GPU has written these words, so they are not read from a cache near the processor.
-        tl.store(words + at, tl.load(place + at, mask=mask, cache_modifier=".cg"), mask=mask)
+    tl.store(theirs + at, tl.load(words + at, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _take_kernel(
+    words: tl.tensor,
+    room: tl.tensor,
+    turns: tl.tensor,
+    count: int,
+    capacity: int,
+    TILE: tl.constexpr,
+) -> None:
+    turn = tl.load(turns) + 1
+    own = room.to(tl.int64).to(tl.pointer_type(tl.int32)) + (turn & 1).to(tl.int64) * capacity
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = at < count
+    # Another GPU has written these words, so they are not read from a cache near the processor.
+    tl.store(words + at, tl.load(own + at, mask=mask, cache_modifier=".cg"), mask=mask)
 
 
 @triton.jit

@@ -244,40 +244,6 @@ def await_turn(
 
 
 @triton.jit
-def signal_turn(
-    flags: tl.tensor, place: tl.tensor, turn: tl.tensor, mask: tl.tensor, LANES: tl.constexpr
-) -> None:
-    """Sets a flag of other ranks; `flags` are addresses of their flags, [LANES] int64."""
-    at = flags.to(tl.pointer_type(tl.int32)) + place
-    given = tl.zeros([LANES], tl.int32) + turn
-    tl.atomic_xchg(at, given, mask=mask, sem="release", scope="sys")
-
-
-@triton.jit
-def _added(
-    parts: tl.tensor,
-    row: tl.tensor,
-    parity: tl.tensor,
-    place: tl.tensor,
-    part_rows: int,
-    width: int,
-    column: tl.tensor,
-    mask: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> tl.tensor:
-    """The sum of this rank's row and of those that the other ranks have written here, in order."""
-    added = tl.zeros(row.shape, tl.float32)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            added += row.to(tl.float32)
-        else:
-            at = parts + ((parity * SIZE + peer) * part_rows + place) * width + column
-            added += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    return added
-
-
-@triton.jit
 def _sum_kernel(
     out: tl.tensor,
     total: tl.tensor,
@@ -331,25 +297,47 @@ def _sum_kernel(
                 theirs = (tl.load(bases + peer) + parts_at).to(tl.pointer_type(kind))
                 tl.store(tl.multiple_of(theirs, 16) + here + column, row, mask=mask)
         tl.debug_barrier()
-        signal_turn(all_bases + flags_at, number * SIZE + RANK, turn, are_others, LANES)
+        their_flags = (all_bases + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
+        tl.atomic_xchg(
+            their_flags, tl.zeros([LANES], tl.int32) + turn,
+            mask=are_others, sem="release", scope="sys",
+        )  # fmt: skip
         await_turn(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
-        added = _added(own_parts, row, parity, place, part_rows, width, column, mask, RANK, SIZE)
+        added = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(SIZE):
+            if peer == RANK:
+                added += row.to(tl.float32)
+            else:
+                at = ((parity * SIZE + peer) * part_rows + place) * width
+                added += tl.load(
+                    own_parts + at + column, mask=mask, other=0.0, cache_modifier=".cg"
+                ).to(tl.float32)
         summed = (stream + added).to(kind)
     else:
         owner = number % SIZE
         place = (number // SIZE).to(tl.int64)
         if owner == RANK:
             await_turn(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
-            added = _added(
-                own_parts, row, parity, place, part_rows, width, column, mask, RANK, SIZE
-            )
+            added = tl.zeros([BLOCK], tl.float32)
+            for peer in tl.static_range(SIZE):
+                if peer == RANK:
+                    added += row.to(tl.float32)
+                else:
+                    at = ((parity * SIZE + peer) * part_rows + place) * width
+                    added += tl.load(
+                        own_parts + at + column, mask=mask, other=0.0, cache_modifier=".cg"
+                    ).to(tl.float32)
             summed = (stream + added).to(kind)
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
                     theirs = (tl.load(bases + peer) + sums_at).to(tl.pointer_type(kind))
                     tl.store(tl.multiple_of(theirs, 16) + begin + column, summed, mask=mask)
             tl.debug_barrier()
-            signal_turn(all_bases + sum_flags_at, number, turn, are_others, LANES)
+            their_flags = (all_bases + sum_flags_at).to(tl.pointer_type(tl.int32)) + number
+            tl.atomic_xchg(
+                their_flags, tl.zeros([LANES], tl.int32) + turn,
+                mask=are_others, sem="release", scope="sys",
+            )  # fmt: skip
         else:
             owner_base = tl.load(bases + owner)
             here = ((parity * SIZE + RANK) * part_rows + place) * width
@@ -406,7 +394,10 @@ def _share_kernel(
         tl.debug_barrier()
         others = (lane < SIZE) & (lane != 0)
         all_bases = tl.load(bases + lane, mask=lane < SIZE, other=0)
-        signal_turn(all_bases + flags_at, number, turn, others, LANES)
+        flags = (all_bases + flags_at).to(tl.pointer_type(tl.int32)) + number
+        tl.atomic_xchg(
+            flags, tl.zeros([LANES], tl.int32) + turn, mask=others, sem="release", scope="sys"
+        )
     else:
         base = tl.load(bases + RANK)
         came = (base + flags_at).to(tl.pointer_type(tl.int32)) + number

@@ -1,4 +1,4 @@
-"""The calls that drain workers and put them back, for the typed face and the operators' port."""
+"""The calls that drain workers, put them back and set their roles."""
 
 from __future__ import annotations
 
@@ -91,6 +91,12 @@ class WorkerCalls:
                 stage="role",
                 param="role",
             )
+
+    def take_role(self, worker_id: str, state: worker_pb2.RoleState) -> None:
+        """Requests and the next order go by a role that has just been set."""
+        for worker in self._fleet.workers():
+            if worker.info is not None and worker.info.worker_id == worker_id:
+                worker.take_role(state)
 
     def _find(self, worker_id: str) -> FleetWorker:
         """Raises WorkerNotFound, whose message names the workers that there are."""

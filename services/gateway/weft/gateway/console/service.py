@@ -143,6 +143,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         if request.HasField("lease"):
             order.lease.CopyFrom(request.lease)
         answer = await self._administer(request.member_id, context, "SetRole", order)
+        self._workers.take_role(request.member_id, answer.state)
         return mesh_pb2.SetMemberRoleResponse(
             previous_role=WORKER_ROLES[answer.previous_role], changes=answer.state.changes
         )

@@ -258,6 +258,11 @@ class FleetWorker:
                 f"{model.vocabulary_size}: they were given different model directories"
             )
 
+    def take_role(self, state: worker_pb2.RoleState) -> None:
+        """What the worker answered when its role was set; the next report says it too."""
+        if self._load is not None and self._load.role.changes < state.changes:
+            self._load.role.CopyFrom(state)
+
     def _take(self, report: worker_pb2.WatchLoadResponse) -> None:
         self._load = report
         self._take_model(report.model_digest)
