@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from weft.cli.certs import files_of
-from weft.engine.executor.ranks.hosts import version
+from weft.contract.version import version
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel.host_sockets import receive_message, send_message
 from weft.testing.engine import host_process
