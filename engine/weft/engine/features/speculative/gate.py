@@ -30,8 +30,6 @@ FIRST_ALLOWANCE = 8.0
 """Initial allowance for trials, in multiples of a step's time."""
 ALLOWANCE_SHARE = 0.01
 """Share of all steps' time that may be spent on trials."""
-MIN_LOSS = 0.1
-"""Least cost of a trial, as a share of a step's time."""
 PROBE_EVERY = 100
 """The gate tries a neighbour of the best shape after this number of steps, times the number of
 steps in a trial, if the allowance covers the trial.
@@ -52,16 +50,15 @@ drafts on and off costs time that the gate does not measure.
 """
 SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""
-FIRST_GAIN = 1.04
-"""Factor by which drafting must be faster than not drafting before the gate starts it."""
 OVERLAPPED_GAIN = 1.15
-"""`FIRST_GAIN` if steps overlap. It is larger because each change costs time, and because the cost
-of drafts is less certain.
+"""Factor by which drafting must be faster than not drafting before the gate starts it, if steps
+overlap. It is larger than `HYSTERESIS` because each change costs time, and because the cost of
+drafts is less certain.
 """
 OVERLAPPED_LEAST = 1.06
 """Factor by which drafting must stay faster if steps overlap."""
 HYSTERESIS = 1.02
-"""Factor by which another number of drafts must be faster before it is chosen."""
+"""Factor by which another number of drafts, or none, must be faster before it is chosen."""
 UNSURE = 0.08
 """Relative uncertainty of a single measurement; of n measurements, this divided by sqrt(n)."""
 DECAY = 0.995
@@ -72,7 +69,7 @@ OWN_WEIGHT = 6.0
 """Weight of the statistics of all requests when a new request begins."""
 OVERLAPPED_TRIAL = 4
 """Steps of a trial if steps overlap. Only the inner ones have neighbours of the same kind."""
-FIRST_TIMED_AFTER, FIRST_TRIAL_AFTER = 12, 24
+FIRST_TIMED_AFTER = 12
 """Steps of one size class before the gate times or tries one, if steps overlap. The first steps of
 a size are often slow, and drafts would look cheap compared with them.
 """
@@ -294,8 +291,9 @@ class MeasuredGate(DraftGate):
         }
         if choice.best not in rates:
             choice.best = NO_DRAFTS
-        first = OVERLAPPED_GAIN if self._overlaps else FIRST_GAIN
-        gain = HYSTERESIS if choice.best.num_drafts else first
+        gain = HYSTERESIS
+        if self._overlaps and not choice.best.num_drafts:
+            gain = OVERLAPPED_GAIN
         if choice.best.num_drafts and self._overlaps:
             rates[NO_DRAFTS] *= OVERLAPPED_LEAST
         best = max(rates, key=rates.__getitem__)
@@ -307,7 +305,7 @@ class MeasuredGate(DraftGate):
     def _trial_of(self, choice: _Choice, worth: _Worth, num_requests: int) -> _Trial | None:
         if self._trial is not None or self._has_prompts:
             return None
-        if self._overlaps and choice.num_steps < FIRST_TRIAL_AFTER:
+        if self._overlaps and choice.num_steps < FIRST_TIMED_AFTER:
             return None
         times = self._times
         best_s = times.seconds(num_requests, choice.best, worth.share) / worth.tokens(choice.best)
@@ -315,7 +313,7 @@ class MeasuredGate(DraftGate):
         def trial(shape: DraftShape) -> _Trial | None:
             expected_s = best_s * worth.tokens(shape)
             seconds = times.seconds(num_requests, shape, worth.share)
-            loss_s = self._trial_steps * max(seconds - expected_s, MIN_LOSS * seconds)
+            loss_s = self._trial_steps * max(seconds - expected_s, 0.0)
             if loss_s > self._allowance_s:
                 return None
             # The previous step may still be running.
@@ -369,7 +367,7 @@ class MeasuredGate(DraftGate):
         # Another step may have been under way when a trial was chosen.
         trial = self._trial
         if trial is not None and trial.shape == step.shape:
-            loss_s = max(duration_s - trial.expected_s, MIN_LOSS * duration_s)
+            loss_s = max(duration_s - trial.expected_s, 0.0)
             self._allowance_s = max(self._allowance_s - loss_s, 1e-9)
             choice = self._choice(step.num_requests)
             choice.num_probes = choice.num_steps // self._probe_every
