@@ -34,7 +34,6 @@ pytestmark = pytest.mark.needs("nixl")
 
 PAGE, NUM_LAYERS, VOCAB, NUM_NEW = 8, 5, 517, 6
 LENGTH = 40 * PAGE + 3
-NUM_FAULTS = 6
 FAULTS = (
     *("bad page", "bad digest", "killed", "killed later", "silent", "not held", "fewer"),
     *("bad agent", "other version", "late", "moved"),
@@ -112,7 +111,7 @@ def continued(prompt: list[int]) -> list[int]:
     return prompt[:end] + prompt_of(random.randrange(3, 12 * PAGE))
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", ["on", pytest.param("off", marks=pytest.mark.full)])
 def test_texts_are_those_of_no_cache(folder: Path, reference: Reference, overlap: str) -> None:
     with pair_of(folder, overlap=overlap) as pair:
         prompt = prompt_of()
@@ -128,6 +127,7 @@ def test_texts_are_those_of_no_cache(folder: Path, reference: Reference, overlap
         assert pair.num_waiting_steps > 0
 
 
+@pytest.mark.full
 def test_pages_of_host_memory_and_of_a_store_both_come_by_layer(
     folder: Path, reference: Reference
 ) -> None:
@@ -146,6 +146,7 @@ def test_pages_of_host_memory_and_of_a_store_both_come_by_layer(
         assert pair.num_holds == 1
 
 
+@pytest.mark.full
 def test_no_page_is_published_before_the_last_layer_has_come(
     folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +244,12 @@ def strike(pair: Counted, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "kinds", [FAULTS, pytest.param([None] * 200, marks=pytest.mark.full)], ids=["each", "200"]
+    "kinds",
+    [
+        pytest.param([None] * 2, id="two"),
+        pytest.param(FAULTS, marks=pytest.mark.full, id="each"),
+        pytest.param([None] * 200, marks=pytest.mark.full, id="200"),
+    ],
 )
 def test_faults_of_loads_spoil_no_text(
     folder: Path, reference: Reference, kinds: list[str | None]
@@ -276,6 +282,7 @@ def test_faults_of_loads_spoil_no_text(
         assert pair.num_waiting_steps > 0
 
 
+@pytest.mark.full
 def test_a_request_that_is_cancelled_while_its_pages_come_leaves_nothing(
     folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

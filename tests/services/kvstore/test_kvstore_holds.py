@@ -77,6 +77,7 @@ async def test_held_pages_are_read_from_the_arena_and_stay(tmp_path: Path) -> No
             assert reader.close()
 
 
+@pytest.mark.full
 async def test_a_store_without_nixl_says_so(tmp_path: Path) -> None:
     memory = str(ARENA_PAGES * PAGE_BYTES)
     with store_process(tmp_path, "--memory-bytes", memory, "--transport", "data") as (

@@ -66,15 +66,17 @@ class StoreReaders:
 
     def close(self, target: RangesTarget) -> None:
         """Returns when nothing arrives any more."""
-        if (reader := self._known.pop(target, None)) is None:
+        reader = self._known.pop(target, None)
+        if reader is None or reader.close():
             return
+        logger.error("reads from a KV store do not end; their pages stay in use")
         while not reader.close():
-            logger.error("reads from a KV store do not end; their pages stay in use")
             time.sleep(CLOSE_RETRY_S)
 
     def close_all(self) -> None:
-        for target in list(self._known):
-            self.close(target)
+        """At the end of the process, which ends what is under way."""
+        for reader in self._known.values():
+            reader.close()
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

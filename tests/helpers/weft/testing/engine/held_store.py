@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from weft.contract.messages import Outbox
@@ -13,25 +12,9 @@ from weft.contract.store import StoreHeld, StoreHold
 from weft.engine.loop.engine import Engine
 from weft.pages.transfer.digest import digest_pages
 from weft.pages.transfer.nixl_binding import nixl_version
-from weft.pages.transfer.nixl_ranges import MemoryRange, SharedRanges
 from weft.testing.engine.engine_pair import ManualClock
+from weft.testing.engine.held_arena import NUM_PAGES, serve
 from weft.testing.engine.store_pair import StorePair
-
-NUM_PAGES = 512
-
-
-def _serve(connection: Any, page_bytes: int) -> None:
-    """The process with the arena: writes the pages that it is told."""
-    arena = np.zeros((NUM_PAGES, page_bytes), np.uint8)
-    pool = MemoryRange(arena.ctypes.data, arena.nbytes, "DRAM", 0)
-    shared = SharedRanges("arena", [pool])
-    target = shared.target
-    connection.send((pool.address, target.agent_name, target.metadata))
-    while (told := connection.recv()) is not None:
-        page, data = told
-        arena[page] = np.frombuffer(data, np.uint8)
-        connection.send(page)
-    shared.close()
 
 
 class HeldStorePair(StorePair):
@@ -54,7 +37,7 @@ class HeldStorePair(StorePair):
         """Starts the process with the pages that the store holds."""
         self._pipe, there = self._context.Pipe()
         size = self.owner.info.page_bytes
-        self.process = self._context.Process(target=_serve, args=(there, size), daemon=True)
+        self.process = self._context.Process(target=serve, args=(there, size), daemon=True)
         self.process.start()
         there.close()
         self._target: tuple[int, str, bytes] = self._pipe.recv()
