@@ -9,6 +9,7 @@ gigabyte of each of the four processes. Two hosts have more cores than this mach
 process is what bounds them, so `bound_gb_per_s` is what it could move with a core of its own.
 
 `plain` is the same bytes over one TCP connection between the namespaces, by Python's sockets.
+`one_host` ships the prompt between two workers of one host, over NIXL and in shared memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -55,7 +57,6 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as there:
 
 harness = Harness(__file__, __doc__, repeats=9)
 harness.flag("--prompt", type=int, default=2048, help="tokens, of 128 KiB each")
-harness.flag("--transport", default="shared", help="of both workers")
 harness.flag("--worker-args", default="", help="of both workers")
 
 
@@ -83,27 +84,32 @@ def plain(run: Run) -> None:
 
 
 class Hosts:
-    """A worker in each namespace, and a gateway outside of them."""
+    """A worker on each host, and a gateway outside of them. Without a network all are on one."""
 
-    def __init__(self, run: Run, folder: Path) -> None:
-        network = network_of(run)
+    def __init__(
+        self, stack: ExitStack, run: Run, transport: str, network: Network | None = None
+    ) -> None:
+        temporary = tempfile.TemporaryDirectory(prefix="weft-data-hosts-")
+        folder = Path(stack.enter_context(temporary))
         make_tiny("llama", folder / "model", tokenizer=True, **SHAPE, **HEADS)
         model = ("--model-dir", str(folder / "model"), "--model-name", "m")
         weft = [sys.executable, "-m", "weft.cli", "serve"]
         self.workers: dict[str, ServiceProcess] = {}
         addresses = {}
         for host, role in enumerate(("prefill", "decode")):
-            more = ["--transport", run.options.transport, *run.options.worker_args.split()]
+            more = ["--transport", transport, *run.options.worker_args.split()]
             if role == "decode":  # Every prompt comes anew.
                 more += ["--no-prefix-cache", "--local-prefill-max-tokens", "0"]
-            command = [*network.before(host), *weft, role, *model, "--device", "cpu", *more]
-            command += ["--host", network.address(host), "--insecure"]
-            process = run.stack.enter_context(ServiceProcess(role, command, folder))
+            command = [*weft, role, *model, "--device", "cpu", *more]
+            if network is not None:
+                command = [*network.before(host), *command]
+                command += ["--host", network.address(host), "--insecure"]
+            process = stack.enter_context(ServiceProcess(role, command, folder))
             addresses[role] = process.wait_ready(300)["address"]
             self.workers[role] = process
         command = [*weft, "gateway", *model, "--port", "0"]
         command += [part for role, at in addresses.items() for part in (f"--{role}", at)]
-        gateway = run.stack.enter_context(ServiceProcess("gateway", command, folder))
+        gateway = stack.enter_context(ServiceProcess("gateway", command, folder))
         self.gateway: str = gateway.wait_ready(60)["address"]
 
     def processor_s(self) -> dict[str, float]:
@@ -176,10 +182,17 @@ async def measure(run: Run, hosts: Hosts) -> None:
 
 @harness.part
 def fills(run: Run) -> None:
-    """A cached prompt."""
-    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-data-hosts-")))
-    hosts = Hosts(run, folder)
-    asyncio.run(measure(run, hosts))
+    """A cached prompt, between hosts that have no NIXL."""
+    with ExitStack() as stack:
+        asyncio.run(measure(run, Hosts(stack, run, "shared", network_of(run))))
+
+
+@harness.part
+def one_host(run: Run) -> None:
+    """A cached prompt, on one host."""
+    for transport in ("nixl", "shared", "shared", "nixl"):
+        with ExitStack() as stack:
+            asyncio.run(measure(run, Hosts(stack, run, transport)))
 
 
 if __name__ == "__main__":
