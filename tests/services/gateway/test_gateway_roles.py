@@ -145,6 +145,14 @@ async def test_the_next_order_knows_a_role_that_was_just_set(tmp_path: Path) -> 
         assert first.role_now is not None
         calls.take_role(first.worker_id, first.role_now)
         calls.check_decodes_without(second.worker_id)
+        for worker in mesh.app.fleet.workers("decode"):
+            if worker.info is not None and worker.info.worker_id == first.worker_id:
+                assert worker.report is not None
+                late = worker_pb2.WatchLoadResponse()
+                late.CopyFrom(worker.report)
+                late.role.CopyFrom(worker_pb2.RoleState(role=PREFILL, changes=1))
+                worker._take(late)
+        calls.check_decodes_without(second.worker_id)
 
 
 async def test_a_worker_of_one_role_is_refused_in_the_other(tmp_path: Path) -> None:

@@ -123,14 +123,14 @@ def _steps(
                 yield replace(step, adapters=np.ones(len(step.slots), np.int32))
     # Attention of decodes is compiled apart for how many programs share a context, which their
     # number decides. It is a power of two or once and a half of one here.
-    most = min(max_requests, max_step_tokens - _FEWEST_ROWS)
-    for power in _powers(most):
+    fewest = min(_FEWEST_ROWS, most)
+    most_others = min(max_requests, max_step_tokens - fewest)
+    for power in _powers(most_others):
         for number, begin, at in itertools.product({power, power * 3 // 2}, begins, ahead):
-            if 1 < number <= most:
-                yield _step(
-                    executor, _FEWEST_ROWS, begin, [max(at, begin)] * number, sees_both_ways
-                )
-    for number, size, at in itertools.product(_powers(most, 4), _FEW_ROWS, ahead):
+            if 1 < number <= most_others:
+                yield _step(executor, fewest, begin, [max(at, begin)] * number, sees_both_ways)
+    few = [size for size in _FEW_ROWS if size <= fewest]
+    for number, size, at in itertools.product(_powers(most_others, 4), few, ahead):
         yield _step(executor, size, begins[-1], [max(at, begins[-1])] * number, sees_both_ways)
 
 

@@ -264,6 +264,8 @@ class FleetWorker:
             self._load.role.CopyFrom(state)
 
     def _take(self, report: worker_pb2.WatchLoadResponse) -> None:
+        if self._load is not None and report.role.changes < self._load.role.changes:
+            report.role.CopyFrom(self._load.role)  # It was set after the report had been sent.
         self._load = report
         self._take_model(report.model_digest)
         if not report.adapters_are_changes:
