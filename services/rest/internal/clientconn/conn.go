@@ -7,8 +7,9 @@
 // an interim response is sent (100 Continue): a client that is there ignores it, and the host of one
 // that has gone resets the connection.
 //
-// And it lets one goroutine send to many clients, by TryWrite. Other writes wait for their client, as
-// long as it takes something now and then; while it takes all at once that bound costs nothing.
+// And by TryWrite one goroutine can send to many clients without waiting for any. Write waits for its
+// client, but not while the client takes nothing for WriteStall; no deadline is set where the client
+// takes everything at once.
 package clientconn
 
 import (
@@ -66,7 +67,7 @@ func Of(ctx context.Context) *Conn {
 	return own
 }
 
-// WithConn is http.Server.ConnContext: it lets Answering find the connection.
+// WithConn is http.Server.ConnContext: it lets Of and Answering find the connection.
 func WithConn(ctx context.Context, c net.Conn) context.Context {
 	if own, ok := c.(*Conn); ok {
 		return context.WithValue(ctx, connKey{}, own)
@@ -111,6 +112,7 @@ type Conn struct {
 	hasWritten bool // anything of this answer
 	asked      time.Time
 	unsent     []byte // what TryWrite has left: it goes out first
+	failed     error  // of a write, which may have ended anywhere: nothing may follow
 }
 
 func (c *Conn) set(next phase) {
@@ -127,12 +129,12 @@ func (c *Conn) TryWrite(data []byte) bool {
 		return false
 	}
 	defer c.mutex.Unlock()
-	if len(c.unsent) > 0 {
+	if c.failed != nil || len(c.unsent) > 0 {
 		return false
 	}
 	c.hasWritten = true
 	sent, err := c.try(data)
-	if err != nil {
+	if c.failed = err; err != nil {
 		return false
 	}
 	if sent < len(data) {
@@ -146,7 +148,7 @@ func (c *Conn) TryWrite(data []byte) bool {
 func (c *Conn) finish() {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
-	if c.sendRest() != nil {
+	if c.failed = c.sendRest(); c.failed != nil {
 		_ = c.Conn.Close()
 	}
 }
@@ -156,18 +158,24 @@ func (c *Conn) Write(data []byte) (int, error) {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
 	c.hasWritten = true
-	if err := c.sendRest(); err != nil {
-		return 0, err
+	if c.failed != nil {
+		return 0, c.failed
+	}
+	if c.failed = c.sendRest(); c.failed != nil {
+		return 0, c.failed
 	}
 	sent, err := c.try(data)
-	if err != nil || sent == len(data) {
-		return sent, err
+	if err == nil && sent < len(data) {
+		var more int
+		more, err = c.wait(data[sent:])
+		sent += more
 	}
-	more, err := c.wait(data[sent:])
-	return sent + more, err
+	c.failed = err
+	return sent, err
 }
 
-// try writes what the client takes at once. The system call takes less time than a write.
+// try writes what the client takes at once, by one system call without the deadline and the poller of
+// net.Conn.
 func (c *Conn) try(data []byte) (sent int, err error) {
 	if c.raw == nil || len(data) == 0 {
 		return 0, nil
@@ -221,16 +229,11 @@ func (c *Conn) Read(p []byte) (int, error) {
 // isReset says whether the client's host has reset the connection. A read does not show this, since
 // it returns the end of input first.
 func (c *Conn) isReset() bool {
-	inner, ok := c.Conn.(syscall.Conn)
-	if !ok {
+	if c.raw == nil {
 		return false
 	}
-	raw, err := inner.SyscallConn()
-	if err != nil {
-		return true
-	}
 	var failure int
-	err = raw.Control(func(fd uintptr) {
+	err := c.raw.Control(func(fd uintptr) {
 		failure, _ = syscall.GetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_ERROR)
 	})
 	return err != nil || failure != 0
@@ -243,12 +246,15 @@ func (c *Conn) waits(ended time.Duration) bool {
 	if c.phase != answering {
 		return c.phase == arriving && ended < arrivalGrace
 	}
+	if c.failed != nil {
+		return false
+	}
 	if c.hasWritten || time.Since(c.asked) < askEvery {
 		return true
 	}
 	c.asked = time.Now()
-	_, err := io.WriteString(c.Conn, interim)
-	return err == nil
+	_, c.failed = io.WriteString(c.Conn, interim)
+	return c.failed == nil
 }
 
 // CloseWrite is what net/http calls ahead of closing, so that its last words arrive.

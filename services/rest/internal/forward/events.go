@@ -16,8 +16,8 @@ const waiting = ": waiting\n\n"
 
 // Limits are times of answers.
 type Limits struct {
-	// WriteStall: a client that reads nothing for this long loses its connection; 0: the connection sees
-	// to it.
+	// WriteStall: a write that takes longer than this ends the answer; 0: the connection bounds its
+	// writes (clientconn.Listener).
 	WriteStall time.Duration
 	// CommentAfter: a stream of events without an event for this long gets a comment, so that no proxy
 	// takes it for dead; 0: never.
@@ -106,14 +106,15 @@ func (e *eventStream) send(data []byte) bool {
 var chunks = sync.Pool{New: func() any { return new([]byte) }}
 
 // try sends data without waiting for the client, from any goroutine. It is false, and sends nothing,
-// if that is not possible. net/http has nothing unsent behind a flush, so a chunk of its answer (RFC
-// 9112, section 7.1) may go past it, which takes a quarter of its time.
+// if that is not possible. After a flush net/http holds nothing back, so a chunk of its answer (RFC
+// 9112, section 7.1) can be written to the connection directly, which saves net/http's part
+// (bench/notes/streams.md).
 func (e *eventStream) try(data []byte) bool {
 	if !e.mutex.TryLock() {
 		return false
 	}
 	defer e.mutex.Unlock()
-	if e.conn == nil || !e.isOpen || e.isEnded {
+	if e.conn == nil || !e.isOpen || e.isEnded || e.isGone {
 		return false
 	}
 	chunk, _ := chunks.Get().(*[]byte)

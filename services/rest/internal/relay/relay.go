@@ -203,6 +203,7 @@ func (r *Relays) read(from *relay) {
 		}
 		r.mutex.Unlock()
 		deliver(numbers, streams, data)
+		clear(streams) // which may have ended
 	}
 }
 
@@ -335,7 +336,7 @@ func (s *Stream) Next(done <-chan struct{}, try func([]byte) bool) []byte {
 		select {
 		case <-s.ready:
 		case <-s.relay.broken:
-			isBroken = true // what came before is taken first
+			isBroken, try = true, nil // what came before is taken first
 		case <-done:
 			_, _ = s.pop(nil)
 			return nil
