@@ -148,14 +148,14 @@ def forms(run: Run) -> None:
     """Layers in each of `FORMS`."""
     experts, hidden, inner, top_k = SHAPES[run.options.model]
     rates = kept_rates(run)
-    for name in set(run.options.formats) & set(FORMS):
+    for name in (one for one in FORMS if one in run.options.formats):
         each = BITS[name] / 8 * 3 * hidden * inner
         count = num_inputs(round(each * top_k))
         layers = [draw_layer(name, experts, hidden, inner) for _ in range(count)][:8]
         for rows in run.options.rows:
             calls, roof_us = _calls(layers, rows, top_k, each, rates.bytes_per_s)
             _time_forms(run, f"{name}, {rows} rows", FORMS[name], calls, rows, roof_us)
-        del layers
+        del layers, calls
         torch.cuda.empty_cache()
 
 

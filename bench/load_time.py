@@ -256,12 +256,13 @@ RATES: dict[str, Callable[[Path, str], None]] = {
     "copy to new memory": copy_as_much,
     "pull": pull_from_mirror,
 }
+OVER_NIXL = "weft, from a peer over NIXL"
 LOADERS: dict[str, Callable[[Path, str], None]] = {
     "weft, first start": load_first,
     "weft": load_with_weft,
     "weft, from disk": load_with_weft,
     "weft, from a peer": load_from_peer,
-    "weft, from a peer over NIXL": load_over_nixl,
+    OVER_NIXL: load_over_nixl,
     "safetensors": load_with_safetensors,
     "fastsafetensors": load_with_fastsafetensors,
 }
@@ -327,7 +328,9 @@ harness.flag("--folder", type=Path, help="checkpoint to load, unchanged; else wr
 def complete(options: argparse.Namespace) -> None:
     """Ways that change nothing that the user named."""
     left_out = CHANGING if options.folder else ()
-    options.ways = options.ways or [way for way in WAYS if way not in left_out]
+    # On a CPU weights of a peer always come over NIXL.
+    same = {OVER_NIXL} if options.device == "cpu" else set[str]()
+    options.ways = options.ways or [way for way in WAYS if way not in (*left_out, *same)]
     if changing := set(options.ways).intersection(left_out):
         harness.error(f"--folder: {', '.join(sorted(changing))} would change it")
 

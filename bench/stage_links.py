@@ -132,6 +132,8 @@ def computed(run: Run, each: float) -> None:
             on_link_ms=1e3 * wire_s,
             computed_ms=1e3 * GPU_CHUNK / of_gpus,
             share=share,
+            # At most: of two steps under way one waits for half of each transfer; with a third,
+            # stages wait only for what a transfer takes longer than a step.
             lost_by_decode=1 - 1 / (1 + share / 2),
             lost_by_prefill=max(0.0, 1 - 1 / share),
             pages_tok_s=LINK_BITS / 8 / page_bytes(model),

@@ -167,13 +167,15 @@ def engine_of(folder: Path) -> Iterator[Engine]:
         yield Engine(folder, count, tp, stack)
 
 
-def strike_until_lost(folder: Path, texts: Texts, most: int) -> list[str]:
-    """Strikes one engine until it ends; what was struck."""
+def strike_until_lost(folder: Path, texts: Texts, most: int, deck: list[str]) -> list[str]:
+    """Strikes one engine until it ends; what was struck. A kind comes again once all have come."""
     struck: list[str] = []
     with engine_of(folder) as engine:
         texts.check_resumed(engine.llm)
         while len(struck) < most:
-            kind, at_s = random.choice(engine.kinds), float("inf")
+            if not deck:
+                deck += random.sample(engine.kinds, len(engine.kinds))
+            kind, at_s = deck.pop(), float("inf")
             is_over = threading.Event()
 
             def act(kind: str = kind, is_over: threading.Event = is_over) -> None:
@@ -211,9 +213,9 @@ def test_hosts_that_are_struck_at_any_moment_make_the_right_texts_or_none(
     texts; a delay, a stall or a slow link changes nothing, and costs no page.
     """
     folder = make_tiny("qwen3", tmp_path / "model", seed, tokenizer=True, vocab_size=VOCAB)
-    texts, struck = Texts(folder), Counter[str]()
+    texts, struck, deck = Texts(folder), Counter[str](), list[str]()
     while (left := NUM_STRIKES - struck.total()) > 0:
-        struck.update(strike_until_lost(folder, texts, left))
+        struck.update(strike_until_lost(folder, texts, left, deck))
         print(struck.total(), flush=True)
     print(sorted(struck.items()))
     assert set(struck) >= {"kill", "stop", "cut", "black-hole", *MOMENTS}

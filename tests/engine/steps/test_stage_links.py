@@ -138,9 +138,10 @@ def test_rows_that_nobody_takes_end_the_group_after_its_limit(seed: int) -> None
 
 
 def test_rows_that_do_not_come_end_the_group_after_its_limit(seed: int) -> None:
-    with two_stages(limit_s=0.2) as (first, last):
+    with two_stages() as (first, last):
         rows = rows_of(LARGE)
         first.send(rows)
         receive(last, rows)
+        last._group.limit_s = 0.2  # type: ignore[misc]
         with pytest.raises(RanksLost, match="the rows of stage 0 have not come within"):
             receive(last, rows)

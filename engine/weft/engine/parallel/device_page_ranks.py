@@ -13,7 +13,7 @@ MAX_ROWS = 256
 
 
 class DevicePageRanks:
-    """Implements `weft.kernels.ops.divided_pages.spec.PageRanks` through memory that all map."""
+    """Implements `weft.kernels.ops.attention.spec.PageRanks` through memory that all map."""
 
     has_one_pool = False
 

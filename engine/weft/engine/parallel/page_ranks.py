@@ -22,7 +22,7 @@ def memory_bytes(size: int) -> int:
 
 
 class HostPageRanks:
-    """Implements `weft.kernels.ops.divided_pages.spec.PageRanks` through shared memory. A call
+    """Implements `weft.kernels.ops.attention.spec.PageRanks` through shared memory. A call
     raises RanksLost if a rank is gone, or has not come in time.
 
     Args:

@@ -9,7 +9,8 @@
 
 #include "attention.h"
 
-/* Declared from this text in weft/kernels/shared/cpu.py. Heads follow one another; strides are in elements. */
+/* Declared from this text in weft/kernels/shared/cpu.py.
+ * Heads follow one another; strides are in elements. */
 typedef struct {
   const void *q, *k; /* V lies `to_value` elements after K */
   void *out; /* [tokens, heads, dim] */

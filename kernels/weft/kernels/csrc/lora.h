@@ -25,7 +25,7 @@
 static int block_tokens(void) { return amx_is_allowed ? 16 : 8; }
 
 typedef enum { TO_QKV, TO_O, TO_GATE_UP, TO_DOWN, TO_W13 = 0, TO_W2 = 1 } Group;
-#define GROUPS 4 /* of a layer, or of experts */
+#define GROUPS 4 /* products of a layer; experts use the first two */
 
 /* All of these are declared in weft/kernels/shared/cpu.py too, from this text. */
 typedef struct {

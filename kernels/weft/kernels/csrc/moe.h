@@ -6,8 +6,8 @@
 #include "lora.h"
 #include "rows.h"
 
-/* Declared from this text in weft/kernels/shared/cpu.py. A pair is a row and one of its experts; pairs are numbered
- * row by row. */
+/* Declared from this text in weft/kernels/shared/cpu.py.
+ * A pair is a row and one of its experts; pairs are numbered row by row. */
 typedef struct {
   const Weight *const *w13; /* [experts], gated: [hidden] -> [inner] */
   const Weight *const *w2;  /* [experts]: [inner] -> [hidden] */

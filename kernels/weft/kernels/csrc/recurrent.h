@@ -15,7 +15,8 @@
 #define WIDE 4
 #define MAX_TAPS_OF_CONV 8
 
-/* Declared from this text in weft/kernels/shared/cpu.py. Of a head, with keys and values as columns of its state S:
+/* Declared from this text in weft/kernels/shared/cpu.py.
+ * Of a head, with keys and values as columns of its state S:
  * S = exp(decay) * S; S += k (beta * (v - k S))^T, or k (step * v)^T; out = q S + skip * v. */
 typedef struct {
   const void *q, *k, *v;            /* [rows, heads / shared, keys], the same, [rows, heads, values] */

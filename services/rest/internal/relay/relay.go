@@ -317,7 +317,8 @@ func (s *Stream) push(data []byte) {
 	}
 }
 
-// take notes what the client was sent; it needs the mutex.
+// take notes what the client was sent; it needs the mutex. Telling may wait until the gateway reads,
+// also in the goroutine that reads the relay: the gateway writes to it in a task of its own.
 func (s *Stream) take(count int) {
 	if s.taken += count; s.taken >= tellAfter/2 {
 		s.relay.tell(s.number, s.taken)

@@ -72,15 +72,15 @@ def paged_attention(
         return out
     if dense is not None and prompts is not None:
         flash_attention(out, q, dense, prompts, spec.scale)
-    given = out, q, pool, layer, spec, step
+    operands = out, q, pool, layer, spec, step
     if is_fixed:
-        fixed_attention(*given)
+        fixed_attention(*operands)
         return out
     is_few = own is None and spec.first_position == 0 and step.key_ends is None
     if is_tree or (is_few and are_few_rows(q.dtype, max_q_len, requests)):
         # Few sizes, since each is compiled separately.
         max_rows = next(size for size in _SIZES if size >= min(max_q_len, MAX_FEW_ROWS))
-        decode_attention(*given, is_uniform=False, max_rows=max_rows, earlier_rows=earlier_rows)
+        decode_attention(*operands, is_uniform=False, max_rows=max_rows, earlier_rows=earlier_rows)
         if max_q_len <= MAX_FEW_ROWS:
             return out
     # With a bound of few rows, the decode kernel takes requests of one row too, even alone. With a
@@ -89,10 +89,10 @@ def paged_attention(
     if max_q_len > 1 and prompts is None:
         least_rows = 1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes
         several = step.several if has_decodes else None
-        extend_attention(*given, own, least_rows=least_rows, several=several)
+        extend_attention(*operands, own, least_rows=least_rows, several=several)
     if has_decodes and not is_tree:
         # As many rows as requests and no request with two rows: each then has exactly one.
-        decode_attention(*given, is_uniform=max_q_len == 1 and tokens == requests)
+        decode_attention(*operands, is_uniform=max_q_len == 1 and tokens == requests)
     return out
 
 

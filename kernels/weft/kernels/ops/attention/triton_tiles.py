@@ -44,7 +44,7 @@ class AttentionForm(NamedTuple):
     is_fused: bool
     """Whether weights take one instruction a score (`weigh_tile`)."""
     is_native: bool
-    """Whether the device has compute capability 9.0."""
+    """Whether the device converts 8 bits in hardware: compute capability 9.0 or above."""
 
     @classmethod
     def of(

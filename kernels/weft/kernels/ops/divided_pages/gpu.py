@@ -58,7 +58,7 @@ def heads_here(
     rows, heads, dim = q.shape
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    # The scores alone are capped here: sinks and windows are of all ranks.
+    # `merge` adds sinks once for all ranks, and `key_ends` say what a window leaves.
     own = spec._replace(sinks=None, window=None, is_chunked=False, first_position=0)
     here = step._replace(kv_lens=step.key_ends, ancestors=None, is_settled=False)
     decode_attention(out, q, pool, layer, own, here, is_uniform=True, lse=lse)

@@ -91,6 +91,8 @@ def _columns(dim: int) -> tuple[int, int]:
     0.
     """
     whole = max(_FEWEST_COLUMNS, next_power_of_2(dim))
+    if whole == _FEWEST_COLUMNS:
+        return whole, 0
     more = max(_FEWEST_COLUMNS, next_power_of_2(dim - whole // 2))
     return (whole, 0) if whole // 2 + more >= whole else (whole // 2, more)
 

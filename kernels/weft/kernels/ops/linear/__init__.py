@@ -48,9 +48,9 @@ def linear(
     """
     if isinstance(w.form, NativeForm):
         return native_linear(x, w, residual, out_dtype, lora)
-    if (own := _on_gpu(w)) is not None:
-        found: torch.Tensor = own.linear(x, w, residual, out_dtype, lora)
-        return found
+    if (products := _on_gpu(w)) is not None:
+        result: torch.Tensor = products.linear(x, w, residual, out_dtype, lora)
+        return result
     out = linear_in_torch(x, w, residual, out_dtype)
     if lora is not None:
         add_lora(out, x, lora)
@@ -71,9 +71,9 @@ def gate_up_silu(
     """
     if isinstance(w.form, NativeForm):
         return native_linear(x, w, None, None, lora)
-    if (own := _on_gpu(w)) is not None:
-        found: torch.Tensor = own.gate_up_silu(x, w, lora)
-        return found
+    if (products := _on_gpu(w)) is not None:
+        result: torch.Tensor = products.gate_up_silu(x, w, lora)
+        return result
     both = linear_in_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
-from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
+from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fixed import fixed_linear
 from weft.kernels.ops.linear.triton_sliced import MAX_ROWS

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
-from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
+from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows

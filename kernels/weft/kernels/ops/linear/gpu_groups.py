@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
-from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
+from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_groups_few_rows import can_take, multiply_few
 from weft.kernels.ops.linear.triton_groups_product import (

@@ -88,7 +88,7 @@ def scaled_data(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[s
 def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.tensor:
     """A tile of FP8 in the 16-bit floats `like`, without its scales; exact.
 
-    IS_NATIVE: the device has compute capability 9.0.
+    IS_NATIVE: the device has compute capability 9.0 or above.
     """
     if IS_NATIVE and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.activation.triton_gated import silu_and_mul
-from weft.kernels.ops.linear.gpu_quantised import check_operands, with_adapters
+from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, few_rows
 from weft.kernels.ops.lora.spec import LoraAddition

@@ -46,8 +46,9 @@ from weft.kernels.shared.formats.quantised import Fp8Experts
 from weft.kernels.shared.side_stream import SideStreamWork, is_forking
 
 MAX_DIRECT_FP8_ROWS = 3
-"""Most rows that `direct_moe` takes with weights of FP8 in blocks and without adapters. On an H200,
-4 rows of Qwen3-30B-A3B take 50 us sorted and 63 us otherwise, 2 rows 47 and 35 us.
+"""Most rows for which pairs of FP8 weights in blocks, without adapters, are not sorted. On an H200
+4 rows of Qwen3-30B-A3B take 50 us sorted and 63 us unsorted, 2 rows 47 and 35 us (`python
+bench/gpu_expert_launches.py --only forms --formats fp8`).
 """
 MAX_PACKED_ROWS = 4
 """Most rows for which each pair is multiplied separately by its expert's weights of 4 bits."""

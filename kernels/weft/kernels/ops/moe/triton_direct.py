@@ -27,7 +27,7 @@ from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 from weft.kernels.shared.multiprocessors import num_multiprocessors
 
 MAX_DIRECT_ROWS = 8
-"""Most rows; up to here rows rarely share an expert, so that sorting gains nothing."""
+"""Most rows of floats; up to here rows rarely share an expert, so that sorting gains nothing."""
 _MAX_TILE = 1 << 13
 """Elements of K up to which a program of gate and up takes whole columns, one after another."""
 _ELEMENTS_PER_WARP = 1024
