@@ -43,7 +43,7 @@ def two_stages(limit_s: float = LONG_S) -> Iterator[tuple[SocketStages, SocketSt
     with ExitStack() as stack:
         group, names = Group(limit_s), [("", "stage 1"), ("stage 0", "")]
         made = [
-            SocketStages(ends, group, number, names[number])
+            SocketStages(ends, group, number, names[number], LARGE)
             for number, ends in enumerate(connected_ends(2))
         ]
         for one in made:
@@ -89,14 +89,16 @@ def test_rows_come_while_a_stage_computes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-@pytest.mark.parametrize("size", [(LARGE, WIDTH + 1), (1 << 40, WIDTH), (-1, WIDTH)])
+@pytest.mark.parametrize(
+    "size", [(LARGE, WIDTH + 1), (LARGE + 1, WIDTH), (1 << 40, WIDTH), (-1, WIDTH)]
+)
 def test_other_rows_than_those_that_are_due_are_refused(
     size: tuple[int, int], is_ahead: bool, seed: int
 ) -> None:
     """Before memory is taken for them, also where they are read ahead."""
     here, there = socket.socketpair()
     group, rows = Group(LONG_S), rows_of(LARGE)
-    stage = SocketStages(StageEnds(here, None), group, 1, ("stage 0", ""))
+    stage = SocketStages(StageEnds(here, None), group, 1, ("stage 0", ""), LARGE)
     header = struct.Struct("<qqqq")
 
     def send() -> None:

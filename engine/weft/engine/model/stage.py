@@ -23,6 +23,9 @@ class Neighbours(Protocol):
     def send(self, stream: torch.Tensor) -> None:
         """Hands the residual stream, [T, H], to the stage after. Raises RanksLost if that is gone
         or does not take it.
+
+        Args:
+            stream: May be read after this call has returned, so nothing may overwrite it.
         """
         ...
 

@@ -23,12 +23,10 @@ _HEADER = struct.Struct("<qqq")
 """Header: number of the step's stream, rows, columns. Before the rows follow the nanoseconds for
 which each stage up to the sender has computed, int64.
 """
-_BESIDE_BYTES = 1 << 16
+_THREAD_BYTES = 1 << 16
 """Rows of this size or more are sent by a thread, and the next ones read by one, so that the link
 works while the stages compute. Fewer rows fit into the buffers of a connection.
 """
-_MOST_ROWS = 1 << 20
-"""Of a step that this stage does not know yet."""
 _SEEN_S = 2.0
 """A stage whose neighbour closed the connection waits so long for the reason before it fails."""
 
@@ -73,6 +71,7 @@ class SocketStages:
     Args:
         stage: Number of this stage.
         names: Names of the stages before and after, for messages.
+        max_step_tokens: Most rows of a step.
         copies: Connections to the other ranks of this stage, which get the rows from this one,
             since the stage before is on another host.
     """
@@ -83,9 +82,11 @@ class SocketStages:
         group: StageGroup,
         stage: int,
         names: tuple[str, str],
+        max_step_tokens: int,
         copies: Sequence[socket.socket] = (),
     ) -> None:
         self._ends, self._group, self._copies = ends, group, copies
+        self._max_step_tokens = max_step_tokens
         self._busy = np.zeros(stage + 1, np.int64)
         self._blocked_ns = 0
         self._before, self._after = names
@@ -130,9 +131,9 @@ class SocketStages:
         self._busy[:-1] = np.frombuffer(received.head, np.int64, offset=_HEADER.size)
         for copy in self._copies:
             self._write(copy, received.head, received.stream, "another rank of this stage")
-        if received.stream.nbytes >= _BESIDE_BYTES:
-            most = (_MOST_ROWS, *shape[1:])
-            self._coming = _beside(partial(self._read_rows, most, dtype))
+        if received.stream.nbytes >= _THREAD_BYTES:
+            most = (self._max_step_tokens, *shape[1:])
+            self._coming = _in_thread(partial(self._read_rows, most, dtype))
         return received.stream
 
     def _await(self, coming: Future[_Received]) -> _Received:
@@ -174,10 +175,10 @@ class SocketStages:
             self._sending.result()
             self._sending = None
         rows = (self._ends.after, header, stream.contiguous(), self._after)
-        if stream.nbytes < _BESIDE_BYTES:
+        if stream.nbytes < _THREAD_BYTES:
             self._write(*rows)
         else:
-            self._sending = _beside(partial(self._write, *rows))
+            self._sending = _in_thread(partial(self._write, *rows))
 
     def _write(self, end: socket.socket, header: bytes, stream: torch.Tensor, name: str) -> None:
         try:
@@ -225,7 +226,7 @@ class SocketStages:
         self._group.fail(why)
 
 
-def _beside(job: Callable[[], _T]) -> Future[_T]:
+def _in_thread(job: Callable[[], _T]) -> Future[_T]:
     """Runs a job in a thread that does not keep the process alive."""
     done = Future[_T]()
 

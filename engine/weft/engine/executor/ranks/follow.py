@@ -387,7 +387,9 @@ def follow_host(config: EngineConfig) -> int:
             config = replace(config, num_threads=torch.get_num_threads())
         names = names_of_neighbours(rank, config.pp, config.tp)
         stage = stage_of_rank(rank, config.pp, config.tp)
-        others.neighbours = SocketStages(host.rows, group, stage, names, copies)
+        others.neighbours = SocketStages(
+            host.rows, group, stage, names, config.max_step_tokens, copies
+        )
         take_part(config, others)
     except LinkClosed:
         logger.error("host 0 has ended during the start")
@@ -441,7 +443,8 @@ def main(argv: list[str]) -> int:
             )
             names = names_of_neighbours(rank, config.pp, config.tp)
             stage = stage_of_rank(rank, config.pp, config.tp)
-            neighbours = SocketStages(StageEnds(before, after), group, stage, names)
+            ends, most_rows = StageEnds(before, after), config.max_step_tokens
+            neighbours = SocketStages(ends, group, stage, names, most_rows)
         size, store_path = config.num_ranks, hello["store_path"]
         others = FollowerGroup(link, rank, size, group, store_path, neighbours)
         if config.bindings:

@@ -153,7 +153,9 @@ class HostRanks(RankLeader):
             self._local = Ranks(config, self._lose_local)
             self._group.local, copies = self._local.group, self._local.copies
         rows = StageEnds(self._rows, None)
-        self.neighbours = SocketStages(rows, self._group, config.pp - 1, names, copies)
+        self.neighbours = SocketStages(
+            rows, self._group, config.pp - 1, names, config.max_step_tokens, copies
+        )
 
     def _accept_rows(self, listener: socket.socket, tls: HostTls | None, deadline: float) -> None:
         with contextlib.suppress(OSError, ConfigError):  # The listener closes after an error.
@@ -225,14 +227,16 @@ class HostRanks(RankLeader):
 
     def close(self) -> None:
         self._group.stop()
+        if self.neighbours is not None:
+            self.neighbours.close()  # Ends the thread that may be reading `_rows`.
+        elif self._rows is not None:
+            self._rows.close()
         if self._watcher is not None:
             self._watcher.join()
         if self._local is not None:
             self._local.close()
         self._group.close()
         self.memory.close()
-        if self._rows is not None:
-            self._rows.close()
         for host in self._hosts:
             host.link.close()
 

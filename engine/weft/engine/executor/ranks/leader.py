@@ -69,7 +69,7 @@ class RankLeader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Ends the other ranks. On a CPU it also closes the links to the stages beside."""
 
     @property
     @abstractmethod

@@ -218,8 +218,9 @@ class StagedExecutor:
 
     def close(self) -> None:
         self._ranks.close()
-        if self._ranks.neighbours is not None:
-            self._ranks.neighbours.close()
+        neighbours = self._ranks.neighbours  # Sockets were closed with the ranks.
+        if neighbours is not None and not isinstance(neighbours, SocketStages):
+            neighbours.close()
 
 
 def _logits_of(late: _LateStep) -> torch.Tensor:

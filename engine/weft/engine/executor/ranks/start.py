@@ -75,7 +75,8 @@ class Ranks(RankLeader):
         if config.pp > 1 and config.hosts == 1:
             self._ends = [connected_ends(config.pp) for _ in range(config.tp)]
             names = names_of_neighbours(0, config.pp, config.tp)
-            self.neighbours = SocketStages(self._ends[0][-1], self.group, config.pp - 1, names)
+            own, most_rows = self._ends[0][-1], config.max_step_tokens
+            self.neighbours = SocketStages(own, self.group, config.pp - 1, names, most_rows)
         self._followers: list[_Follower] = []
         self._watcher: threading.Thread | None = None
         try:
@@ -148,6 +149,8 @@ class Ranks(RankLeader):
 
     def close(self) -> None:
         self.group.stop()
+        if isinstance(self.neighbours, SocketStages):
+            self.neighbours.close()
         for follower in self._followers:
             follower.link.close()
             try:
