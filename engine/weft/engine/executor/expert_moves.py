@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from weft.contract.errors import ConfigError, Internal, ModelError
-from weft.engine.executor.refits import Combine, RankJobs, RefitResult, alone
+from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.weights.refill import parts_of_kind
@@ -67,7 +67,7 @@ class ExpertMoves:
         rank: int,
         num_ranks: int,
         device: torch.device,
-        combine: Combine = alone,
+        combine: Combine = of_one_rank,
     ) -> None:
         self.jobs = RankJobs("experts", combine)
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
@@ -145,22 +145,22 @@ class ExpertMoves:
 
     # -- jobs, each in a thread of its own ---------------------------------------------------------
 
-    def _begin(self, job: Callable[[], RefitResult]) -> None:
+    def _begin(self, job: Callable[[], RankResult]) -> None:
         self.jobs.begin(lambda: self._outcome(job))
 
-    def _outcome(self, job: Callable[[], RefitResult]) -> RefitResult:
+    def _outcome(self, job: Callable[[], RankResult]) -> RankResult:
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                own = job()
+                result = job()
                 if self._stream is not None:
                     self._stream.synchronize()
+                return result
         except ModelError as error:
-            own = RefitResult(problem=error.message, reason=error.reason)
+            return RankResult(problem=error.message, reason=error.reason)
         except Exception as error:
             logger.exception("experts were not moved")
             problem = f"{type(error).__name__}: {error}"
-            own = RefitResult(problem=problem, reason=Internal.reason)
-        return own
+            return RankResult(problem=problem, reason=Internal.reason)
 
     def _placement(self, layer: int, numbers: Sequence[int]) -> Placement:
         num_experts = self._layers[layer].table.shape[-1]
@@ -188,7 +188,7 @@ class ExpertMoves:
         size = self._layers[layer].num_bytes
         return self._memory[number * size : (number + 1) * size]
 
-    def _send(self, layer: int, sends: Sequence[tuple[int, int]], _: object = None) -> RefitResult:
+    def _send(self, layer: int, sends: Sequence[tuple[int, int]], _: object = None) -> RankResult:
         digests = list[tuple[int, str]]()
         with torch.inference_mode():
             for number, place in sends:
@@ -196,11 +196,11 @@ class ExpertMoves:
                 for room, tensor in _parts(self._room(layer, number), tensors):
                     room.copy_(_bytes(tensor))
                 digests.append((number, _digest(tensors)))
-        return RefitResult(offer=json.dumps(digests))
+        return RankResult(offer=json.dumps(digests))
 
     def _take(
         self, layer: int, takes: Sequence[tuple[int, Move]], digests: Mapping[int, str]
-    ) -> RefitResult:
+    ) -> RankResult:
         taken = list[tuple[int, list[torch.Tensor]]]()
         with torch.inference_mode():
             for number, move in takes:
@@ -214,7 +214,7 @@ class ExpertMoves:
                     )
                 taken.append((move.place, tensors))
         self._taken = _Taken(layer, taken)
-        return RefitResult()
+        return RankResult()
 
 
 _KINDS = SparseMLP, PlainSparseMLP

@@ -67,7 +67,8 @@ from weft.engine.executor.pieces import make_pieces, poison_pages
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import ExecutorFacts, Launched, Logits
 from weft.engine.executor.profiler import StepProfiler
-from weft.engine.executor.refits import Combine, WeightRefits, alone
+from weft.engine.executor.rank_jobs import Combine, of_one_rank
+from weft.engine.executor.refits import WeightRefits
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.routes import PageRoutes, by_page
 from weft.engine.executor.sleeping import HostPools, HostWeights, Sleeper, SleepMemory, TensorsOf
@@ -190,7 +191,7 @@ class LocalExecutor:
         has_axes: bool = False,
         refit: Refit | None = None,
         packed: PackedTensors | None = None,
-        combine: Combine = alone,
+        combine: Combine = of_one_rank,
         sleep: SleepMemory | None = None,
         loads_by_layer: bool = False,
         beside: TensorsOf = list,

@@ -6,14 +6,15 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from weft.contract.errors import ConfigError, GroupFailed, Internal, ModelError, WeftError
 from weft.contract.weights import SentTensor, TensorHandle, WeightGroup, WeightOffer
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
+from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
 from weft.engine.executor.shared_tensors import check_lent, opened
 from weft.engine.executor.weight_groups import Broadcasts, join
 from weft.engine.model.refit import Refit
@@ -24,52 +25,6 @@ logger = logging.getLogger(__name__)
 
 AS_GROUP = -1
 """Number of bytes of a broadcast that stands for the group's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefitResult:
-    digest: bytes = b""
-    """The model's new digest; empty: the update failed, or has not ended."""
-    problem: str = ""
-    reason: str = ""
-    """Reason of the error; empty: there was none."""
-    is_mixture: bool = False
-    """Whether the failed update had begun to write."""
-    offer: str = ""
-    """Description of the packed weights, in JSON; of all ranks, an array."""
-
-
-Combine: TypeAlias = Callable[[RefitResult], RefitResult | None]
-"""Waits for the results of all ranks, and joins them with this one's. On a rank that follows it
-sends the result to rank 0, and returns None.
-"""
-
-
-def alone(own: RefitResult) -> RefitResult:
-    """`Combine` of a process without other ranks."""
-    return own
-
-
-class RankJobs:
-    """Jobs of one rank, one at a time, each in a thread of its own."""
-
-    def __init__(self, name: str, combine: Combine) -> None:
-        self._name = name
-        self._combine = combine
-        self._result: RefitResult | None = None
-
-    def begin(self, job: Callable[[], RefitResult]) -> None:
-        """Begins a job, which raises nothing."""
-        self._result = None
-        threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
-
-    def take(self) -> RefitResult | None:
-        """The result of all ranks, once there is one; None: a job runs."""
-        result, self._result = self._result, None
-        return result
-
-    def _run(self, job: Callable[[], RefitResult]) -> None:
-        self._result = self._combine(job())
 
 
 class _Update:
@@ -124,7 +79,7 @@ class WeightRefits:
         device: torch.device,
         rank: int = 0,
         *,
-        combine: Combine = alone,
+        combine: Combine = of_one_rank,
         packed: PackedTensors | None = None,
         is_in_arena: bool = False,
     ) -> None:
@@ -196,10 +151,10 @@ class WeightRefits:
 
     # -- jobs, each in a thread of its own ---------------------------------------------------------
 
-    def _begin(self, job: Callable[[], RefitResult]) -> None:
+    def _begin(self, job: Callable[[], RankResult]) -> None:
         self.jobs.begin(lambda: self._outcome(job))
 
-    def _outcome(self, job: Callable[[], RefitResult]) -> RefitResult:
+    def _outcome(self, job: Callable[[], RankResult]) -> RankResult:
         self._has_begun = False
         try:
             return job()
@@ -213,7 +168,7 @@ class WeightRefits:
             self._update.give_up(problem)
             self._update = None
             is_mixture = self._possible.has_written
-        return RefitResult(problem=problem, reason=reason, is_mixture=is_mixture)
+        return RankResult(problem=problem, reason=reason, is_mixture=is_mixture)
 
     @property
     def _possible(self) -> Refit:
@@ -221,31 +176,31 @@ class WeightRefits:
             raise ConfigError("this model's weights cannot be changed; restart the worker")
         return self._refit
 
-    def _read(self, folder: Path) -> RefitResult:
+    def _read(self, folder: Path) -> RankResult:
         self._possible.check(folder)
         self._has_begun = True
-        return RefitResult(digest=self._possible.from_folder(folder))
+        return RankResult(digest=self._possible.from_folder(folder))
 
-    def _offer(self, version: bytes) -> RefitResult:
+    def _offer(self, version: bytes) -> RankResult:
         if self._packed is None:
             raise ConfigError("this worker's weights cannot be read by others")
         offered = self._offered.offer(self._packed, version)
-        return RefitResult(offer=json.dumps([asdict(offered)], default=bytes.hex))
+        return RankResult(offer=json.dumps([asdict(offered)], default=bytes.hex))
 
-    def _copy(self, offer: WeightOffer) -> RefitResult:
+    def _copy(self, offer: WeightOffer) -> RankResult:
         peer = PeerWeights(offer, self._rank)
         self._possible.check_peer(peer)
         self._has_begun = True
-        return RefitResult(digest=self._possible.from_peer(peer))
+        return RankResult(digest=self._possible.from_peer(peer))
 
-    def _join(self, group: WeightGroup) -> RefitResult:
+    def _join(self, group: WeightGroup) -> RankResult:
         self.leave(group.name)
         self._groups[group.name] = group, join(group, self._rank, self._device)
-        return RefitResult()
+        return RankResult()
 
     def _receive(
         self, name: str, tensors: Sequence[SentTensor], packed_bytes: int, ends: bool
-    ) -> RefitResult:
+    ) -> RankResult:
         is_lent = check_lent(tensors)
         if not is_lent and name not in self._groups:
             raise GroupFailed(f"this worker is in no group {name!r}: join it first")
@@ -259,7 +214,7 @@ class WeightRefits:
                 update.check()
                 update.sent.put(one.name, tensor)
             if not ends or update.sent.lacking:
-                return RefitResult()
+                return RankResult()
             digest = update.end()
         except Exception:
             # What the trainer still sends belongs to nothing.
@@ -267,7 +222,7 @@ class WeightRefits:
                 self.leave(name)
             raise
         self._update = None
-        return RefitResult(digest=digest)
+        return RankResult(digest=digest)
 
     def _sent(
         self, name: str, tensors: Sequence[SentTensor], packed_bytes: int
@@ -282,14 +237,14 @@ class WeightRefits:
             for one in tensors:
                 yield one, shared.read(one)
 
-    def _end(self, is_given_up: bool) -> RefitResult:
+    def _end(self, is_given_up: bool) -> RankResult:
         if self._update is None:
             raise ModelError("no update is under way that could end")
         if is_given_up:
             raise GroupFailed("the trainer has not ended its update in time")
         digest = self._update.end()
         self._update = None
-        return RefitResult(digest=digest)
+        return RankResult(digest=digest)
 
 
 def encode_group(group: WeightGroup) -> str:
@@ -343,19 +298,3 @@ def _received(
     for one, data in zip(part, torch.split(packed, sizes), strict=True):
         # A copy, so that its memory can be freed by itself, and numbers lie where they may.
         yield data.clone().view(dtype_of(one.dtype)).view(one.shape)
-
-
-def joined(results: list[RefitResult]) -> RefitResult:
-    """The result of all ranks."""
-    failed = [one for one in results if one.reason]
-    if failed:
-        is_mixture = any(one.is_mixture for one in failed) or any(one.digest for one in results)
-        first = failed[0]
-        return RefitResult(problem=first.problem, reason=first.reason, is_mixture=is_mixture)
-    if len({one.digest for one in results}) > 1:
-        problem = "the ranks have read different files"
-        return RefitResult(problem=problem, reason=ConfigError.reason, is_mixture=True)
-    if results[0].offer:
-        ranks = [one for result in results for one in json.loads(result.offer)]
-        return RefitResult(offer=json.dumps(ranks))
-    return results[0]

@@ -19,7 +19,7 @@ from weft.contract.errors import ConfigError, Internal, WeftError
 from weft.engine.executor.device_arena import DeviceArena
 from weft.engine.executor.memory_spans import Span, spans_of, without
 from weft.engine.executor.orders import Sleep, Wake
-from weft.engine.executor.refits import Combine, RankJobs, RefitResult, alone
+from weft.engine.executor.rank_jobs import Combine, RankJobs, RankResult, of_one_rank
 from weft.kernels.shared.memory import give_back
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class Sleeper:
         problem: str = "",
         *,
         can_drop: bool = True,
-        combine: Combine = alone,
+        combine: Combine = of_one_rank,
     ) -> None:
         self.can_drop = can_drop
         self._weights, self._pages = weights, pages
@@ -213,18 +213,18 @@ class Sleeper:
     def begin(self, order: Sleep | Wake) -> None:
         self.jobs.begin(lambda: self._obeyed(order))
 
-    def _obeyed(self, order: Sleep | Wake) -> RefitResult:
+    def _obeyed(self, order: Sleep | Wake) -> RankResult:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
                 torch.cuda.synchronize()
             self._obey(order)
         except WeftError as error:
-            return RefitResult(problem=error.message, reason=error.reason)
+            return RankResult(problem=error.message, reason=error.reason)
         except Exception as error:
             logger.exception("memory was not given back or taken")
-            return RefitResult(problem=f"{type(error).__name__}: {error}", reason=Internal.reason)
-        return RefitResult()
+            return RankResult(problem=f"{type(error).__name__}: {error}", reason=Internal.reason)
+        return RankResult()
 
     def _obey(self, order: Sleep | Wake) -> None:
         weights = self._weights if order.weights else None

@@ -47,6 +47,7 @@ from weft.engine.executor.memory_plan import (
     time_token,
 )
 from weft.engine.executor.peer_weights import peer_weights
+from weft.engine.executor.rank_jobs import of_one_rank
 from weft.engine.executor.ranks.attention_dp import AttentionGroup, LockstepExecutor
 from weft.engine.executor.ranks.context import ContextExecutor, least_divided
 from weft.engine.executor.ranks.host_memory import Mirror, spread
@@ -73,7 +74,6 @@ from weft.engine.executor.ranks.share import (
 )
 from weft.engine.executor.ranks.staged import StagedExecutor
 from weft.engine.executor.ranks.start import Ranks
-from weft.engine.executor.refits import alone
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
@@ -570,7 +570,7 @@ def _make_executor(
         has_axes=config.rotates_by_axes(models.loaded.config),
         refit=_refit_of(config, models),
         packed=models.loaded.packed,
-        combine=alone if shared is None else shared.others.combine,
+        combine=of_one_rank if shared is None else shared.others.combine,
         sleep=sleep,
         beside=partial(_sleeping_beside, models, lora, is_alone=config.num_ranks == 1),
         loads_by_layer=config.loads_by_layer,

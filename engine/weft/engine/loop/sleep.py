@@ -19,7 +19,7 @@ from weft.contract.errors import Asleep, ConfigError, RefitRunning, WeftError, e
 from weft.contract.weights import SLEEP_TAGS, SleepTag, WeightCommand
 from weft.engine.executor.orders import Sleep, Wake
 from weft.engine.executor.port import Executor
-from weft.engine.executor.refits import RefitResult
+from weft.engine.executor.rank_jobs import RankResult
 from weft.engine.executor.sleeping import Sleeper
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.transfer.transport import Transport
@@ -185,7 +185,7 @@ class SleepControl:
         self._executor.order(Sleep("weights" in job.tags, "kv_cache" in job.tags, keeps))
         job.phase = "moving"
 
-    def _moved(self, job: _Job, result: RefitResult) -> None:
+    def _moved(self, job: _Job, result: RankResult) -> None:
         error = None
         if result.problem:
             error = error_class(result.reason)(result.problem, stage="sleep")

@@ -52,13 +52,8 @@ from weft.engine.executor.orders import (
     RefitFromFolder,
 )
 from weft.engine.executor.port import Executor
-from weft.engine.executor.refits import (
-    AS_GROUP,
-    RefitResult,
-    WeightRefits,
-    encode_group,
-    encode_tensors,
-)
+from weft.engine.executor.rank_jobs import RankResult
+from weft.engine.executor.refits import AS_GROUP, WeightRefits, encode_group, encode_tensors
 from weft.engine.loop.groups import RequestGroups
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing, failure_of
@@ -387,7 +382,7 @@ class WeightControl:
         self._is_at_work = True
         self._executor.order(order)
 
-    def _on_result(self, result: RefitResult) -> None:
+    def _on_result(self, result: RankResult) -> None:
         if self._pause is not None:
             # What the ranks were at may have taken longer than a pause lasts.
             self._ends_at = self._clock() + self._pause.limit_s
@@ -420,7 +415,7 @@ class WeightControl:
         self._join = command
         self._order(JoinWeightGroup(encode_group(command.group)))
 
-    def _end_join(self, command: WeightCommand, result: RefitResult) -> None:
+    def _end_join(self, command: WeightCommand, result: RankResult) -> None:
         self._join = None
         error = _error_of(result)
         if error is not None and command.group is not None:
@@ -441,7 +436,7 @@ class WeightControl:
         if not self._is_at_work:
             self._order(OfferWeights(self._intake.model_digest))
 
-    def _end_offer(self, result: RefitResult) -> None:
+    def _end_offer(self, result: RankResult) -> None:
         offer, error = None, _error_of(result)
         if error is None:
             origin = self._refits.origin
@@ -466,7 +461,7 @@ class WeightControl:
         retracts = self._pause is not None and self._pause.mode == "retract"
         self._scheduler.change_version(self._intake.rename, old, retracts=retracts)
 
-    def _fail(self, result: RefitResult) -> None:
+    def _fail(self, result: RankResult) -> None:
         self._problem = result.problem
         self._is_mixture |= result.is_mixture
         self._state = "failed" if self._is_mixture else "ready"
@@ -490,7 +485,7 @@ class WeightControl:
         )
 
 
-def _error_of(result: RefitResult) -> WeftError | None:
+def _error_of(result: RankResult) -> WeftError | None:
     if not result.reason:
         return None
     return error_class(result.reason)(result.problem, stage="weights")

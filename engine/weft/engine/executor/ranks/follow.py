@@ -14,7 +14,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ from weft.engine.executor.memory_plan import (
 )
 from weft.engine.executor.orders import PageOrder
 from weft.engine.executor.port import Launched, Logits
+from weft.engine.executor.rank_jobs import RankResult
 from weft.engine.executor.ranks.context import launch_share, least_divided
 from weft.engine.executor.ranks.frames import (
     Barrier,
@@ -70,7 +71,6 @@ from weft.engine.executor.ranks.share import (
     with_media_rows,
 )
 from weft.engine.executor.ranks.start import START_LIMIT_S, Ranks
-from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
@@ -142,12 +142,12 @@ class FollowerGroup:
         if self.local is not None:
             self.local.begin(limit_s)
 
-    def combine(self, result: RefitResult) -> None:
-        """Tells rank 0 how a change of this rank's weights ended."""
+    def combine(self, result: RankResult) -> None:
+        """Tells rank 0 how a job of this rank ended."""
         if self.local is not None:
             result = self.local.combine(result)
         with contextlib.suppress(LinkClosed):  # Rank 0 has ended, and this process follows.
-            self._link.send(asdict(result) | {"digest": result.digest.hex()})
+            self._link.send(result.to_message())
 
     def share(self, size: int) -> Segment:
         if isinstance(self.group, HostGroup):

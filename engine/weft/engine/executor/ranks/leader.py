@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from weft.contract.errors import ConfigError, RanksLost, error_class
+from weft.engine.executor.rank_jobs import RankResult, joined
 from weft.engine.executor.ranks.link import LinkClosed, RankLink
-from weft.engine.executor.refits import RefitResult, joined
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.segment import Segment
@@ -122,19 +122,18 @@ class RankLeader(ABC):
         for follower in self.others:
             self._send(follower, {"number": number})
 
-    def combine(self, own: RefitResult) -> RefitResult:
-        """Waits for what the other ranks say of a change of their weights, in any thread, and joins
-        it with this rank's result.
+    def combine(self, own: RankResult) -> RankResult:
+        """Waits for the results of the other ranks' jobs, in any thread, and joins them with this
+        rank's.
         """
         found = [own]
         for follower in self.others:
             try:
                 message, _ = follower.link.receive()
-                digest = bytes.fromhex(message.pop("digest"))
-                found.append(RefitResult(digest=digest, **message))
-            except LinkClosed:
-                gone = f"rank {follower.rank} is gone"
-                found.append(RefitResult(problem=gone, reason=ConfigError.reason, is_mixture=True))
+                found.append(RankResult.of_message(message))
+            except (LinkClosed, ValueError):
+                gone = f"rank {follower.rank} is gone, or answered with something else"
+                found.append(RankResult(problem=gone, reason=ConfigError.reason, is_mixture=True))
         return joined(found)
 
     def ready(self) -> None:

@@ -19,9 +19,9 @@ from weft.engine.executor.kv_format import dtype_of, kept_layout
 from weft.engine.executor.local import RankPool, activations_dtype
 from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.peer_weights import peer_weights
+from weft.engine.executor.rank_jobs import RankResult
 from weft.engine.executor.ranks.context import DeviceGather, HostGather
 from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES
-from weft.engine.executor.refits import RefitResult
 from weft.engine.executor.routes import by_page
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
@@ -59,7 +59,7 @@ class RankGroup(Protocol):
 
     def share(self, size: int) -> Segment: ...
 
-    def combine(self, own: RefitResult) -> RefitResult | None: ...
+    def combine(self, own: RankResult) -> RankResult | None: ...
 
 
 def sleep_memory(config: EngineConfig, device: torch.device) -> SleepMemory:
