@@ -328,6 +328,14 @@ class CacheLayout:
         """
         return (*([] if self.states is None else [self.states]), *self.groups[1:])
 
+    def of_states(self, num_pieces: Sequence[int]) -> int:
+        """Out of the numbers of pieces of all companions, that of states; 0: there are none."""
+        return 0 if self.states is None else num_pieces[0]
+
+    def of_windows(self, num_pieces: Sequence[int]) -> Sequence[int]:
+        """Out of the numbers of pieces of all companions, those of further page groups."""
+        return num_pieces if self.states is None else num_pieces[1:]
+
     def with_routes(self, routes: RoutePlane) -> CacheLayout:
         """The layout whose pages of the first group also have routes."""
         first, *others = self.groups

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import DevicePages, Pages
 from weft.engine.transfer.staging_memory import register, unpin
 from weft.pages.transfer.digest import digest_pages
 
@@ -31,7 +31,7 @@ class PinnedRows:
         ConfigError: CUDA refuses, or a trial gave other bytes or digests than the host computes.
     """
 
-    def __init__(self, rows: NDArray[np.uint8], pool: torch.Tensor | DevicePages) -> None:
+    def __init__(self, rows: NDArray[np.uint8], pool: Pages) -> None:
         memory = torch.from_numpy(rows)
         if (status := register(memory)) != 0:
             raise ConfigError(
@@ -101,7 +101,7 @@ class DevicePool:
         pool: [num_pages, ...], contiguous, or its pages.
     """
 
-    def __init__(self, pool: torch.Tensor | DevicePages) -> None:
+    def __init__(self, pool: Pages) -> None:
         self._pages = DevicePages.of(pool)
         # These short operations have priority over steps, because a request waits for them.
         self._copies = CopyRows(pool.device, self._pages.page_bytes, priority=-1)

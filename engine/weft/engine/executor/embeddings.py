@@ -14,7 +14,7 @@ from weft.engine.executor.page_bytes import read_bytes, write_bytes
 from weft.engine.executor.step_input import InsertedRows
 from weft.engine.model.interface import MediaEncoder
 from weft.engine.model.step import Inserted
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import Pages
 from weft.kernels.ops.peers.spec import Peers
 
 _NUM_SIDES = 3
@@ -99,11 +99,11 @@ class MediaEmbeddings:
         rows = None if self._graphs is None else self._graphs.encode(pictures)
         return self.encoder.encode(pictures) if rows is None else rows
 
-    def pack(self, order: PackRows, pool: torch.Tensor | DevicePages) -> None:
+    def pack(self, order: PackRows, pool: Pages) -> None:
         rows = self._rows.index_select(0, self._index(order.rows))
         write_bytes(rows.view(torch.uint8).view(-1), order.pages, pool)
 
-    def unpack(self, order: UnpackRows, pool: torch.Tensor | DevicePages) -> None:
+    def unpack(self, order: UnpackRows, pool: Pages) -> None:
         """With several ranks, all of them must get the order."""
         shape = len(order.rows), self._rows.shape[1]
         with torch.inference_mode():

@@ -12,7 +12,7 @@ from weft.contract.layout import CacheLayout, LayerSlices
 from weft.engine.base.layer_waits import DeviceWaits, HostWaits, layer_groups
 from weft.engine.executor.device_pool import DevicePool
 from weft.engine.model.interface import Model, waits_for_layers
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import DevicePages, rows_of_pool
 from weft.kernels.ops.pages import copy_parts, page_index
 from weft.pages.tiers.tier import PageLoad
 from weft.pages.transfer.digest import digest_pages
@@ -155,7 +155,7 @@ def layer_pool(
     if slices is None or not is_simple or not waits_for_layers(model):
         return None
     if pool.device.type != "cuda":
-        return HostLayers(pool.view(torch.uint8).view(pool.shape[0], -1).numpy(), slices)
+        return HostLayers(rows_of_pool(pool).numpy(), slices)
     try:
         return DeviceLayers(pool, slices)
     except RuntimeError as error:

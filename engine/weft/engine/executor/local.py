@@ -82,7 +82,7 @@ from weft.engine.model.step import AlignedRows, Gather, Step
 from weft.engine.model.weights.packed import PackedTensors
 from weft.engine.sampling.device_draws import WAYS, CapturedDraw, Way
 from weft.engine.sampling.prompt_scores import PromptScores
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import DevicePages, Pages, rows_of_pool
 from weft.kernels.ops.pages import copy_pages, page_index
 from weft.kernels.ops.sampling.spec import SlotTensors
 from weft.kernels.ops.step_rows import keep_tokens
@@ -226,19 +226,18 @@ class LocalExecutor:
         self.has_adapters, self.has_head = lora is not None, drafted is not None
         self._page_size = layout.page_size
         num_pieces = num_pieces or [1] * len(layout.companions)
-        window_pages = num_pieces[len(layout.companions) - len(layout.groups) + 1 :]
         is_own = is_own_pool = pool is None
         with nullcontext() if sleep.pools is None else sleep.pools.taking():
             if pool is None:
                 pool = _new_pool(layout, 0, num_pages, device)
             further = window_pools or [
                 _new_pool(layout, group, count, device)
-                for group, count in enumerate(window_pages, 1)
+                for group, count in enumerate(layout.of_windows(num_pieces), 1)
             ]
         of_windows = [one.whole for one in further]
         self.pool, self._own_pool, pages, memory, _, self._divided = pool
         """Pool of the first page group: the heads of all ranks, and this rank's."""
-        self.page_rows = _rows(self.pool) if memory is None else memory
+        self.page_rows = rows_of_pool(self.pool) if memory is None else memory
         """[num_pages, page_bytes] uint8: the pool, with all that lies in its pages."""
         self.device_pages = pages or DevicePages.of(self.page_rows)
         """Whole pages, with the heads and layers of all ranks."""
@@ -260,7 +259,7 @@ class LocalExecutor:
         """None: the model has no recurrent layers."""
         if layout.states is not None:
             ring_rows = num_ring_rows(layout.page_size, 1 + max_drafts)
-            sizes = num_pieces[0], max_requests, ring_rows
+            sizes = layout.of_states(num_pieces), max_requests, ring_rows
             # On GPUs each rank has separate blocks, and `layout` is already one rank's there.
             is_own = blocks is None or blocks.is_mapped
             plane = layout.states if is_own else layout.states.of_rank(num_ranks)
@@ -764,7 +763,7 @@ class LocalExecutor:
         return self.experts
 
     @property
-    def _whole_pages(self) -> torch.Tensor | DevicePages:
+    def _whole_pages(self) -> Pages:
         return self.page_rows if self.device_pages.is_whole else self.device_pages
 
 
@@ -787,10 +786,6 @@ def _sleeper(
     updated = list if refit is None else refit.tensors
     host = HostWeights(updated, sleep.folder, beside)
     return Sleeper(host, pools, device, problem, can_drop=can_drop, combine=combine)
-
-
-def _rows(pool: torch.Tensor) -> torch.Tensor:
-    return pool.view(torch.uint8).view(pool.shape[0], -1)
 
 
 def _rows_of(verifying: Verifying) -> torch.Tensor:

@@ -36,30 +36,35 @@ class PoisonPages(NamedTuple):
 
 
 class ZeroPieces(NamedTuple):
-    """`PieceMemory.zero`, of the companion with this number in `CacheLayout.companions`."""
+    """Fills pieces of a companion with zeros, if they are not written whole before they are read
+    anyway.
+    """
 
     companion: int
+    """Its number in `CacheLayout.companions`, as in the orders below."""
     pieces: Sequence[int]
 
 
 class PoisonPieces(NamedTuple):
-    """`PieceMemory.poison`."""
+    """Fills free pieces of a companion with NaN, so that reading one is noticed."""
 
     companion: int
     pieces: Sequence[int]
 
 
 class PackPieces(NamedTuple):
-    """`PieceMemory.pack`."""
+    """Copies pieces of a companion into pages of the first group."""
 
     companion: int
     pieces: Sequence[int]
     into: Sequence[int]
+    """The pages."""
     is_each: bool
+    """Whether each piece gets an equal share of the pages; else they lie one after another."""
 
 
 class UnpackPieces(NamedTuple):
-    """`PieceMemory.unpack`."""
+    """Copies pieces of a companion out of the pages where `PackPieces` put them."""
 
     companion: int
     pieces: Sequence[int]

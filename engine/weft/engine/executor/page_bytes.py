@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import Pages
 from weft.kernels.ops.pages import page_index
 
 
-def write_bytes(data: torch.Tensor, pages: Sequence[int], pool: torch.Tensor | DevicePages) -> None:
+def write_bytes(data: torch.Tensor, pages: Sequence[int], pool: Pages) -> None:
     """Copies bytes, [n] uint8, into pages, which together have room for them. Zeros follow.
 
     Args:
@@ -25,7 +25,7 @@ def write_bytes(data: torch.Tensor, pages: Sequence[int], pool: torch.Tensor | D
         pool.scatter(room.view(len(pages), -1), numbers)
 
 
-def read_bytes(pages: Sequence[int], pool: torch.Tensor | DevicePages) -> torch.Tensor:
+def read_bytes(pages: Sequence[int], pool: Pages) -> torch.Tensor:
     """[len(pages) * page_bytes] uint8: a copy of what the pages have."""
     numbers = page_index(pages, pool.device)
     if isinstance(pool, torch.Tensor):

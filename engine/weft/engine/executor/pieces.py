@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 from weft.engine.executor.block_pool import BlockPool, SpreadBlockPool
 from weft.engine.executor.states import StateMemory
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import Pages, rows_of_pool
 from weft.kernels.ops.pages import page_index, repack_pages
 from weft.kernels.ops.pages.scaled_kv import ALL_BITS, is_scaled
 from weft.pages.transfer.page_pool import PagePool
-
-Pages: TypeAlias = torch.Tensor | DevicePages
-"""[num_pages, page_bytes] uint8, or access to pages whose parts lie apart."""
 
 
 class PieceMemory(ABC):
@@ -101,7 +98,7 @@ class WindowPieces(PieceMemory):
 
     def __init__(self, pool: torch.Tensor, page_rows: torch.Tensor) -> None:
         self._pool = pool
-        self._rows = pool.view(torch.uint8).view(len(pool), -1)
+        self._rows = rows_of_pool(pool)
         self._page_rows = page_rows
 
     def pack(

@@ -16,7 +16,7 @@ from weft.engine.base.state_rows import NO_TABLE, StateRows
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.page_bytes import read_bytes, write_bytes
 from weft.engine.model.state_step import Rows, StatePools, StateRound, StateStep
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import DevicePages, Pages
 from weft.kernels.ops.pages import page_index
 from weft.kernels.ops.recurrence.sequences import HostSequences, Sequences
 from weft.kernels.ops.slot_states import plan_slots
@@ -106,7 +106,7 @@ class StateMemory:
             raise ConfigError(f"rings of recurrent layers do not fit: {error}") from error
         return replace(self.pools, found=tuple(found))
 
-    def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor | DevicePages) -> None:
+    def to_pages(self, block: int, pages: Sequence[int], pool: Pages) -> None:
         """Copies a block into pages, which together have room for it.
 
         Args:
@@ -120,9 +120,7 @@ class StateMemory:
             row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in self.of_blocks])
         write_bytes(row, pages, pool)
 
-    def from_pages(
-        self, block: int, pages: Sequence[int], pool: torch.Tensor | DevicePages
-    ) -> None:
+    def from_pages(self, block: int, pages: Sequence[int], pool: Pages) -> None:
         """Copies a block out of the pages that `to_pages` has filled."""
         room, at = read_bytes(pages, pool), 0
         if self.spread is not None:

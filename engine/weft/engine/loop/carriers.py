@@ -384,7 +384,7 @@ def describe_recurrent(layout: CacheLayout, num_pieces: Sequence[int]) -> list[s
     states = layout.states
     if states is None:
         return []
-    num_blocks = num_pieces[0]
+    num_blocks = layout.of_states(num_pieces)
     return [
         f"{states.layers} recurrent layers ({states.name}): {num_blocks:,} blocks of "
         f"{states.block_bytes:,} bytes, as much as the KV of "

@@ -128,8 +128,7 @@ def size_pools(
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
         num_pieces = [ranks.agree("pieces", count) for count in num_pieces]
-    of_windows = num_pieces[len(num_pieces) - len(of_windows) :]
-    plan += describe_windows(layout, (num_pages, *of_windows))
+    plan += describe_windows(layout, (num_pages, *layout.of_windows(num_pieces)))
     model = loaded.config
     if len(layout.groups) == 1 and model.has_windows:
         why = config.keeps_windows or f"{model.architecture} has one page group"

@@ -7,11 +7,16 @@ have copies of one another's parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from weft.kernels.ops.page_digest import page_digests
 from weft.kernels.ops.pages import gather_pages, scatter_pages
+
+
+def rows_of_pool(pool: torch.Tensor) -> torch.Tensor:
+    """A pool [num_pages, ...], contiguous, as [num_pages, page_bytes] uint8."""
+    return pool.view(torch.uint8).view(pool.shape[0], -1)
 
 
 class PagePart(NamedTuple):
@@ -42,7 +47,7 @@ class DevicePages:
         self.page_bytes = sum(rows.shape[1] for is_read, rows in own if is_read)
 
     @classmethod
-    def of(cls, pool: torch.Tensor | DevicePages) -> DevicePages:
+    def of(cls, pool: Pages) -> DevicePages:
         """The pages of a pool [num_pages, ...] in one piece."""
         return pool if isinstance(pool, DevicePages) else cls([PagePart(pool, 0)])
 
@@ -80,3 +85,7 @@ class DevicePages:
         """Copies `source`, [page_bytes] uint8 anywhere, to a page."""
         for part, rows in zip(self.parts, self._rows, strict=True):
             rows[page].copy_(source[part.begin :][: rows.shape[1]], non_blocking=True)
+
+
+Pages: TypeAlias = torch.Tensor | DevicePages
+"""A pool [num_pages, ...] in one piece, or access to pages whose parts lie apart."""

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from weft.contract.errors import ConfigError
 from weft.engine.base.device_copies import DeviceCopies, Mark
-from weft.engine.transfer.device_pages import DevicePages
+from weft.engine.transfer.device_pages import DevicePages, Pages
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
 from weft.pages.marks import WorkMark
@@ -103,7 +103,7 @@ class PageMover:
 
     def __init__(
         self,
-        pool: torch.Tensor | DevicePages,
+        pool: Pages,
         area: StagingArea,
         memory: StagingMemory,
         lanes: Lanes,

@@ -443,8 +443,8 @@ def window_pools_of(
         num_pieces: Of each of the layout's companions.
     """
     found = list[RankPool]()
-    counts = num_pieces[len(layout.companions) - len(layout.groups) + 1 :]
-    for number, (group, count) in enumerate(zip(layout.groups[1:], counts, strict=True), 1):
+    counts = zip(layout.groups[1:], layout.of_windows(num_pieces), strict=True)
+    for number, (group, count) in enumerate(counts, 1):
         segment = shared.others.share(count * group.page_bytes(layout.page_size))
         whole = segment.tensor(layout.pool_shape(count, number), dtype_of(group.plane))
         found.append(RankPool(whole, _of_rank(whole, group, shared)))
@@ -510,9 +510,9 @@ def blocks_of(
     is_alone = config.has_pages_by_stage and config.tp == 1
     if plane is None or is_alone or (config.is_on_gpu and not config.moves_pages):
         return None
+    num_blocks = layout.of_states(num_pieces)
     if config.is_on_gpu:
-        return _mapped_blocks(shared, plane, num_pieces[0])
-    num_blocks = num_pieces[0]
+        return _mapped_blocks(shared, plane, num_blocks)
     whole: list[torch.Tensor] = []
     for part in plane.parts:
         shape = (num_blocks, plane.layers, *part.shape)
