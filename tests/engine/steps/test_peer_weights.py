@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from weft.contract.errors import ModelError, WeftError, WeightsIncomplete
 from weft.contract.request import StopCriteria
-from weft.contract.weights import WeightOffer
+from weft.contract.weights import GpuAllocation, WeightOffer
 from weft.engine.executor import peer_weights
 from weft.engine.loop.llm import LLM
 from weft.pages.transfer import nixl_ranges
@@ -189,6 +189,19 @@ def test_a_peer_that_cannot_be_used_is_named_and_the_files_are_read(
         assert 0 < batches[0] < sum(one.num_bytes for one in rank.tensors) / 2
         monkeypatch.undo()
         check(offer, "connecting to another")
+
+
+def test_memory_is_offered_to_this_host_only_where_it_has_a_name(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver stands for CUDA's, so that all memory has handles."""
+    one = GpuAllocation(address=seed, device_id=0, handle=bytes(64))
+    monkeypatch.setattr(peer_weights, "allocations_of", lambda ranges: [one])
+    for name in ("a", ""):
+        monkeypatch.setattr(peer_weights, "host_name", lambda name=name: name)
+        with LLM(plain(tmp_path / f"model-{name}", seed), **SETTINGS) as llm:
+            (rank,) = llm.offer_weights().ranks
+        assert (rank.host, rank.allocations) == (name, [one] if name else [])
 
 
 @pytest.mark.full

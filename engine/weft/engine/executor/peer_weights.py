@@ -254,7 +254,11 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[MemoryRange]:
 
 
 def _allocations(spans: Sequence[MemoryRange]) -> list[GpuAllocation]:
-    """What processes of this host need to open the memory; empty: they cannot."""
+    """What processes of this host need to open the memory; empty: they cannot, or could not tell
+    that they are on this host.
+    """
+    if not host_name():
+        return []
     try:
         return allocations_of([one for one in spans if one.memory_type == "VRAM" and one.num_bytes])
     except TransferError as error:

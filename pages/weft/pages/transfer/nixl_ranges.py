@@ -70,7 +70,7 @@ class SharedRanges:
         """
         binding = load_binding()
         name = new_agent_name(name)
-        with binding.calls("registering weights"):
+        with binding.calls("registering memory for others to read"):
             # Whoever reads does the work, so no thread is needed to make progress, but to accept
             # connections.
             agent = binding.create_agent(name, has_device=False)
@@ -88,7 +88,7 @@ class SharedRanges:
         reference = weakref.ref(self._agent.agent)
         self._agent = None
         if not is_destroyed(reference):
-            raise TransferError("weights cannot be deregistered: something holds their agent")
+            raise TransferError("memory cannot be deregistered: something holds its agent")
 
 
 class RangesReader:
@@ -126,7 +126,7 @@ class RangesReader:
         Raises:
             TransportMismatch: NIXL cannot be used, or not with this target; nothing was read.
             TransferError: The source is gone or does not answer. The local ranges have any bytes,
-                and nothing arrives any more.
+                and nothing arrives any more, unless `may_still_arrive` says so.
         """
         with START_WORK.time(CONNECTING):
             self.open(target, _whole([own for own, _ in pairs]))
@@ -134,9 +134,10 @@ class RangesReader:
             with START_WORK.time(COPYING):
                 self._copy(pairs, report)
         finally:
-            is_gone = self.close()
-        if not is_gone:
-            raise TransferError(f"the agent that reads {self._what} cannot be ended")
+            if not self.close():
+                raise TransferError(
+                    f"the agent that reads {self._what} cannot be ended", may_still_arrive=True
+                )
 
     def open(self, target: RangesTarget, ranges: Sequence[MemoryRange]) -> None:
         """Connects to the other process, and registers the memory that is to be read into. Raises
@@ -255,9 +256,9 @@ def _check(target: RangesTarget, version: str) -> None:
     if target.version != version:
         raise TransportMismatch(f"nixl {target.version[:40]} there, {version} here: must equal")
     if not 0 < len(target.agent_name) <= MAX_AGENT_NAME_CHARS:
-        raise TransportMismatch("weights: bad length of the agent's name")
+        raise TransportMismatch("bad length of the agent's name")
     if not 0 < len(target.metadata) <= MAX_RANGES_METADATA_BYTES:
-        raise TransportMismatch("weights: bad length of the agent's metadata")
+        raise TransportMismatch("bad length of the agent's metadata")
 
 
 def _register(agent: Any, ranges: Sequence[MemoryRange]) -> None:

@@ -1,0 +1,40 @@
+"""Reads of other processes' memory whose end cannot be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from weft.pages.transfer.nixl_ranges import MemoryRange, RangesReader, SharedRanges
+from weft.pages.transfer.nixl_wire import TransferError
+
+pytestmark = pytest.mark.needs("nixl")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_agent_that_lives_on_may_still_write(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, theirs = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    kept = list[Any]()
+
+    def keep(self: RangesReader, *_: Any) -> None:
+        kept.append(self._agent.agent)
+        if fails:
+            raise TransferError("the source is gone")
+
+    monkeypatch.setattr(RangesReader, "_copy", keep)
+    shared = SharedRanges("source", [_range(theirs)])
+    reader = RangesReader("bytes", most_bytes=64, stall_s=20.0)
+    with pytest.raises(TransferError, match="cannot be ended") as found:
+        reader.read(shared.target, [(_range(own), _range(theirs))])
+    assert found.value.may_still_arrive
+    kept.clear()
+    del found
+    assert reader.close()
+    shared.close()
+
+
+def _range(content: np.ndarray) -> MemoryRange:
+    return MemoryRange(content.ctypes.data, content.nbytes, "DRAM", 0)
