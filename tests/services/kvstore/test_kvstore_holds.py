@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from weft.pages.transfer.digest import digest_pages
 from weft.pages.transfer.nixl_ranges import MemoryRange, RangesReader, RangesTarget
 from weft.testing.services.kv_chain import Chain, StoreCaller, random_pages
-from weft.testing.services.store_server import store_process
+from weft.testing.services.store_server import store_here, store_process
 from weft.v1 import kvstore_pb2
 
 pytestmark = pytest.mark.needs("nixl")
@@ -37,7 +38,7 @@ async def test_held_pages_are_read_from_the_arena_and_stay(tmp_path: Path) -> No
             chain = Chain(20)
             call = hold(caller, chain)
             assert not (await call.read()).pages  # The store has nothing yet.
-            call.cancel()
+            assert await call.read() is grpc.aio.EOF  # So there is nothing to keep.
             contents = random_pages(15, PAGE_BYTES)
             assert (await caller.put_data(chain, range(15), contents)).stored_pages == 15
             call = hold(caller, chain)
@@ -75,6 +76,30 @@ async def test_held_pages_are_read_from_the_arena_and_stay(tmp_path: Path) -> No
                 await caller.put_data(Chain(20), range(20), random_pages(20, PAGE_BYTES))
             assert await caller.look_up(chain) == 0
             assert reader.close()
+
+
+async def test_a_draining_store_waits_for_holds_and_refuses_others() -> None:
+    memory = ARENA_PAGES * PAGE_BYTES
+    async with (
+        store_here(transport="nixl", memory_bytes=memory) as (store, address),
+        StoreCaller(address) as caller,
+    ):
+        chain = Chain(3)
+        await caller.put_data(chain, range(3), random_pages(3, PAGE_BYTES))
+        call = hold(caller, chain)
+        assert len((await call.read()).pages) == 3
+        draining = asyncio.ensure_future(store.drain())
+        try:
+            await asyncio.sleep(0)
+            with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as refused:
+                await anext(aiter(hold(caller, chain)))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert not draining.done()
+            call.cancel()
+            await asyncio.wait_for(draining, 60)
+            assert not (await caller.stats()).pinned_pages
+        finally:
+            draining.cancel()
 
 
 @pytest.mark.full

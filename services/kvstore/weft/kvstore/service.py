@@ -104,8 +104,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
         order = HOLD.decode(request, hold=0, address="")
         async with self._store.hold(order.keys) as held:
             yield HELD.encode(held)
-            # A caller that has read the pages, or is gone, ends the call.
-            await asyncio.sleep(HOLD_S)
+            if held.pages:
+                # A caller that has read the pages, or is gone, ends the call.
+                await asyncio.sleep(HOLD_S)
 
     async def ReportCorrupt(
         self, request: kvstore_pb2.ReportCorruptRequest, context: Context

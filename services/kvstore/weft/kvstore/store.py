@@ -259,7 +259,10 @@ class KvStore:
 
     @asynccontextmanager
     async def hold(self, keys: list[bytes]) -> AsyncIterator[StoreHeld]:
-        """Pages that stay still meanwhile, as `Holds.hold` says."""
+        """Pages that stay still meanwhile, as `Holds.hold` says. Raises what it raises, and
+        Draining: this process is ending.
+        """
+        self._refuse_if_draining("hold")
         if self._arena_pages is None:
             yield StoreHeld(hold=0)
             return
@@ -287,8 +290,7 @@ class KvStore:
 
     def _arena_for(self, page_bytes: int) -> PageArena:
         """The first call fixes the size of a page."""
-        if self._is_draining:
-            raise Draining("the KV store is shutting down", stage="put")
+        self._refuse_if_draining("put")
         arena_pages = self._arena_pages or self._make_arena_pages(page_bytes)
         if arena_pages.pages.page_bytes != page_bytes:
             self.counters.puts_refused += 1
@@ -298,6 +300,10 @@ class KvStore:
                 stage="put",
             )
         return arena_pages
+
+    def _refuse_if_draining(self, stage: str) -> None:
+        if self._is_draining:
+            raise Draining("the KV store is shutting down", stage=stage)
 
     def _make_arena_pages(self, page_bytes: int) -> PageArena:
         self._arena_pages = PageArena(
@@ -320,13 +326,16 @@ class KvStore:
     # -- life ------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Refuses new work; returns once no put and no fill is in progress."""
+        """Refuses new work; returns once no put, fill or hold is in progress. A hold ends after
+        HOLD_S at the latest.
+        """
         self._is_draining = True
         arena_pages = self._arena_pages
         if arena_pages is None:
             return
-        arena_pages.fills.filler.is_draining = True
-        while arena_pages.fills.filler.num_active or arena_pages.puts.num_open:
+        filler, puts, holds = arena_pages.fills.filler, arena_pages.puts, arena_pages.holds
+        filler.is_draining = True
+        while filler.num_active or puts.num_open or holds.num_open:
             await asyncio.sleep(TICK_S)
 
     async def close(self) -> None:
