@@ -36,8 +36,10 @@ PAGE, NUM_LAYERS, VOCAB, NUM_NEW = 8, 5, 517, 6
 LENGTH = 40 * PAGE + 3
 FAULTS = (
     *("bad page", "bad digest", "killed", "killed later", "silent", "not held", "fewer"),
-    *("bad agent", "other version", "late", "moved"),
+    *("bad agent", "other version", "refused", "late", "moved"),
 )
+UNREADABLE = {"killed", "killed later", "silent", "bad agent", "other version", "refused"}
+"""Those after which the store is not asked for a while."""
 
 
 class Reference:
@@ -224,6 +226,8 @@ def strike(pair: Counted, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             held_as(agent_metadata=random.randbytes(100))
         case "other version":
             held_as(nixl_version="0")
+        case "refused":
+            pair.on_held = lambda held: StoreHeld(hold=held.hold)
         case "late":
             waits = pair.owner.parts.layer_pool.waits
             left = threading.Event()
@@ -277,8 +281,16 @@ def test_faults_of_loads_spoil_no_text(
             assert pair.holds == set()
             if not pair.process.is_alive():
                 pair.begin()
+            num_holds = pair.num_holds
+            if kind in UNREADABLE:
+                pair.forget()
+                assert pair.ask(again) == reference(again), kind
+                assert [(fill.source, fill.failure) for fill in pair.fills()] == [("kvstore", "")]
+                assert pair.num_holds == num_holds, kind
+                pair.clock.offset_s += store_layers.REST_S
             pair.forget()
             assert pair.ask(again) == reference(again)
+            assert pair.num_holds == num_holds + 1, kind
         assert pair.num_waiting_steps > 0
 
 

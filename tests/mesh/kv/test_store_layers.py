@@ -63,14 +63,16 @@ def test_another_worker_reads_pages_of_the_store_by_layer(mesh: TinyMesh) -> Non
                 mesh.flush(name)
             more = [random.randrange(3, VOCAB) for _ in range(40)]
             sources.append(ask(mesh, greedy, prompt + more))
-            # The store is asked for 80 ms at most, which a busy machine may miss.
-            return [fill.source for fill in sources[-1]] == [common_pb2.FILL_SOURCE_KVSTORE]
+            # A store that answers late, as it may on a busy machine, is passed over or sends the
+            # pages whole.
+            is_whole = any(one.last_write_complete_time.ToNanoseconds() for one in sources[-1])
+            kinds = [fill.source for fill in sources[-1]]
+            return kinds == [common_pb2.FILL_SOURCE_KVSTORE] and not is_whole
 
         wait_until(comes_by_layer, 60)
         (fill,) = sources[-1]
         assert fill.transport == common_pb2.TRANSPORT_KIND_NIXL
         assert fill.accepted_tokens == LENGTH // 16 * 16
-        assert not fill.last_write_complete_time.ToNanoseconds()  # The store has written nothing.
 
 
 def stored(mesh: TinyMesh) -> int:

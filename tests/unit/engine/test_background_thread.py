@@ -82,3 +82,14 @@ def test_every_job_ends_once(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> 
     assert [job.num_runs for job in jobs] == [1, 0, 0]
     thread._thread.join(TIMEOUT_S)
     assert not thread._thread.is_alive()
+
+
+def test_closing_says_whether_the_thread_has_ended() -> None:
+    going_on = threading.Event()
+    thread = BackgroundThread("test", lambda: None)
+    job = Job(going_on)
+    thread.give(job)
+    assert job.begun.wait(TIMEOUT_S)
+    assert not thread.close(0.01)
+    going_on.set()
+    assert thread.close(TIMEOUT_S)

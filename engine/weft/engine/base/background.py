@@ -98,8 +98,10 @@ class BackgroundThread:
         self.num_open -= len(moves)
         return moves
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Stops the thread after its current job, for which it waits a limited time."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Stops the thread after its current job, for which it waits a limited time. Returns
+        whether the thread has ended.
+        """
         self._is_closing = True
         self._jobs.put(None)
         self._thread.join(timeout_s)
@@ -107,6 +109,7 @@ class BackgroundThread:
             logger.warning(
                 "%s: a job has not ended within %g s and is abandoned", self.name, timeout_s
             )
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         if self._host is not None:

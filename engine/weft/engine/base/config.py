@@ -1046,8 +1046,14 @@ class EngineConfig(PageConfig):
         """Whether pages of tiers, or of a KV store, may come layer by layer."""
         if self.load_by_layer == "never":
             return False
-        of_store = self.has_store and self.load_by_layer == "always" and not self.is_on_gpu
-        return self.has_tiers or of_store
+        return self.has_tiers or self.reads_stores_by_layer
+
+    @property
+    def reads_stores_by_layer(self) -> bool:
+        """Whether pages of a KV store come layer by layer, where there is NIXL to read them. A
+        GPU's kernels would read pages only from memory of this host.
+        """
+        return self.has_store and self.load_by_layer == "always" and not self.is_on_gpu
 
     @property
     def moves_pages(self) -> bool:

@@ -382,7 +382,7 @@ def _load_parts(
     sizes = layout.page_bytes, sum(carrier.num_pages for carrier in carriers)
     is_alone = ranked is None or group is not None
     by_layer = executor.layer_pool if is_alone else None
-    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
+    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin)
     notices = [
         *(*plane.notices, *pools.notices, *shards),
         *([] if lora is None else [lora.limits.describe()]),
@@ -395,7 +395,7 @@ def _load_parts(
             config,
             layout,
             is_by_layer=by_layer is not None,
-            reads_stores=plane.target is not None and not config.is_on_gpu,
+            has_nixl=plane.target is not None,
         ),
         *_describe_media(config, loaded, layout),
         *describe_context(config, models.model_context_tokens, pool_tokens),

@@ -411,7 +411,7 @@ def describe_store(config: EngineConfig, layout: CacheLayout) -> list[str]:
 
 
 def describe_layer_loads(
-    config: EngineConfig, layout: CacheLayout, *, is_by_layer: bool, reads_stores: bool
+    config: EngineConfig, layout: CacheLayout, *, is_by_layer: bool, has_nixl: bool
 ) -> list[str]:
     """A sentence that says why pages are loaded whole although `load_by_layer` is always."""
     if config.load_by_layer != "always":
@@ -419,6 +419,7 @@ def describe_layer_loads(
     if is_by_layer:
         whole = "load_by_layer = always: pages of KV stores are loaded whole: "
         why = "on a GPU" if config.is_on_gpu else "without NIXL"
+        reads_stores = config.reads_stores_by_layer and has_nixl
         return [whole + why] if config.has_store and not reads_stores else []
     reasons = (
         (not config.loads_by_layer, "there is no tier: set host_cache_bytes or disk_cache_dir"),

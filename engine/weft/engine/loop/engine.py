@@ -554,6 +554,7 @@ class Engine:
             **self.fills.sizes(),
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),
+            **(self.store_loads.sizes() if self.store_loads is not None else {}),
             **(self.tiers.sizes() if self.tiers is not None else {}),
             **self.adapters.sizes(),
             **(self.drafter.sizes() if self.drafter is not None else {}),

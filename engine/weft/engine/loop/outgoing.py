@@ -172,16 +172,17 @@ class Outgoing:
     def fill_command(self, command: FillCommand) -> None:
         self._outbox.fill_commands.append(command)
 
-    def store(self, message: StoreLookup | StorePut | StoreHold | int) -> None:
-        """A number releases the hold of that number."""
+    def store(self, message: StoreLookup | StorePut | StoreHold) -> None:
         if isinstance(message, StoreLookup):
             self._outbox.store_lookups.append(message)
         elif isinstance(message, StoreHold):
             self._outbox.store_holds.append(message)
-        elif isinstance(message, int):
-            self._outbox.store_releases.append(message)
         else:
             self._outbox.store_puts.append(message)
+
+    def release_hold(self, number: int) -> None:
+        """Lets pages go that a KV store holds by the StoreHold of that number."""
+        self._outbox.store_releases.append(number)
 
     def fill_reply(self, reply: FillReply) -> None:
         self._outbox.fill_replies.append(reply)

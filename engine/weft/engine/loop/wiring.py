@@ -217,9 +217,8 @@ class EngineWiring:
 
     def _make_store_loads(self) -> StoreLoads | None:
         config, parts, layers = self._config, self.parts, self.layers
-        is_usable = config.load_by_layer == "always" and parts.transport.target is not None
-        # A GPU's kernels would read the pages only from memory of this host.
-        if self.store is None or layers is None or layers.pool.needs_rows or not is_usable:
+        is_usable = config.reads_stores_by_layer and parts.transport.target is not None
+        if self.store is None or layers is None or not is_usable:
             return None
         return StoreLoads(
             layers,
@@ -229,6 +228,7 @@ class EngineWiring:
             layers.pool.parts,
             self.tier_policy,
             self.out.store,
+            self.out.release_hold,
             lambda: parts.executor.mark().wait(),
             self._clock,
             parts.wake,
@@ -249,6 +249,7 @@ class EngineWiring:
             config.fill_progress_timeout_s,
             self.pages.num_continuable_pages,
             fill_events,
+            parts.wake,
             parts.carriers,
             self.layers,
         )
@@ -396,7 +397,9 @@ class EngineWiring:
 
     @property
     def num_copies(self) -> int:
-        """Number of pages held while they are copied to tiers or the KV store."""
+        """Number of pages held while they are copied to tiers or the KV store, and of loads by
+        layer from it.
+        """
         num_copies = self.store.num_open_pages if self.store is not None else 0
         num_copies += self.store_loads.num_open if self.store_loads is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)

@@ -1,13 +1,14 @@
 """Loads by layer from a KV store, which holds pages still while this worker reads them.
 
     engine's thread                          store                     reading thread
-    start: StoreHold ──────────────────────> pins the pages
+    start: StoreHold ──────────────────────> holds the pages
     on_held: the thread may begin <───────── where they lie, digests
     its step waits for layers ...            (does nothing)  <──────── READ of groups of layers
     commit and publish, or drop <───────────────────────────────────── whole, or lost
-    StoreRelease ──────────────────────────> unpins them
+    release of the hold ───────────────────> lets them go
 
-A hold that ends early spoils bytes that are read later, which their digests show.
+A hold that ends early spoils bytes that are read later, which their digests show. A store that
+does not answer, or cannot be read, is not asked for a while; fills bring its pages whole.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ HOLD_TIMEOUT_S = 2.0
 store takes half a second.
 """
 STALL_S = 1.0
+REST_S = 10.0
+"""Time for which a store is not asked after it could not be read."""
 CLOSE_RETRY_S = 0.2
 MAX_READERS = 8
 
@@ -74,24 +77,30 @@ class StoreReaders:
             time.sleep(CLOSE_RETRY_S)
 
     def close_all(self) -> None:
-        """At the end of the process, which ends what is under way."""
+        """At the end of the process, once the reading thread has ended."""
         for reader in self._known.values():
             reader.close()
+        self._known.clear()
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class StoreLayers:
     """Implements `LayerSource` over pages that a store holds."""
 
+    store: FillCandidate
+    hold: int
+    """Number of the hold."""
     pages: Sequence[int]
     page_bytes: int
     parts: Sequence[PagePart]
     readers: StoreReaders
     pool_address: int
-    ended: Callable[[int, float], None]
+    ended: Callable[[StoreLayers, int, float], None]
     held: StoreHeld | None = None
     """None: the store has not answered."""
     problem: str = ""
+    is_unreadable: bool = False
+    """Whether the problem is the store itself and not the pages."""
 
     def copy(self, group: int) -> bool:
         held = self.held
@@ -104,7 +113,7 @@ class StoreLayers:
                 _rows(held.arena_address, held.pages, size, part),
             )
         except TransferError as error:
-            self.problem = error.message
+            self.reject(error.message)
         if self.problem:
             # Not above: the frames of the error would keep the agent from its end.
             self.readers.close(target)
@@ -121,14 +130,18 @@ class StoreLayers:
     def failed(self) -> None:
         self.problem = self.problem or DAMAGED
 
+    def reject(self, problem: str) -> None:
+        """The store cannot be read by layer."""
+        self.problem, self.is_unreadable = problem, True
+
     def end(self, num_good: int, duration_s: float) -> None:
-        self.ended(num_good * self.page_bytes, duration_s)
+        self.ended(self, num_good * self.page_bytes, duration_s)
 
 
 @dataclass(slots=True)
 class _Asked:
-    number: int
     load: LayerLoad
+    source: StoreLayers
     until: float
 
 
@@ -140,6 +153,8 @@ class StoreLoads:
         layers: Shared with the tiers.
         pool: The engine's pool in host memory, [pages, page bytes].
         parts: Of a page, for each group of layers.
+        ask: Asks a store to hold pages, which `on_held` answers.
+        release: Ends the hold of a number.
         settle: Waits until the device has wiped pages that were taken.
     """
 
@@ -151,7 +166,8 @@ class StoreLoads:
         pool: NDArray[np.uint8],
         parts: Sequence[PagePart],
         policy: TierPolicy,
-        send: Callable[[StoreHold | int], None],
+        ask: Callable[[StoreHold], None],
+        release: Callable[[int], None],
         settle: Callable[[], None],
         clock: Clock,
         wake: Callable[[], None],
@@ -162,7 +178,7 @@ class StoreLoads:
         self._pool = pool
         self._parts = parts
         self._policy = policy
-        self._send = send
+        self._ask, self._release = ask, release
         self._settle = settle
         self._clock = clock
         self._readers = StoreReaders(pool)
@@ -171,6 +187,8 @@ class StoreLoads:
         self._planned: dict[int, FillCandidate] = {}
         self._asked: _Asked | None = None
         """The load whose pages the store was asked to hold."""
+        self._rests_until: dict[str, float] = {}
+        """By address, for stores that could not be read."""
 
     def plan(self, request: Request) -> bool:
         """Decides whether the request continues with such a load, which `start` begins."""
@@ -178,6 +196,8 @@ class StoreLoads:
         if len(candidates) != 1 or candidates[0].kind != "kvstore" or self._thread.num_open:
             return False
         store = candidates[0]
+        if self._rests_until.get(store.address, 0.0) > self._clock():
+            return False
         num_pages = self._num_pages(request, store)
         if num_pages <= 0 or store.first_token > request.num_computed:
             return False
@@ -210,29 +230,34 @@ class StoreLoads:
         )
         request.timeline.fills.append(record)
         source = StoreLayers(
+            store=store,
+            hold=number,
             pages=pages,
             page_bytes=self._page_bytes,
             parts=self._parts,
             readers=self._readers,
             pool_address=self._pool.ctypes.data,
-            ended=lambda num_bytes, seconds: self._ended(number, num_bytes, seconds),
+            ended=self._ended,
         )
         load = self._layers.make(request, source, pages, [record])
-        self._asked = _Asked(number, load, self._clock() + HOLD_TIMEOUT_S)
+        self._asked = _Asked(load, source, self._clock() + HOLD_TIMEOUT_S)
         keys = request.keys.upto(request.tokens, first + num_pages)[first:]
-        self._send(StoreHold(hold=number, address=store.address, keys=list(keys)))
+        self._ask(StoreHold(hold=number, address=store.address, keys=list(keys)))
         return True
 
     def on_held(self, held: StoreHeld) -> None:
         asked = self._asked
-        if asked is None or asked.number != held.hold:
+        if asked is None or asked.source.hold != held.hold:
             return
         self._asked = None
-        load, source = asked.load, asked.load.source
-        assert isinstance(source, StoreLayers)
+        load, source = asked.load, asked.source
         is_whole = len(held.pages) == len(held.digests) == len(load.pages)
-        if load.incoming.is_stopped or not is_whole or held.page_bytes != self._page_bytes:
-            source.problem = "the store does not hold the pages"
+        if not load.incoming.is_stopped:
+            if not held.agent_name or held.page_bytes != self._page_bytes:
+                source.reject("the store does not let its pages be read")
+            elif not is_whole:
+                source.problem = "the store does not hold the pages"
+        if load.incoming.is_stopped or source.problem:
             load.end()
             return
         source.held = held
@@ -250,18 +275,21 @@ class StoreLoads:
         asked = self._asked
         if asked is not None and self._clock() >= asked.until:
             self._asked = None
-            assert isinstance(asked.load.source, StoreLayers)
-            asked.load.source.problem = "the store did not answer"
+            asked.source.reject("the store did not answer")
             asked.load.end()
 
     @property
     def num_open(self) -> int:
         return self._thread.num_open + (self._asked is not None)
 
+    def sizes(self) -> dict[str, int]:
+        """Numbers of planned loads, and of those that have begun."""
+        return {"store_load_plans": len(self._planned), "store_loads": self.num_open}
+
     def close(self) -> None:
-        """Stops the thread, within a limit."""
-        self._thread.close()
-        self._readers.close_all()
+        """Stops the thread, within a limit. The process's end ends what it may still read."""
+        if self._thread.close():
+            self._readers.close_all()
 
     @property
     def _page_bytes(self) -> int:
@@ -272,8 +300,12 @@ class StoreLoads:
         end = min(store.match_tokens, request.num_reusable_tokens)
         return end // self._page_size - request.num_computed // self._page_size
 
-    def _ended(self, number: int, num_bytes: int, duration_s: float) -> None:
-        self._send(number)
+    def _ended(self, source: StoreLayers, num_bytes: int, duration_s: float) -> None:
+        self._release(source.hold)
+        if source.is_unreadable:
+            address = source.store.address
+            self._rests_until[address] = self._clock() + REST_S
+            logger.info("pages of the KV store at %s come whole: %s", address, source.problem)
         if duration_s:
             self._policy.observe("store", num_bytes, duration_s)
 

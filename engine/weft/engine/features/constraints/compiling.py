@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
+"""Error message for a request whose constraint took too long."""
 MAX_RUNNING = 2
 """Constraints that are compiled at a time."""
 MAX_LOST = 4

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_REFUSED = 64
 """Number of too slow constraints that are remembered."""
-"""Error message for a request whose constraint took too long."""
 
 
 class Constraints:

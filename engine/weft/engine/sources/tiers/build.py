@@ -32,8 +32,6 @@ class TierComponents:
     files: PageFiles | None
     make_pool: Callable[[], PagePool]
     """Creates access to the pool for one thread."""
-    wake: Callable[[], None]
-    """Called by other threads when the engine should take a turn."""
     notices: list[str]
 
 
@@ -43,7 +41,6 @@ def load_tiers(
     block_pages: int,
     make_pool: Callable[[], PagePool],
     pin: Callable[[NDArray[np.uint8]], Pinned | None],
-    wake: Callable[[], None],
 ) -> TierComponents | None:
     """Creates the tiers, with the pages that the disk holds; None: none are configured.
 
@@ -54,7 +51,6 @@ def load_tiers(
             0: there are none.
         pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
             to it; raises ConfigError if that fails. None: the pool is in host memory.
-        wake: Called by other threads when the engine should take a turn.
 
     Raises:
         ConfigError: The settings do not fit this machine, or another process uses the folder.
@@ -112,6 +108,5 @@ def load_tiers(
         disk=disk,
         files=files,
         make_pool=make_pool,
-        wake=wake,
         notices=notices,
     )

@@ -172,7 +172,7 @@ class LayerLoads:
     """The loads by layer of an engine, of which there is one at a time. Used by its thread.
 
     Args:
-        policy: When loads go by layer; None: never.
+        policy: When loads go by layer.
         prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
         is_alone: Returns whether no request is being computed or filled.
         wake: Called by other threads when the engine should take a turn.
@@ -181,7 +181,7 @@ class LayerLoads:
     def __init__(
         self,
         pool: LayerPool,
-        policy: LayerPolicy | None,
+        policy: LayerPolicy,
         memory: PageMemory,
         page_size: int,
         page_bytes: int,
@@ -205,7 +205,7 @@ class LayerLoads:
     def suits(self, request: Request, end_page: int, load_s: float) -> bool:
         """Whether the request may begin to compute while its pages up to `end_page` come."""
         policy, sources = self.policy, request.sources
-        if policy is None or self.present is not None or sources.loads_whole or not request.draws:
+        if self.present is not None or sources.loads_whole or not request.draws:
             return False
         if not self._is_alone():
             return False

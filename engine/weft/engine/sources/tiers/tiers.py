@@ -109,6 +109,7 @@ class Tiers:
         progress_timeout_s: Seconds without progress after which a load is abandoned.
         num_continuable_pages: Returns how many of a request's first n pages are in the pool and can
             be continued.
+        wake: Called by other threads when the engine should take a turn.
         companions: Of the model.
         layers: None: pages are loaded whole.
     """
@@ -125,6 +126,7 @@ class Tiers:
         progress_timeout_s: float,
         num_continuable_pages: Callable[[Request, int], int],
         events: FillEvents,
+        wake: Callable[[], None],
         companions: Sequence[Carried] = (),
         layers: LayerLoads | None = None,
     ) -> None:
@@ -143,12 +145,12 @@ class Tiers:
         self._num_continuable_pages = num_continuable_pages
         self._clock = clock
         self._progress_timeout_s = progress_timeout_s
-        self._make_pool, self._wake = parts.make_pool, parts.wake
+        self._make_pool, self._wake = parts.make_pool, wake
         self._load_pool, self._save_pool, self._step_pool = (parts.make_pool() for _ in range(3))
-        self._loader = BackgroundThread("weft-tier-load", parts.wake)
-        self._fetcher = BackgroundThread("weft-tier-fetch", parts.wake)
-        self._saver = BackgroundThread("weft-tier-save", parts.wake)
-        self._writer = BackgroundThread("weft-tier-disk", parts.wake)
+        self._loader = BackgroundThread("weft-tier-load", wake)
+        self._fetcher = BackgroundThread("weft-tier-fetch", wake)
+        self._saver = BackgroundThread("weft-tier-save", wake)
+        self._writer = BackgroundThread("weft-tier-disk", wake)
         self._most_chunk_pages = memory.num_usable_pages // MIN_CHUNKS
         self._loads: dict[int, TierLoad] = {}
         self._planned: dict[int, _Planned] = {}

@@ -222,7 +222,6 @@ class System:
             disk=disk_tier(self._files, num_slots[1] * PAGE_BYTES, PAGE_BYTES, order),
             files=self._files,
             make_pool=lambda: HostPool(self.rows),
-            wake=lambda: None,
             notices=[],
         )
         policies = TierPolicy(threshold, load_back_threshold=0)
@@ -237,6 +236,7 @@ class System:
             progress_timeout_s=2.0,
             num_continuable_pages=self.pages.num_continuable_pages,
             events=fill_events_to(self),
+            wake=lambda: None,
         )
         self.others = Others(self)
         fills = TieredFills(self.tiers, self.others, policies, PAGE_BYTES, PAGE, lambda: 0.0)  # type: ignore[arg-type]

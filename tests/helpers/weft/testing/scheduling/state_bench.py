@@ -296,7 +296,6 @@ class StateBench:
             disk=disk,
             files=files,
             make_pool=lambda: HostPool(rows),
-            wake=lambda: None,
             notices=[],
         )
         carried = _Blocks(self.states, self.device)
@@ -311,6 +310,7 @@ class StateBench:
             progress_timeout_s=1e9,
             num_continuable_pages=pages.num_continuable_pages,
             events=fill_events_to(self),
+            wake=lambda: None,
             companions=(carried,),
         )
 
