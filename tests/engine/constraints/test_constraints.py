@@ -18,6 +18,7 @@ from weft.contract.request import Constraint, Reasoning, StopCriteria
 from weft.contract.submits import Cancel, Ping, SampleProgress
 from weft.engine.features.constraints import compiling, masks
 from weft.engine.features.constraints.grammar import GrammarSource
+from weft.engine.features.constraints.grammar_state import too_slow
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.ports import Masks
 from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
@@ -348,7 +349,7 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
         num_masks += 1
         if num_masks == slow_mask:
             time.sleep(3.0)
-            raise masks._too_slow()
+            raise too_slow()
         return next_masks(state, tokens, drafts)
 
     stats = desk.engine.stats
