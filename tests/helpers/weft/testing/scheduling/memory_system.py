@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from weft.contract import faults
@@ -38,6 +39,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierComponents
 from weft.engine.sources.tiers.fills import TieredFills
@@ -239,7 +241,8 @@ class System:
             wake=lambda: None,
         )
         self.others = Others(self)
-        fills = TieredFills(self.tiers, self.others, policies, PAGE_BYTES, PAGE, lambda: 0.0)  # type: ignore[arg-type]
+        others = cast("OwnerFills", self.others)
+        fills = TieredFills(self.tiers, None, others, policies, PAGE_BYTES, PAGE, lambda: 0.0)
         waiting = make_queue("fcfs", 30.0, self.pages.num_cached_tokens, 64)
         events = SchedulerEvents()
         self.scheduler = Scheduler(

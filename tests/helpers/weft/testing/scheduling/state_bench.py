@@ -258,7 +258,7 @@ class StateBench:
             policy = TierPolicy(threshold, load_back_threshold=0)
             self.tiers = self._make_tiers(pages, policy, slots, folder)
             alone = cast("OwnerFills", _NoFillers())
-            fills = TieredFills(self.tiers, alone, policy, PAGE_BYTES, PAGE, lambda: 0.0)
+            fills = TieredFills(self.tiers, None, alone, policy, PAGE_BYTES, PAGE, lambda: 0.0)
             write_through(events, policy, self.tiers, None)
         drafting = None
         if drafts:
