@@ -111,25 +111,26 @@ CASES = [
 def test_texts_are_those_of_one_process(kind: str, count: int, tmp_path: Path, seed: int) -> None:
     """With prompts in chunks, prefix hits, drafts, constraints, and too few pages for all."""
     folder = make_tiny(kind, tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
-    prompts = random_prompts((5, 90, 41, 77, 12, 100))
-    kinds = sampled(len(prompts))
-    with make_llm(folder) as llm:
-        alone = run(llm, prompts, kinds)
-    with make_llm(folder, pp=count) as llm:
+    names = ["accepted_tokens", "prefix_hit_tokens"]
+    if count == 2:
+        names.append("preemptions")  # With three, nearly all requests may be in a step.
+    with make_llm(folder) as one, make_llm(folder, pp=count) as llm:
         (notice,) = (text for text in llm.engine.info.notices if "pipeline" in text)
         assert f"{count} stages" in notice
         under_way = most_under_way(llm)
-        assert run(llm, prompts, kinds) == alone
-        counters = llm.engine.counters()
+        # Some prompts end so early that no request is preempted.
+        for _ in range(20):
+            prompts = random_prompts((5, 90, 41, 77, 12, 100))
+            kinds = sampled(len(prompts))
+            assert run(llm, prompts, kinds) == run(one, prompts, kinds)
+            counters = llm.engine.counters()
+            if all(counters[name] for name in names):
+                break
+    assert all(counters[name] for name in names), counters
     assert max(under_way) == count
     assert 0 < counters["bubble_us"] < counters["stage_us"]
     assert "bubbles" in describe_bubbles(counters)
     assert not describe_bubbles({})
-    names = ["accepted_tokens", "prefix_hit_tokens"]
-    if count == 2:
-        names.append("preemptions")  # With three, nearly all requests may be in a step.
-    for name in names:
-        assert counters[name] > 0, (name, counters)
 
 
 @FULL
