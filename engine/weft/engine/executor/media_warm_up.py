@@ -119,6 +119,8 @@ def _steps(
             size = max(1, num_rows - next(fewer) - len(before))
             step = _step(executor, size, begin, before, sees_both_ways)
             yield step
+            if step.turned is not None:  # A chunk of the text behind media.
+                yield replace(step, inserted=None)
             if executor.has_adapters:
                 yield replace(step, adapters=np.ones(len(step.slots), np.int32))
     # Attention of decodes is compiled apart for how many programs share a context, which their
