@@ -121,7 +121,7 @@ def test_a_load_that_was_given_up_is_not_queued_again(
 def test_too_much_host_memory_leaves_a_small_tier(size: int, tmp_path: Path) -> None:
     """Whether the system refuses it, or no address is that large."""
     config = EngineConfig(model_dir=tmp_path, host_cache_bytes=size)
-    made = load_tiers(config, 4096, 0, Mock(), lambda rows: None, Mock())
+    made = load_tiers(config, 4096, 0, Mock(), lambda rows: None)
     assert made is not None
     assert "bytes of host memory for KV pages" in made.notices[0]
     assert 0 < made.host.counts().total < size // 4096

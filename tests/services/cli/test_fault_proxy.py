@@ -116,12 +116,16 @@ async def test_a_link_fails_as_it_is_told() -> None:
         assert not {b"black-hole", b"mute-client", b"cut"} & set(service.heard)
 
 
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+"""Channels to one address share connections otherwise, also one that is being cut."""
+
+
 async def test_a_request_can_be_delivered_and_its_answer_lost() -> None:
     """On a connection that is there: a new one's first word is the service's."""
     async with echo() as (service, target), proxy_of(target) as proxy:
         for number in range(20):
             await proxy.order("pass")
-            async with grpc.aio.insecure_channel(proxy.address) as channel:
+            async with grpc.aio.insecure_channel(proxy.address, OWN_CONNECTION) as channel:
                 call = channel.unary_unary(ECHO)
                 await call(b"connected", timeout=WAIT_S, wait_for_ready=True)
                 await proxy.order("cut-before-ack")
