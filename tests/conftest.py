@@ -14,6 +14,7 @@ import atexit
 import gc
 import importlib.util
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -321,6 +322,14 @@ def _longest_first(items: list[pytest.Item]) -> None:
         return turn not in MESH_TURNS, not is_long, -counts[turn], turn
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="module")
+def seed() -> int:
+    """Of a module's random models; shown with failures."""
+    value = random.randrange(10**6)
+    print(f"seed {value}")
+    return value
 
 
 @pytest.fixture(autouse=True)

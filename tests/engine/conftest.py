@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -27,11 +26,3 @@ def single_thread() -> Iterator[None]:
     """See `one_thread`."""
     with one_thread():
         yield
-
-
-@pytest.fixture(scope="module")
-def seed() -> int:
-    """Of a module's random models; shown with failures."""
-    value = random.randrange(10**6)
-    print(f"seed {value}")
-    return value
