@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
-from weft.testing.models.choices import Choices
+from weft.testing.models.choices import GreedyReference
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("overlap")
@@ -42,23 +40,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Reference:
-    """Greedy continuations by transformers, in float32."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-
-    def __call__(self, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
-        return Choices(self._logits, prompt, num_new)
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
-        return logits
-
-
 @pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return Reference(model_dir)
+def reference(model_dir: Path) -> GreedyReference:
+    return GreedyReference(model_dir, NUM_NEW)
 
 
 def prompt_of(length: int) -> list[int]:
@@ -79,7 +63,7 @@ def pair(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[EnginePair
 @pytest.mark.each_of("overlap", "is_shipped")
 @pytest.mark.parametrize("is_shipped", [False, True], ids=["local", "shipped"])
 def test_tokens_hits_and_bytes_at_every_border(
-    pair: EnginePair, reference: Reference, is_shipped: bool
+    pair: EnginePair, reference: GreedyReference, is_shipped: bool
 ) -> None:
     page_bytes = pair.owner.parts.layout.page_bytes
     filler = pair.fillers["prefill"]
@@ -126,7 +110,7 @@ def _num_cached(prompt: list[int], earlier: list[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def test_hits_inside_pages_change_no_token(model_dir: Path, reference: Reference) -> None:
+def test_hits_inside_pages_change_no_token(model_dir: Path, reference: GreedyReference) -> None:
     """Prompts that part at random tokens, several at a time, with a small pool and without."""
     rng = random.Random(random.randrange(2**31))
     stems = [prompt_of(6 * PAGE)]
@@ -162,7 +146,7 @@ def test_hits_inside_pages_change_no_token(model_dir: Path, reference: Reference
 
 
 def test_prefilled_pages_of_the_filler_are_not_computed_again(
-    pair: EnginePair, reference: Reference
+    pair: EnginePair, reference: GreedyReference
 ) -> None:
     prompt = prompt_of(5 * PAGE + 3)
     for _ in range(2):
@@ -174,7 +158,7 @@ def test_prefilled_pages_of_the_filler_are_not_computed_again(
     assert [fill.accepted_tokens for fill in fills] == [5 * PAGE]
 
 
-def test_long_prompts_come_in_capped_fills(model_dir: Path, reference: Reference) -> None:
+def test_long_prompts_come_in_capped_fills(model_dir: Path, reference: GreedyReference) -> None:
     """A remainder over the cap comes in consecutive fills, one lease each."""
     clock = ManualClock()
     owner = make_engine(model_dir, "decode", clock, num_pages=41)
@@ -209,7 +193,9 @@ def test_samples_of_one_prompt_share_one_fill(pair: EnginePair) -> None:
     pair.settle()
 
 
-def test_chunks_of_every_size_give_the_same_tokens(model_dir: Path, reference: Reference) -> None:
+def test_chunks_of_every_size_give_the_same_tokens(
+    model_dir: Path, reference: GreedyReference
+) -> None:
     prompt = prompt_of(6 * PAGE + 5)
     expected = reference(prompt)
     for chunk in itertools.chain(range(PAGE, 5 * PAGE, PAGE)):

@@ -78,7 +78,7 @@ def test_a_stage_goes_on_while_nobody_takes_its_rows(seed: int) -> None:
 
 
 def test_rows_come_while_a_stage_computes(seed: int) -> None:
-    """The second rows are all sent before anybody asks for them."""
+    """The next rows arrive whole before the stage asks for them."""
     first_rows, second_rows = rows_of(LARGE), rows_of(LARGE)
     with two_stages() as (first, last):
         first.send(first_rows)

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 from weft.contract import faults
 from weft.contract.faults import FaultPoint, FaultSpec
 from weft.contract.submits import Cancel
@@ -27,7 +25,7 @@ from weft.engine.loop.llm import LLM
 from weft.engine.sources.tiers.layer_loads import LayerPolicy
 from weft.pages.tiers.tier import PageLoad
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
-from weft.testing.models.choices import Choices
+from weft.testing.models.choices import GreedyReference
 from weft.testing.models.tiny_models import make_tiny
 
 PAGE, POOL_PAGES, NUM_LAYERS = 8, 64, 5
@@ -38,26 +36,12 @@ SLOW_S = 0.3
 """Longer than a step waits for a group of layers in these tests."""
 
 
-class Reference:
-    """Greedy continuations by transformers, in float32."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        return Choices(self._logits, prompt, NUM_NEW)
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
-        return logits
-
-
 class Model:
     def __init__(self, kind: str, folder: Path) -> None:
         seed = random.randrange(2**31)
         sizes = {"vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS}
         self.folder = make_tiny(kind, folder, seed=seed, **sizes)
-        self.reference = Reference(folder)
+        self.reference = GreedyReference(folder, NUM_NEW)
 
 
 @pytest.fixture(scope="module", params=KINDS)

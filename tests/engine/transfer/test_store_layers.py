@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 from weft.contract.store import StoreHeld
 from weft.contract.submits import Cancel
 from weft.engine.executor.port import Launched
@@ -27,7 +25,7 @@ from weft.engine.sources import store_layers
 from weft.engine.sources.store_layers import StoreLayers
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.held_store import HeldStorePair
-from weft.testing.models.choices import Choices
+from weft.testing.models.choices import GreedyReference
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.needs("nixl")
@@ -42,20 +40,6 @@ UNREADABLE = {"killed", "killed later", "silent", "bad agent", "other version", 
 """Those after which the store is not asked for a while."""
 
 
-class Reference:
-    """Greedy continuations by transformers, in float32."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        return Choices(self._logits, prompt, NUM_NEW)
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
-        return logits
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS}
@@ -64,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
+def reference(folder: Path) -> GreedyReference:
+    return GreedyReference(folder, NUM_NEW)
 
 
 class Counted(HeldStorePair):
@@ -114,7 +98,9 @@ def continued(prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", ["on", pytest.param("off", marks=pytest.mark.full)])
-def test_texts_are_those_of_no_cache(folder: Path, reference: Reference, overlap: str) -> None:
+def test_texts_are_those_of_no_cache(
+    folder: Path, reference: GreedyReference, overlap: str
+) -> None:
     with pair_of(folder, overlap=overlap) as pair:
         prompt = prompt_of()
         assert pair.ask(prompt) == reference(prompt)
@@ -131,7 +117,7 @@ def test_texts_are_those_of_no_cache(folder: Path, reference: Reference, overlap
 
 @pytest.mark.full
 def test_pages_of_host_memory_and_of_a_store_both_come_by_layer(
-    folder: Path, reference: Reference
+    folder: Path, reference: GreedyReference
 ) -> None:
     with pair_of(folder, host_cache_bytes=16 << 20) as pair:
         prompt = prompt_of()
@@ -150,7 +136,7 @@ def test_pages_of_host_memory_and_of_a_store_both_come_by_layer(
 
 @pytest.mark.full
 def test_no_page_is_published_before_the_last_layer_has_come(
-    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    folder: Path, reference: GreedyReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step waits for the second group meanwhile."""
     with pair_of(folder) as pair:
@@ -256,7 +242,7 @@ def strike(pair: Counted, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_faults_of_loads_spoil_no_text(
-    folder: Path, reference: Reference, kinds: list[str | None]
+    folder: Path, reference: GreedyReference, kinds: list[str | None]
 ) -> None:
     with pair_of(folder) as pair:
         for kind in kinds:
@@ -296,7 +282,7 @@ def test_faults_of_loads_spoil_no_text(
 
 @pytest.mark.full
 def test_a_request_that_is_cancelled_while_its_pages_come_leaves_nothing(
-    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    folder: Path, reference: GreedyReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pair_of(folder) as pair:
         prompt = prompt_of()

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 from weft.contract import faults
 from weft.contract.errors import ConfigError
 from weft.contract.faults import FaultPoint, FaultSpec
@@ -30,7 +28,7 @@ from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.local import LocalExecutor
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
-from weft.testing.models.choices import Choices
+from weft.testing.models.choices import GreedyReference
 from weft.testing.models.tiny_models import make_tiny
 
 PAGE, POOL_PAGES = 8, 32
@@ -45,23 +43,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Reference:
-    """Greedy continuations by transformers, in float32."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        return Choices(self._logits, prompt, NUM_NEW)
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
-        return logits
-
-
 @pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return Reference(model_dir)
+def reference(model_dir: Path) -> GreedyReference:
+    return GreedyReference(model_dir, NUM_NEW)
 
 
 class Bench(TierBench):
@@ -118,7 +102,7 @@ def play(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
 @pytest.mark.parametrize("threshold", [0, 1, 1000], ids=["at_once", "on_a_hit", "given_up"])
 def test_what_the_pool_gave_up_comes_back_from_host_memory(
     model_dir: Path,
-    reference: Reference,
+    reference: GreedyReference,
     threshold: int,
     pool: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +131,7 @@ def test_what_the_pool_gave_up_comes_back_from_host_memory(
 
 
 def test_pages_on_disk_outlive_the_engine(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     prompt = prompt_of(LENGTH)
     expected = reference(prompt)
@@ -160,7 +144,9 @@ def test_pages_on_disk_outlive_the_engine(
                 assert bench.fills()[0].accepted_tokens == LENGTH // PAGE * PAGE
 
 
-def test_host_memory_spills_to_disk(model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+def test_host_memory_spills_to_disk(
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
+) -> None:
     """Host memory of a few pages, disk for all: every prompt is found in one of the two."""
     prompts = [prompt_of(LENGTH) for _ in range(5)]
     expected = [reference(prompt) for prompt in prompts]
@@ -180,7 +166,7 @@ def test_host_memory_spills_to_disk(model_dir: Path, reference: Reference, tmp_p
 
 
 def test_flipped_bytes_on_disk_are_a_miss(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     prompt = prompt_of(LENGTH)
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
@@ -199,7 +185,7 @@ def test_flipped_bytes_on_disk_are_a_miss(
 
 
 def test_a_file_cut_short_is_gone_after_a_start(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     prompt = prompt_of(LENGTH)
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
@@ -215,7 +201,7 @@ def test_a_file_cut_short_is_gone_after_a_start(
 
 
 def test_a_file_that_vanished_is_a_miss(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     prompt = prompt_of(LENGTH)
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
@@ -228,7 +214,7 @@ def test_a_file_that_vanished_is_a_miss(
 
 
 def test_what_is_no_page_file_is_passed_over(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     """Links that lead nowhere or out of the folder, by the names of pages."""
     prompt = prompt_of(LENGTH)
@@ -248,7 +234,7 @@ def test_what_is_no_page_file_is_passed_over(
 
 
 def test_folders_that_somebody_removed_are_made_again(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     prompt = prompt_of(LENGTH)
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
@@ -271,7 +257,7 @@ def test_folders_that_somebody_removed_are_made_again(
 
 
 def test_a_full_disk_is_counted_and_nothing_else(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     """The system refuses every byte of a page's file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -296,7 +282,7 @@ def test_a_full_disk_is_counted_and_nothing_else(
 
 @pytest.mark.parametrize("pool", ["host", "device and pinned"])
 def test_a_bit_flipped_in_host_memory_is_a_miss(
-    model_dir: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, pool: str
+    model_dir: Path, reference: GreedyReference, monkeypatch: pytest.MonkeyPatch, pool: str
 ) -> None:
     play(monkeypatch, pool)
     with bench_of(model_dir) as bench:
@@ -309,7 +295,7 @@ def test_a_bit_flipped_in_host_memory_is_a_miss(
 
 
 def test_without_host_memory_the_engine_starts_with_a_few_pages(
-    model_dir: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, reference: GreedyReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = mmap.mmap
 
@@ -329,7 +315,7 @@ def test_without_host_memory_the_engine_starts_with_a_few_pages(
 
 
 def test_a_request_cancelled_while_its_pages_are_loaded_leaves_nothing(
-    model_dir: Path, reference: Reference
+    model_dir: Path, reference: GreedyReference
 ) -> None:
     with bench_of(model_dir) as bench:
         prompt = prompt_of(LENGTH)
@@ -350,7 +336,9 @@ def test_a_request_cancelled_while_its_pages_are_loaded_leaves_nothing(
         assert bench.ask(prompt) == reference(prompt)
 
 
-def test_a_tier_that_stands_still_holds_up_nobody(model_dir: Path, reference: Reference) -> None:
+def test_a_tier_that_stands_still_holds_up_nobody(
+    model_dir: Path, reference: GreedyReference
+) -> None:
     with bench_of(model_dir) as bench:
         prompts = [prompt_of(10 * PAGE), prompt_of(10 * PAGE)]
         for prompt in prompts:
@@ -374,7 +362,7 @@ def test_a_tier_that_stands_still_holds_up_nobody(model_dir: Path, reference: Re
 
 
 def test_a_disk_that_never_answers_costs_a_page(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     """A page's file is a pipe that nobody writes to: opening it waits for ever."""
     prompts = [prompt_of(LENGTH), prompt_of(LENGTH)]
@@ -435,7 +423,7 @@ def test_an_engine_ends_though_its_disk_never_answers(model_dir: Path, tmp_path:
 
 
 def test_a_request_that_waits_for_a_filler_may_go_on_with_a_load(
-    model_dir: Path, reference: Reference
+    model_dir: Path, reference: GreedyReference
 ) -> None:
     """Its filler falls silent before it was asked, and by then host memory serves again."""
     clock = ManualClock()
@@ -481,7 +469,7 @@ def test_a_request_that_waits_for_a_filler_may_go_on_with_a_load(
 
 
 def test_a_load_that_fails_in_its_middle_is_computed(
-    model_dir: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, reference: GreedyReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Moving a chunk raises: the chunks behind it do not take its place."""
     prompt = prompt_of(LENGTH)
@@ -506,7 +494,7 @@ def test_a_load_that_fails_in_its_middle_is_computed(
 
 
 def test_pages_come_to_host_memory_while_their_request_waits(
-    model_dir: Path, reference: Reference, tmp_path: Path
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
 ) -> None:
     """One runs, another waits for its place; meanwhile its pages are read from disk."""
     prompt = prompt_of(LENGTH)
@@ -523,7 +511,7 @@ def test_pages_come_to_host_memory_while_their_request_waits(
         assert [fill.source for fill in bench.fills()] == ["host"]
 
 
-def test_loading_that_loses_is_not_done(model_dir: Path, reference: Reference) -> None:
+def test_loading_that_loses_is_not_done(model_dir: Path, reference: GreedyReference) -> None:
     """A tier that was found slow is left alone; the text is the same."""
     with bench_of(model_dir, load_back_threshold=None) as bench:
         prompt = prompt_of(LENGTH)
@@ -539,7 +527,9 @@ def test_loading_that_loses_is_not_done(model_dir: Path, reference: Reference) -
         assert bench.fills() == []
 
 
-def test_a_flush_empties_all_tiers(model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+def test_a_flush_empties_all_tiers(
+    model_dir: Path, reference: GreedyReference, tmp_path: Path
+) -> None:
     with bench_of(model_dir, disk_cache_dir=tmp_path) as bench:
         prompt = prompt_of(LENGTH)
         bench.ask(prompt)

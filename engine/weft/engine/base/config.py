@@ -1050,8 +1050,8 @@ class EngineConfig(PageConfig):
 
     @property
     def reads_stores_by_layer(self) -> bool:
-        """Whether pages of a KV store come layer by layer, where there is NIXL to read them. A
-        GPU's kernels would read pages only from memory of this host.
+        """Whether pages of KV stores are read layer by layer, if NIXL is there. Workers on GPUs
+        copy layers from memory of their host only, so they get a store's pages whole.
         """
         return self.has_store and self.load_by_layer == "always" and not self.is_on_gpu
 

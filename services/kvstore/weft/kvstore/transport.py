@@ -91,7 +91,8 @@ class StoreTransport:
         self.shipper = ShipThread(PageSource(pool), self.senders, wake, self.shared)
 
     def arena_target(self) -> RangesTarget:
-        """Where others read the pool without help. The first call registers it, for half a second.
+        """What others need to read the pool over NIXL. The first call registers it, in half a
+        second.
 
         Raises:
             TransferError: NIXL is not used here, or does not take the memory.

@@ -91,7 +91,7 @@ def paged_attention(
         several = step.several if has_decodes else None
         extend_attention(*operands, own, least_rows=least_rows, several=several)
     if has_decodes and not is_tree:
-        # As many rows as requests and no request with two rows: each then has exactly one.
+        # Of as many rows as requests, none with two, each request has exactly one.
         decode_attention(*operands, is_uniform=max_q_len == 1 and tokens == requests)
     return out
 

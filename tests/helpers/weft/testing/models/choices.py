@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -302,3 +303,20 @@ class Choices(list[int]):
     def _logits_behind(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
             return self._logits_of([*self._prompt, *tokens])[len(self._prompt) - 1 : -1]
+
+
+class GreedyReference:
+    """Greedy continuations by a text model of transformers, in float32."""
+
+    def __init__(self, model_dir: Path, num_new: int) -> None:
+        from transformers import AutoModelForCausalLM  # Slow to import, and few need it.
+
+        self._num_new = num_new
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+    def __call__(self, prompt: list[int], num_new: int | None = None) -> Choices:
+        return Choices(self._logits, prompt, num_new or self._num_new)
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
+        return logits
