@@ -325,11 +325,17 @@ def ride_out(
         max_open: At one time.
         has_seen_all: Whether what the storm is for has happened: chance may need more requests.
     """
+    is_rising = True
     while len(storm.sent) < num_requests or (
         not has_seen_all() and len(storm.sent) < MOST_TIMES * num_requests
     ):
+        if len(storm.sent) >= num_requests:
+            # In waves: pages of running requests stay cached, and cached texts need no filler.
+            if not storm.num_open:
+                storm.send(flush_cache=[1])
+            is_rising = storm.num_open < max_open if is_rising else not storm.num_open
         for _ in range(storm.rng.randint(0, 2)):
-            if storm.num_open < max_open:
+            if is_rising and storm.num_open < max_open:
                 storm.submit_any()
         storm.turn()
     storm.is_calm = True
