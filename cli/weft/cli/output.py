@@ -17,24 +17,29 @@ class SteadyOutput(io.TextIOBase):
     closed terminal.
     """
 
+    def __init__(self) -> None:
+        # Not looked up at each write: Rich's bars put something in the place of `sys.stdout` that
+        # writes to their console, and so to this file.
+        self._stream = sys.stdout
+
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            sys.stdout.write(text)
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
-            sys.stdout.flush()
+            self._stream.flush()
 
     def isatty(self) -> bool:
-        return sys.stdout.isatty()
+        return self._stream.isatty()
 
     def fileno(self) -> int:
-        return sys.stdout.fileno()
+        return self._stream.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return sys.stdout.encoding
+        return self._stream.encoding
 
 
 def open_closed_output() -> None:

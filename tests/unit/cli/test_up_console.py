@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -57,6 +59,39 @@ def test_a_full_disk_is_no_end() -> None:
             timeout=60,
         )
     assert (done.returncode, done.stderr) == (0, "served to the end")
+
+
+SHOWS_A_BAR = """
+from rich.console import Console
+from weft.cli.model import progress_bar
+from weft.cli.output import SteadyOutput
+with progress_bar(Console(file=SteadyOutput()), "converting") as report:
+    report(1, 2)
+    print("a line beside the bar")
+    report(2, 2)
+"""
+
+
+def test_a_bar_on_a_terminal_comes_to_its_end() -> None:
+    """As at the first start with the demo model."""
+    terminal, end = os.openpty()
+    command = [sys.executable, "-c", SHOWS_A_BAR]
+    with (
+        os.fdopen(terminal, "rb", buffering=0) as screen,
+        subprocess.Popen(command, stdout=end, env=os.environ | {"TERM": "xterm"}) as process,
+    ):
+        os.close(end)
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+        shown = b""
+        # The end of a terminal that nobody writes to is an error.
+        with contextlib.suppress(OSError):
+            while piece := screen.read(4096):
+                shown += piece
+    assert b"converting" in shown
+    assert b"a line beside the bar" in shown
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
