@@ -173,7 +173,7 @@ def train(
         rewards = sampled.rewards
         found.append(float(rewards.mean()))
         own = logprobs_of(model, sampled.ids)
-        gap = float((own - sampled.logprobs).abs().max())
+        gap = float((own.detach() - sampled.logprobs).abs().max())
         print(json.dumps({"step": step, "reward": found[-1], "gap": gap}), flush=True)
         if step == updates:
             break

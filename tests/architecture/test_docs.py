@@ -124,6 +124,15 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
         assert found or path in FILES_OF_USERS, path
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(HOWTO.glob("*.md"))], ids=name_of)
+def test_files_that_commands_name_are_there(page: Path) -> None:
+    """In a clone, before anything has been built."""
+    folders = "|".join(sorted({re.escape(name.split("/")[0]) for name in files() if "/" in name}))
+    for block in blocks(page):
+        for path in re.findall(rf"(?<![\w./~-])(?:{folders})/[\w./-]*\w", block.text):
+            assert any(f"{name}/".startswith(f"{path}/") for name in files()), path
+
+
 FILES_OF_USERS = {"adapter_config.json", "mesh.toml", "tenants.toml"}
 
 
