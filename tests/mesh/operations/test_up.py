@@ -189,9 +189,18 @@ def test_a_taken_port_and_a_taken_folder_name_their_flags(tmp_path: Path) -> Non
     assert "Traceback" not in told
 
 
-def refused(*flags: str) -> str:
+def test_a_folder_without_room_names_its_flag(tmp_path: Path) -> None:
+    """A limit of the size of files stands for a full disk."""
+    port = str(free_ports("127.0.0.1", 1)[0])
+    flags = ("--grpc-port", port, "--state-dir", str(tmp_path), "--model", str(tmp_path / "none"))
+    told = refused(*flags, before=("sh", "-c", 'ulimit -f 100; exec "$@"', "sh"))
+    assert f"cannot use {tmp_path}: " in told
+    assert "--state-dir" in told
+
+
+def refused(*flags: str, before: tuple[str, ...] = ()) -> str:
     """What `weft up` says when it does not even begin."""
-    command = [*WEFT, "up", *flags]
+    command = [*before, *WEFT, "up", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     return done.stderr

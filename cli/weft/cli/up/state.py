@@ -7,11 +7,15 @@ import fcntl
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.contract.errors import ConfigError
+
+_ROOM_BYTES = 1 << 20
+"""For the files of a start: a service that could not write them would end without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def locked_state_folder(root: Path) -> Iterator[StateFolder]:
     """Makes the folder and locks it for one mesh. Drops the logs of the mesh before.
 
     Raises:
-        ConfigError: Another mesh uses the folder, or it cannot be created.
+        ConfigError: Another mesh uses the folder, it cannot be created, or its disk is full.
     """
     folder = StateFolder(root)
     try:
@@ -96,6 +100,8 @@ def locked_state_folder(root: Path) -> Iterator[StateFolder]:
             for old in (*folder.logs.glob("*.log"), *folder.run.iterdir()):
                 old.unlink()
             _write_token(folder.admin_token)
+            with tempfile.TemporaryFile(dir=root) as room:
+                os.posix_fallocate(room.fileno(), 0, _ROOM_BYTES)
         except OSError as error:
             raise _unusable(root, error) from error
         yield folder

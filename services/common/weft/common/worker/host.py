@@ -266,7 +266,8 @@ class WorkerHost:
         """
         self._starting.take(done, total, what)
         if (ready_file := self._settings.ready_file) is not None:
-            ready_file.with_suffix(".progress").write_text(f"{done} {total} {what}\n")
+            with contextlib.suppress(OSError):  # A full disk is no reason not to start.
+                ready_file.with_suffix(".progress").write_text(f"{done} {total} {what}\n")
 
     def _on_outbox(self, outbox: Outbox) -> None:
         self._queries.on_outbox(outbox)
