@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from weft.contract.errors import ConfigError, InvalidRequest
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.loop.llm import LLM
+from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
-from weft.testing.models.choices import asks_surely
+from weft.testing.models.choices import asks_surely, check_same
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.reference_models import VOCAB, make_reference
 from weft.testing.models.reference_routes import reference_routes
@@ -79,6 +79,16 @@ def check(reference: Any, tokens: Sequence[int], found: Sequence[NDArray[Any]], 
             assert (joined[:, layer] == chosen[begin:]).all(), layer
 
 
+def check_texts(
+    reference: Any,
+    prompts: Sequence[list[int]],
+    found: Sequence[GeneratedSample],
+    expected: Sequence[GeneratedSample],
+) -> None:
+    for prompt, one, other in zip(prompts, found, expected, strict=True):
+        check_same(lambda: reference, prompt, one.token_ids, other.token_ids)
+
+
 def test_whole_and_in_chunks_and_from_the_cache(family: Family) -> None:
     for settings in ({}, {"prefill_chunk_tokens": 2 * PAGE, "drafter": "ngram"}):
         with LLM(family.path, **(SETTINGS | settings)) as llm:
@@ -88,9 +98,10 @@ def test_whole_and_in_chunks_and_from_the_cache(family: Family) -> None:
                     tokens = prompt + sample.token_ids
                     check(family.reference, tokens, sample.routes, begin)
             assert llm.engine.counters()["prefix_hit_tokens"] > 0
-            texts = [sample.token_ids for sample in samples]
     with LLM(family.path, **{**SETTINGS, "enable_return_routed_experts": False}) as llm:
-        assert [one.token_ids for one in llm.generate(family.prompts, stop=STOP)] == texts
+        check_texts(
+            family.reference, family.prompts, llm.generate(family.prompts, stop=STOP), samples
+        )
 
 
 def test_prefill_apart(family: Family) -> None:
@@ -181,9 +192,8 @@ def test_ranks_and_stages(tmp_path: Path, seed: int, kind: str, ranks: dict[str,
             samples = llm.generate(prompts, stop=STOP, routes_from=begin)
             for prompt, sample in zip(prompts, samples, strict=True):
                 check(reference, prompt + sample.token_ids, sample.routes, begin)
-        texts = [sample.token_ids for sample in samples]
     with LLM(tmp_path, **{**SETTINGS, **settings, "enable_return_routed_experts": False}) as llm:
-        assert [one.token_ids for one in llm.generate(prompts, stop=STOP)] == texts
+        check_texts(reference, prompts, llm.generate(prompts, stop=STOP), samples)
 
 
 def test_what_is_refused(small: Family, tmp_path: Path) -> None:

@@ -18,13 +18,12 @@ from weft.contract import faults
 from weft.contract.faults import FaultPoint, FaultSpec
 from weft.contract.submits import Cancel
 from weft.engine.executor.layer_pools import HostLayers
-from weft.engine.executor.port import Launched
-from weft.engine.executor.step_input import StepInput
 from weft.engine.loop import pipeline
 from weft.engine.loop.llm import LLM
 from weft.engine.sources.tiers.layer_loads import LayerPolicy
 from weft.pages.tiers.tier import PageLoad
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
+from weft.testing.engine.waiting_steps import WaitingSteps, wait_long
 from weft.testing.models.choices import GreedyReference
 from weft.testing.models.tiny_models import make_tiny
 
@@ -55,9 +54,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class Bench(TierBench):
-    """Counts the steps that wait for layers. All but the first layers come after a step has begun,
-    or later than a step takes to begin.
-    """
+    """Knows the steps that wait for layers."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         values: dict[str, Any] = {
@@ -68,29 +65,7 @@ class Bench(TierBench):
             "prefill_chunk_tokens": 4 * PAGE,
         }
         super().__init__(folder, LENGTH, **(values | settings))
-        self.num_waiting_steps = 0
-        local = self.engine.parts.local
-        launch = local.launch
-
-        has_begun = threading.Event()
-
-        def count(step: StepInput) -> Launched:
-            self.num_waiting_steps += step.waits_for_layers
-            if step.waits_for_layers:
-                has_begun.set()
-            return launch(step)
-
-        copy = self.layers.copy
-
-        def late(group: int, loads: Sequence[PageLoad], pages: Sequence[int]) -> bool:
-            if group == 0:
-                has_begun.clear()
-            elif group == 1:
-                has_begun.wait(1.0)
-            return copy(group, loads, pages)
-
-        local.launch = count  # type: ignore[method-assign]
-        self.layers.copy = late  # type: ignore[method-assign]
+        self.waiting_steps = WaitingSteps(self.engine)
 
     @property
     def layers(self) -> HostLayers:
@@ -129,8 +104,13 @@ def continued(prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("medium", ["host", "disk"])
 def test_texts_are_those_of_no_cache(
-    model: Model, medium: str, overlap: str, tmp_path: Path
+    model: Model,
+    medium: str,
+    overlap: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    wait_long(monkeypatch)
     settings: dict[str, Any] = {"overlap": overlap}
     if medium == "disk":
         settings |= {"host_cache_bytes": 0, "disk_cache_dir": tmp_path, "num_pages": 180}
@@ -143,7 +123,7 @@ def test_texts_are_those_of_no_cache(
             bench.push_out()
         again = continued(prompt)
         assert bench.ask(again) == model.reference(again)
-        assert bench.num_waiting_steps > 0
+        assert bench.waiting_steps.count > 0
         (fill,) = bench.fills()
         assert (fill.source, fill.failure) == (medium, "")
         assert fill.accepted_tokens == fill.end_token - fill.start_token > 0
@@ -238,7 +218,7 @@ def test_faults_of_loads_spoil_no_text(
                 assert bench.ask(again) == llama.reference(again)
                 num_failed += any(fill.failure for fill in bench.fills())
             bench.settle()
-        assert bench.num_waiting_steps
+        assert bench.waiting_steps.count
         if num_faults > NUM_FAULTS:  # A few faults may all be harmless ones.
             assert num_failed >= num_faults / 8
 
@@ -312,7 +292,7 @@ def test_a_request_that_is_cancelled_while_its_pages_come_leaves_nothing(
 
         monkeypatch.setattr(bench.layers, "copy", stand)
         asked = bench.pair.submit(prompt, max_tokens=NUM_NEW)
-        bench.pair.run(lambda: bench.num_waiting_steps > 0)
+        bench.pair.run(lambda: bench.waiting_steps.count > 0)
         bench.pair.send(cancels=[Cancel(gateway=1, request_id=asked, attempt=1)])
         bench.pair.run(lambda: bool(bench.pair.answers[asked].finished))
         assert bench.engine.memory.counts().used >= LENGTH // PAGE
@@ -333,7 +313,7 @@ def test_other_requests_share_pages_that_came_by_layer(llama: Model) -> None:
         assert bench.pair.finish(asked[0]) == [llama.reference(again)]
         for other in asked[1:]:
             bench.pair.finish(other)
-        assert bench.num_waiting_steps > 0
+        assert bench.waiting_steps.count > 0
 
 
 @pytest.mark.parametrize(

@@ -249,15 +249,18 @@ def test_a_storm(model_dir: Path, tmp_path: Path, count: int) -> None:
     ]
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    storm = Storm(owner, fillers, clock, texts, random.Random(seed))
+    storm, tiers = Storm(owner, fillers, clock, texts, random.Random(seed)), owner.tiers
+    assert tiers is not None
+
+    def has_seen_all() -> bool:
+        loaded = sum(tier.counters["loaded_pages"] for tier in tiers.report())
+        return owner.counters()["fills_done"] > 0 and loaded > 0
+
     try:
-        ride_out(storm, count, 24)
+        ride_out(storm, count, 24, has_seen_all)
         for engine in (owner, *fillers):
             check(engine)
-        counters = owner.counters()
-        print(storm.faults, counters)
-        assert counters["fills_done"]
-        assert owner.tiers is not None
-        assert sum(tier.counters["loaded_pages"] for tier in owner.tiers.report())
+        print(storm.faults, owner.counters())
+        assert has_seen_all()
     finally:
         storm.close()

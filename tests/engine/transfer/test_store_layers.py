@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from weft.contract.store import StoreHeld
 from weft.contract.submits import Cancel
-from weft.engine.executor.port import Launched
-from weft.engine.executor.step_input import StepInput
 from weft.engine.loop import pipeline
+from weft.engine.loop.engine import Engine
 from weft.engine.sources import store_layers
 from weft.engine.sources.store_layers import StoreLayers
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.held_store import HeldStorePair
+from weft.testing.engine.waiting_steps import WaitingSteps, wait_long
 from weft.testing.models.choices import GreedyReference
 from weft.testing.models.tiny_models import make_tiny
 
@@ -52,23 +52,16 @@ def reference(folder: Path) -> GreedyReference:
     return GreedyReference(folder, NUM_NEW)
 
 
-class Counted(HeldStorePair):
-    """Counts the steps that wait for layers."""
+class Pair(HeldStorePair):
+    """Knows the steps that wait for layers."""
 
-    def __init__(self, owner: Any, clock: ManualClock) -> None:
+    def __init__(self, owner: Engine, clock: ManualClock) -> None:
         super().__init__(owner, clock, NUM_NEW)
-        self.num_waiting_steps = 0
-        launch = owner.parts.local.launch
-
-        def count(step: StepInput) -> Launched:
-            self.num_waiting_steps += step.waits_for_layers
-            return launch(step)
-
-        owner.parts.local.launch = count
+        self.waiting_steps = WaitingSteps(owner)
 
 
 @contextmanager
-def pair_of(folder: Path, **settings: Any) -> Iterator[Counted]:
+def pair_of(folder: Path, **settings: Any) -> Iterator[Pair]:
     values = {
         "has_store": True,
         "transport": "nixl",
@@ -77,7 +70,7 @@ def pair_of(folder: Path, **settings: Any) -> Iterator[Counted]:
         "prefill_chunk_tokens": 4 * PAGE,
     }
     clock = ManualClock()
-    pair = Counted(make_engine(folder, "decode", clock, **(values | settings)), clock)
+    pair = Pair(make_engine(folder, "decode", clock, **(values | settings)), clock)
     try:
         yield pair
         pair.settle()
@@ -99,8 +92,9 @@ def continued(prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("overlap", ["on", pytest.param("off", marks=pytest.mark.full)])
 def test_texts_are_those_of_no_cache(
-    folder: Path, reference: GreedyReference, overlap: str
+    folder: Path, reference: GreedyReference, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wait_long(monkeypatch)
     with pair_of(folder, overlap=overlap) as pair:
         prompt = prompt_of()
         assert pair.ask(prompt) == reference(prompt)
@@ -112,7 +106,7 @@ def test_texts_are_those_of_no_cache(
             assert (fill.source, fill.transport, fill.failure) == ("kvstore", "nixl", "")
             assert fill.accepted_tokens == fill.end_token - fill.start_token > 0
         assert pair.num_holds == 3
-        assert pair.num_waiting_steps > 0
+        assert pair.waiting_steps.count == 3
 
 
 @pytest.mark.full
@@ -168,7 +162,7 @@ def test_no_page_is_published_before_the_last_layer_has_come(
         assert pair.owner.memory.counts().cached >= LENGTH // PAGE
 
 
-def strike(pair: Counted, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def strike(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the next load from the store fail."""
     group = random.randrange(1, NUM_LAYERS)
     copy = StoreLayers.copy
@@ -277,7 +271,7 @@ def test_faults_of_loads_spoil_no_text(
             pair.forget()
             assert pair.ask(again) == reference(again)
             assert pair.num_holds == num_holds + 1, kind
-        assert pair.num_waiting_steps > 0
+        assert pair.waiting_steps.count > 0
 
 
 @pytest.mark.full
@@ -299,7 +293,7 @@ def test_a_request_that_is_cancelled_while_its_pages_come_leaves_nothing(
         monkeypatch.setattr(pair.owner.parts.layer_pool.waits, "_timeout_s", 0.05)
         monkeypatch.setattr(pipeline, "INCOMING_TIMEOUT_S", 0.05)
         asked = pair.submit(prompt, max_tokens=NUM_NEW)
-        pair.run(lambda: pair.num_waiting_steps > 0)
+        pair.run(lambda: pair.waiting_steps.count > 0)
         pair.send(cancels=[Cancel(gateway=1, request_id=asked, attempt=1)])
         pair.run(lambda: bool(pair.answers[asked].finished))
         assert pair.owner.memory.counts().used >= LENGTH // PAGE

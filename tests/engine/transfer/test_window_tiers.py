@@ -295,20 +295,23 @@ def test_a_storm(
     ]
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    storm = Storm(owner, fillers, clock, texts, random.Random(seed))
+    storm, tiers = Storm(owner, fillers, clock, texts, random.Random(seed)), owner.tiers
+    assert tiers is not None
+
+    def has_seen_all() -> bool:
+        loaded = sum(tier.counters["loaded_pages"] for tier in tiers.report())
+        return all((storm.num_preempted, owner.counters()["fills_done"], loaded))
+
     try:
         assert len(owner.memories) == 2
-        ride_out(storm, count, 24)
+        ride_out(storm, count, 24, has_seen_all)
         for engine in (owner, *fillers):
             check_empty(engine)
             (window,) = engine.parts.companions
             assert (len(window), window._reserved) == (0, (0, 0))
             if window._index is not None:
                 window._index.check_integrity()
-        assert storm.num_preempted
-        counters = owner.counters()
-        print(storm.faults, counters)
-        assert counters["fills_done"]
-        assert sum(tier.counters["loaded_pages"] for tier in owner.tiers.report())
+        print(storm.faults, owner.counters())
+        assert has_seen_all()
     finally:
         storm.close()
