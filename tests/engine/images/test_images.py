@@ -19,6 +19,7 @@ from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.spans import Media, MediaSpan
 from weft.engine.loop.llm import LLM
 from weft.engine.model.vision.tower import VisionTower
+from weft.engine.scheduler.plan import Plan
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.choices import check_choices
 from weft.testing.models.tiny_vision import IMAGE_TOKEN_ID, image_logits, make_vision
@@ -232,6 +233,41 @@ def test_pages_of_images_come_back_from_a_tier(
         pair.settle()
     finally:
         pair.close()
+
+
+def test_a_prompt_that_came_while_running_requests_waited_for_an_image_waits_a_step(
+    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, plans = ManualClock(), list[list[str]]()
+    settings: dict[str, Any] = {"prefix_cache": False, "prefill_chunk_tokens": 64}
+    pair = EnginePair(make_engine(folder, "decode", clock, **settings), [], clock)
+    scheduler = pair.owner.scheduler
+    plan_step = scheduler.plan
+
+    def planned(now: float) -> Plan:
+        plan = plan_step(now)
+        plans.append([item.request.key.request_id for item in plan.chunks])
+        return plan
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    asked = prompt_of([tile()], text(6))
+    try:
+        running = pair.submit(text(), 150)
+        # Measures how many prompt tokens a step can take.
+        pair.finish(*(pair.submit(prompt_of([]).ids * 8, 2) for _ in range(4)))
+        pair.send(media=list(asked.media))
+        image = pair.submit(asked.ids, STOP.max_tokens, spans=list(asked.spans))
+        pair.run(lambda: pair.owner.counters()["encoded_media"] == 1)
+        late = pair.submit(text(), STOP.max_tokens)
+        assert not pair.answers[running].finished
+        tokens = pair.finish(image, late, running)
+    finally:
+        pair.close()
+    reference.check(asked, tokens[0])
+    steps = [[name for name in step if name in (image, late)] for step in plans]
+    steps = [step for step in steps if step]
+    assert steps[:2] == [[image], [image]], "text before the image, then its rows"
+    assert late in steps[2]
 
 
 def test_samples_share_their_images(folder: Path, reference: Reference) -> None:

@@ -239,7 +239,9 @@ def test_running_requests_do_not_wait_for_an_encoder_and_its_rows_at_once() -> N
     media.begin(request)
     for turn, found in enumerate([3, asked.num_tokens, asked.num_tokens]):
         media.begin_plan(has_running=True)
+        assert not media.fills_step
         assert media.limit(request, 0, asked.num_tokens) == found
+        assert media.fills_step == (turn == 1), "no other prompt joins it"
         media.encode(device.encode)
         media.begin_step(turn)
     assert media.num_encoded == 1

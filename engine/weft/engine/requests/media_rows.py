@@ -99,6 +99,10 @@ class FilledMedia:
 
     def begin_plan(self, *, has_running: bool) -> None: ...
 
+    @property
+    def fills_step(self) -> bool:
+        return False
+
     def encode(self, run: EncodeRun) -> None: ...
 
     def begin_step(self, number: int) -> None: ...
@@ -168,7 +172,7 @@ class MediaRows:
     has ended. Those of other media stay until their place is needed, the least recently used ones
     first. A medium is encoded in the turn in which a chunk first needs it, and again if its rows
     are gone. Beside running requests the chunk follows in the next turn, so that these do not wait
-    for both at once.
+    for both at once, and no prompt that came meanwhile shares its step (`fills_step`).
 
     Args:
         num_rows: Rows of the executor's memory.
@@ -197,6 +201,14 @@ class MediaRows:
         self._max_step_tokens = max_step_tokens
         self._room = 0
         self._has_running = False
+        self._encoded: frozenset[bytes] = frozenset()
+        """Media that the last turn encoded beside running requests."""
+        self._waited_for = self._encoded
+        """Those of the turn before."""
+        self.fills_step = False
+        """Whether a planned chunk has media that running requests have waited for, so that no
+        further prompt joins it.
+        """
         self._due: list[tuple[Media, _Encoded]] = []
         self._planned: dict[bytes, _Encoded] = {}
         self._steps: dict[int, list[_Encoded]] = {}
@@ -284,7 +296,9 @@ class MediaRows:
     # -- steps -----------------------------------------------------------------------------------
 
     def begin_plan(self, *, has_running: bool) -> None:
+        self._waited_for, self._encoded = self._encoded, frozenset()
         self._room, self._has_running = self._max_step_cost, has_running
+        self.fills_step = False
 
     def limit(self, request: Request, start: int, num_tokens: int) -> int:
         """Tokens of a chunk whose media have rows in this step, from none to all. Gives media that
@@ -341,6 +355,8 @@ class MediaRows:
                 encoded.is_lost = True
                 del self._held[media.digest]
             raise
+        if self._has_running:
+            self._encoded |= {media.digest for media, _ in due}
         self.num_encoded += len(due)
         self.num_patches += sum(self._facts.cost_of(media.shape) for media, _ in due)
 
@@ -390,6 +406,7 @@ class MediaRows:
             self._held.move_to_end(digest)
             encoded.num_uses += 1
             self._planned[digest] = encoded
+            self.fills_step |= digest in self._waited_for
         return not self._has_running or all(media.digest != digest for media, _ in self._due)
 
     def _reserve(self, digest: bytes, *, is_now: bool = False) -> _Encoded | None:

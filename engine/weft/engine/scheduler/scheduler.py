@@ -729,6 +729,8 @@ class Scheduler:
         return 0 if any(r.num_pending and r is not request for r in self.prefilling) else last
 
     def _budget_behind(self, budget: int, taken: int, items: list[PlanItem]) -> int:
+        if self._media is not None and self._media.fills_step:
+            return 0
         budget -= taken
         if self._limits.shared_step_tokens is not None:
             num_planned = sum(item.num_tokens for item in items)
