@@ -1,4 +1,4 @@
-"""KV pages between two hosts without NIXL, as gRPC data: GB/s, and where the time goes.
+"""KV pages between hosts: GB/s as gRPC data, where the time goes, and bytes on each host's link.
 
     python bench/data_hosts.py            as root, with `ip`: two network namespaces with a bridge
 
@@ -10,17 +10,23 @@ process is what bounds them, so `bound_gb_per_s` is what it could move with a co
 
 `plain` is the same bytes over one TCP connection between the namespaces, by Python's sockets.
 `one_host` ships the prompt between two workers of one host, over NIXL and in shared memory.
+
+`links` ships it from a prefill worker of two hosts (`--pp 2 --hosts 2`) to a decode worker on a
+third, and counts what each host sends and receives on its network device, as shares of the pages'
+bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import psutil
@@ -60,8 +66,8 @@ harness.flag("--prompt", type=int, default=2048, help="tokens, of 128 KiB each")
 harness.flag("--worker-args", default="", help="of both workers")
 
 
-def network_of(run: Run) -> Network:
-    network = Network(2, run.stack)
+def network_of(run: Run, hosts: int = 2) -> Network:
+    network = Network(hosts, run.stack)
     if not network.has_namespaces:
         raise SystemExit("this needs root, `ip`, and network namespaces")
     return network
@@ -84,10 +90,19 @@ def plain(run: Run) -> None:
 
 
 class Hosts:
-    """A worker on each host, and a gateway outside of them. Without a network all are on one."""
+    """A worker on each host, and a gateway outside of them. Without a network all are on one.
+
+    Args:
+        stages: Hosts of the prefill worker, the first ones of the network.
+    """
 
     def __init__(
-        self, stack: ExitStack, run: Run, transport: str, network: Network | None = None
+        self,
+        stack: ExitStack,
+        run: Run,
+        transport: str,
+        network: Network | None = None,
+        stages: int = 1,
     ) -> None:
         temporary = tempfile.TemporaryDirectory(prefix="weft-data-hosts-")
         folder = Path(stack.enter_context(temporary))
@@ -96,7 +111,7 @@ class Hosts:
         weft = [sys.executable, "-m", "weft.cli", "serve"]
         self.workers: dict[str, ServiceProcess] = {}
         addresses = {}
-        for host, role in enumerate(("prefill", "decode")):
+        for host, role in (*((host, "prefill") for host in range(stages)), (stages, "decode")):
             more = ["--transport", transport, *run.options.worker_args.split()]
             if role == "decode":  # Every prompt comes anew.
                 more += ["--no-prefix-cache", "--local-prefill-max-tokens", "0"]
@@ -104,9 +119,13 @@ class Hosts:
             if network is not None:
                 command = [*network.before(host), *command]
                 command += ["--host", network.address(host), "--insecure"]
-            process = stack.enter_context(ServiceProcess(role, command, folder))
-            addresses[role] = process.wait_ready(300)["address"]
-            self.workers[role] = process
+            if stages > 1 and role == "prefill" and network is not None:
+                command += ["--pp", str(stages), "--hosts", str(stages), "--host-rank", str(host)]
+                command += ["--rendezvous", f"{network.address(0)}:{network.port}"]
+            name = f"{role}-{host}" if role == "prefill" and host else role
+            self.workers[name] = stack.enter_context(ServiceProcess(name, command, folder))
+        for role in ("prefill", "decode"):
+            addresses[role] = self.workers[role].wait_ready(300)["address"]
         command = [*weft, "gateway", *model, "--port", "0"]
         command += [part for role, at in addresses.items() for part in (f"--{role}", at)]
         gateway = stack.enter_context(ServiceProcess("gateway", command, folder))
@@ -185,6 +204,49 @@ def fills(run: Run) -> None:
     """A cached prompt, between hosts that have no NIXL."""
     with ExitStack() as stack:
         asyncio.run(measure(run, Hosts(stack, run, "shared", network_of(run))))
+
+
+async def count(run: Run, hosts: Hosts, network: Network, num_hosts: int) -> None:
+    tokens = [random.randrange(3, VOCAB) for _ in range(run.options.prompt)]
+
+    def counted() -> list[tuple[int, int]]:
+        each = range(num_hosts)
+        return [(network.num_sent(host), network.num_received(host)) for host in each]
+
+    async with grpc.aio.insecure_channel(hosts.gateway, options=CHANNEL_OPTIONS) as channel:
+        stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(
+            channel
+        )
+        await until_ready(stub)
+        for _ in range(2):
+            await fill_of(stub, tokens)
+        before, num_bytes, ms = counted(), 0, []
+        for _ in range(run.options.repeats):
+            fill = await fill_of(stub, tokens)
+            assert fill.computed_tokens <= run.options.prompt // 8, "it was not cached"
+            took = fill.end_time.ToTimedelta() - fill.start_time.ToTimedelta()
+            ms.append(took.total_seconds() * 1e3)
+            num_bytes += fill.bytes
+        after = counted()
+    found = {}
+    for host, (first, last) in enumerate(zip(before, after, strict=True)):
+        found[f"host{host}_sent"] = (last[0] - first[0]) / num_bytes
+        found[f"host{host}_received"] = (last[1] - first[1]) / num_bytes
+    transport = common_pb2.TransportKind.Name(fill.transport).removeprefix("TRANSPORT_KIND_")
+    run.row(
+        table="links", transport=transport.lower(), mib=fill.bytes / 2**20, ms=spread(ms), **found
+    )
+
+
+@harness.part
+def links(run: Run) -> None:
+    """Bytes on each host's link, as shares of the pages' bytes: hosts 0 and 1 prefill."""
+    for transport in ("nixl", "data"):
+        with ExitStack() as stack:
+            # Else NIXL finds that these hosts share memory.
+            stack.enter_context(mock.patch.dict(os.environ, UCX_TLS="tcp"))
+            network = network_of(run, 3)
+            asyncio.run(count(run, Hosts(stack, run, transport, network, 2), network, 3))
 
 
 @harness.part

@@ -26,7 +26,7 @@ from weft.pages.transfer.nixl import (
     nixl_available,
 )
 from weft.pages.transfer.nixl_binding import load_binding
-from weft.pages.transfer.nixl_wire import strided_row
+from weft.pages.transfer.nixl_wire import ByteRange, strided_rows
 from weft.pages.transfer.shared import SharedPool, SharedSenders
 from weft.pages.transfer.shared_memory import MemoryFile
 
@@ -65,11 +65,12 @@ class RawWriter:
         self._agent = load_binding().create_agent("bench-raw", has_device=False)
         self._agent.register_memory([(pool.ctypes.data, pool.nbytes, 0, "")], "DRAM")
         peer = self._agent.add_remote_agent(target.agent_metadata).decode()
+        count, whole = (num_pages, 0), [ByteRange(0, page_bytes)]
         self._local = self._agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", strided_row(pool.ctypes.data, page_bytes, num_pages, 0), "DRAM"
+            "NIXL_INIT_AGENT", strided_rows(pool.ctypes.data, page_bytes, *count, whole), "DRAM"
         )
         self._remote = self._agent.prep_xfer_dlist(
-            peer, strided_row(target.base_address, page_bytes, num_pages, 0), "DRAM"
+            peer, strided_rows(target.base_address, page_bytes, *count, whole), "DRAM"
         )
 
     def write(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> None:

@@ -138,6 +138,21 @@ class PagePart(NamedTuple):
     """Bytes of each range."""
 
 
+class PagePiece(NamedTuple):
+    """Bytes of a host in a page of all hosts, and in its own row."""
+
+    whole: PagePart
+    own: PagePart
+
+
+class PageShare(NamedTuple):
+    """What one of several hosts has of each page."""
+
+    page_bytes: int
+    """Of the whole page."""
+    pieces: tuple[PagePiece, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class PageGroup:
     """Planes that share page numbers and page tables."""

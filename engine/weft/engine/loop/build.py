@@ -50,7 +50,13 @@ from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.rank_jobs import of_one_rank
 from weft.engine.executor.ranks.attention_dp import AttentionGroup, LockstepExecutor
 from weft.engine.executor.ranks.context import ContextExecutor, least_divided
-from weft.engine.executor.ranks.host_memory import Mirror, spread
+from weft.engine.executor.ranks.host_memory import Mirror, share_of_pages, spread
+from weft.engine.executor.ranks.host_writes import (
+    HostPool,
+    HostSenders,
+    open_senders,
+    writes_shares,
+)
 from weft.engine.executor.ranks.hosts import HostRanks
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import RankedExecutor
@@ -344,7 +350,12 @@ def _load_parts(
         pages, mark = executor.device_pages, (ranked or executor).mark
         mark = executor.mark if config.hosts > 1 else mark
         exchange = staged_exchange(config, pages, staging, lanes, mark)
-    plane = Transport(config, exchange, wake)
+    senders: HostSenders | None = None
+    if isinstance(ranks, HostRanks) and writes_shares(config):
+        share = share_of_pages(layouts_of_stages(config, loaded, device), config.pp - 1)
+        senders = open_senders(config, HostPool(executor.page_rows, share), ranks.writers)
+    of_writes = None if senders is None else senders.source
+    plane = Transport(config, exchange, wake, senders, of_writes)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
     encoder_digest, vision = _encoder_digest(config, loaded, layout), loaded.config.vision

@@ -155,6 +155,27 @@ def receive_message(sock: socket.socket) -> dict[str, Any]:
     """Raises OSError; ConnectionError also for what is no message."""
     head = bytearray(_SIZE.size)
     receive_exactly(sock, memoryview(head))
+    return _receive_body(sock, head)
+
+
+def poll_message(sock: socket.socket, limit_s: float) -> dict[str, Any] | None:
+    """The next message, the rest of which may take so long; None: it has not begun. Raises as
+    `receive_message` does.
+    """
+    head = bytearray(_SIZE.size)
+    sock.settimeout(0.0)
+    try:
+        count = sock.recv_into(head)
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return None
+    if not count:
+        raise ConnectionError("the other end is gone")
+    sock.settimeout(limit_s)
+    receive_exactly(sock, memoryview(head)[count:])
+    return _receive_body(sock, head)
+
+
+def _receive_body(sock: socket.socket, head: bytearray) -> dict[str, Any]:
     (size,) = _SIZE.unpack(head)
     if size > _MOST_BYTES:
         raise ConnectionError("no message of a rank")

@@ -22,7 +22,8 @@ from weft.pages.transfer.nixl import (
 )
 from weft.pages.transfer.nixl_binding import load_binding
 from weft.pages.transfer.shared import OutgoingData, SharedPool, SharedSenders
-from weft.pages.transfer.ship import ShipThread
+from weft.pages.transfer.ship import Senders, ShipThread
+from weft.pages.transfer.source import PageSource
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,20 @@ class Transport:
         config: Role and transport. `auto` uses NIXL if it works, and logs why if it does not; then
             memory shared on a host is used where the exchange can be shared.
         wake: Called by background threads when there are results to take.
+        senders: Write pages over NIXL, read from `of_writes`; None: those of the exchange are
+            written.
 
     Raises:
         ConfigError: The transport is `nixl`, and NIXL does not work here.
     """
 
     def __init__(
-        self, config: EngineConfig, exchange: PageExchange, wake: Callable[[], None]
+        self,
+        config: EngineConfig,
+        exchange: PageExchange,
+        wake: Callable[[], None],
+        senders: Senders | None = None,
+        of_writes: PageSource | None = None,
     ) -> None:
         self.notices: list[str] = []
         self.memory_type = "DRAM"
@@ -54,7 +62,7 @@ class Transport:
         self._is_released = False
         """Whether NIXL does not have the pool's memory, which sleeps."""
         self._arrived: list[Notification] = []
-        self._senders: SendAgents | None = None
+        self._senders = senders
         self._sharer: SharedPool | None = None
         self._shared_senders: SharedSenders | None = None
         if config.transport in ("auto", "nixl"):
@@ -66,7 +74,14 @@ class Transport:
             self._open_outgoing(config)
         self._exchange = exchange
         source = exchange.source(has_digests=config.page_digests)
-        self.shipper = ShipThread(source, self._senders, wake, self._shared_senders, self._outgoing)
+        self.shipper = ShipThread(
+            source,
+            self._senders,
+            wake,
+            self._shared_senders,
+            self._outgoing,
+            of_writes,
+        )
         self.port = exchange.port(wake, has_digests=config.page_digests)
 
     @property
@@ -203,7 +218,7 @@ class Transport:
             region = exchange.region()
             self.memory_type = region.memory_type
             self._receiver = ReceiveAgent(name, region)
-            if config.fills_others:
+            if config.fills_others and self._senders is None:
                 self._senders = SendAgents(name, region)
         except (ConfigError, TransferError) as error:
             if config.transport == "nixl":

@@ -8,6 +8,7 @@ from typing import Protocol
 from weft.contract.clock import Clock
 from weft.contract.handle import FillEvent
 from weft.pages.transfer.lanes import Target
+from weft.pages.transfer.nixl_wire import TransferError
 
 RAN_OUT = "the lease ran out"
 SLOT_BYTES = 16 << 20
@@ -31,9 +32,18 @@ class LeaseTerm:
         self.expires_at = self._clock() + self._lease_s
 
     @property
+    def left_s(self) -> float:
+        return self.expires_at - self._clock()
+
+    @property
     def is_over(self) -> bool:
         """Whether the term is over, so that nothing may be posted any more."""
-        return self._clock() >= self.expires_at
+        return self.left_s <= 0
+
+    def check(self, owner_id: str) -> None:
+        """Raises TransferError if nothing may be posted any more."""
+        if self.is_over:
+            raise TransferError(RAN_OUT, worker_id=owner_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from weft.contract.handle import NixlTargetInfo
+from weft.pages.transfer.chunks import LeaseTerm
 from weft.pages.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
 from weft.pages.transfer.nixl_peer import PeerKey, TransferHandle, new_agent_name
 from weft.pages.transfer.nixl_pool import PeerPool
@@ -178,7 +180,7 @@ class SendAgents(PeerPool):
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         notification: bytes,
-        check: Callable[[], None] | None = None,
+        term: LeaseTerm | None = None,
     ) -> TransferHandle:
         """Posts one write of pages with its notification. May copy the bytes before it returns.
 
@@ -191,12 +193,13 @@ class SendAgents(PeerPool):
             local_pages: Source page numbers. Their content must not change before the write is
                 done.
             remote_pages: Destination page numbers, as many, all different.
-            notification: Arrives at the owner after the bytes.
-            check: Called right before NIXL is told to write; raises TransferError to prevent it.
+            notification: Arrives at the owner after the bytes; empty: none does.
+            term: Checked right before NIXL is told to write.
 
         Raises:
             TransportMismatch: Target or page numbers do not fit; nothing was posted.
-            TransferError: NIXL refused before posting, or all `max_peers` agents are busy.
+            TransferError: The term is over, NIXL refused before posting, or all `max_peers` agents
+                are busy.
         """
         pages = check_pages(
             local_pages,
@@ -204,6 +207,7 @@ class SendAgents(PeerPool):
             num_sources=self._region.num_pages,
             num_destinations=target.num_pages,
         )
+        check = None if term is None else partial(term.check, peer_key[0])
         return self.post(peer_key, target, pages, notification, check)
 
 

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from weft.contract.handle import NixlTargetInfo
 from weft.pages.transfer.nixl_binding import Binding, is_destroyed
 from weft.pages.transfer.nixl_wire import (
+    MAX_PAGES,
     NoOneSidedLane,
     PoolRegion,
     TransferError,
     TransportMismatch,
-    strided_row,
+    numbers_in_rows,
+    strided_rows,
 )
 
 PeerKey = tuple[str, int]
@@ -77,16 +79,31 @@ class _PeerAgent:
         peer = peer.decode() if isinstance(peer, bytes) else peer
         if peer != target.agent_name:
             raise TransportMismatch("agent_metadata is of another agent than agent_name says")
+        own, whole = region.ranges()
+        self._num_ranges = len(own)
+        if self._num_ranges * max(region.num_pages, target.num_pages) > MAX_PAGES:
+            raise TransportMismatch("pools have too many pages for NIXL's numbers")
+        self.piece_bytes = sum(one.size for one in own)
+        """Bytes of a page that a transfer moves."""
+        here = (region.address, region.page_bytes, region.num_pages, region.device_id)
+        there = (target.base_address, target.page_bytes, target.num_pages, target.device_id)
         self.local_pages: Any = agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT",
-            strided_row(region.address, region.page_bytes, region.num_pages, region.device_id),
-            region.memory_type,
+            "NIXL_INIT_AGENT", strided_rows(*here, own), region.memory_type
         )
         self.remote_pages: Any = agent.prep_xfer_dlist(
-            peer,
-            strided_row(target.base_address, target.page_bytes, target.num_pages, target.device_id),
-            target.memory_type,
+            peer, strided_rows(*there, whole), target.memory_type
         )
+
+    def descriptors(
+        self, pages: tuple[NDArray[np.int32], NDArray[np.int32]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Numbers of the descriptors of (local, remote) pages."""
+        counts = self.region.num_pages, self.target.num_pages
+        local, remote = (
+            numbers_in_rows(numbers, count, self._num_ranges)
+            for numbers, count in zip(pages, counts, strict=True)
+        )
+        return local, remote
 
     def drop(self) -> None:
         """Drops the agent here, since an exception may still hold a frame that refers to this
@@ -193,18 +210,19 @@ class Peer:
                 self._require_one_sided_reads(agent)
             # NIXL's handle refers to the agent. In a local variable it would keep another thread
             # from destroying the agent once the lock is free.
+            local, remote = agent.descriptors(pages)
             with self._binding.calls(f"preparing {self._doing}"):
                 transfer = TransferHandle(
                     self,
                     agent.agent.make_prepped_xfer(
                         self._operation,
                         agent.local_pages,
-                        pages[0],
+                        local,
                         agent.remote_pages,
-                        pages[1],
+                        remote,
                         notification,
                     ),
-                    len(pages[0]) * target.page_bytes,
+                    len(pages[0]) * agent.piece_bytes,
                 )
             if check is not None:
                 try:

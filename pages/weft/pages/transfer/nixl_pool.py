@@ -59,7 +59,7 @@ class PeerPool:
         Raises:
             TransportMismatch: It does not fit.
         """
-        check_target(target, version=self._binding.version, page_bytes=self._region.page_bytes)
+        check_target(target, version=self._binding.version, page_bytes=self._region.whole_bytes)
 
     def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
         """Connects to a peer ahead of transfers (some 32 ms; the first 0.5 s).

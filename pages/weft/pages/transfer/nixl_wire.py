@@ -8,11 +8,13 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from weft.contract.errors import WeftError
 from weft.contract.handle import LEASE_ID_BYTES, FillEvent, NixlTargetInfo
+from weft.contract.layout import PagePart, PageShare
 from weft.pages.transfer.digest import WORD_BYTES
 
 MAX_METADATA_BYTES = 64 << 10
@@ -210,7 +212,10 @@ class PoolRegion:
     address: int
     """Address of page 0."""
     page_bytes: int
+    """Bytes from one page to the next."""
     num_pages: int
+    share: PageShare | None = None
+    """What the pool has of each page, if other hosts have the rest; None: whole pages."""
     memory_type: str = "DRAM"
     device_id: int = 0
     """Device ordinal, for VRAM."""
@@ -251,9 +256,43 @@ class PoolRegion:
     def num_bytes(self) -> int:
         return self.page_bytes * self.num_pages
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of a whole page, as peers have it."""
+        return self.page_bytes if self.share is None else self.share.page_bytes
 
-def strided_row(
-    address: int, page_bytes: int, num_pages: int, device_id: int
+    def ranges(self) -> tuple[list[ByteRange], list[ByteRange]]:
+        """What the pool has of a page: ranges of its own rows, and the same ranges of whole
+        pages.
+        """
+        if self.share is None:
+            return [ByteRange(0, self.page_bytes)], [ByteRange(0, self.page_bytes)]
+        own = [one for piece in self.share.pieces for one in _ranges(piece.own)]
+        return own, [one for piece in self.share.pieces for one in _ranges(piece.whole)]
+
+
+class ByteRange(NamedTuple):
+    begin: int
+    size: int
+
+
+def _ranges(part: PagePart) -> list[ByteRange]:
+    begins = (part.begin + number * part.stride for number in range(part.num_ranges))
+    return [ByteRange(begin, part.size) for begin in begins]
+
+
+def strided_rows(
+    address: int, page_bytes: int, num_pages: int, device_id: int, ranges: Sequence[ByteRange]
 ) -> NDArray[np.uint64]:
-    """A pool as one descriptor, uint64 `[1, 5]`: (address, length, device, stride, count)."""
-    return np.array([[address, page_bytes, device_id, page_bytes, num_pages]], dtype=np.uint64)
+    """Ranges of each page of a pool as descriptors, uint64 `[len(ranges), 5]`: (address, length,
+    device, stride, count).
+    """
+    rows = [(address + one.begin, one.size, device_id, page_bytes, num_pages) for one in ranges]
+    return np.array(rows, dtype=np.uint64)
+
+
+def numbers_in_rows(pages: NDArray[np.int32], num_pages: int, num_ranges: int) -> NDArray[np.int32]:
+    """Numbers of the ranges of pages in `strided_rows`."""
+    firsts = np.arange(num_ranges, dtype=np.int32) * np.int32(num_pages)
+    numbers: NDArray[np.int32] = np.add.outer(firsts, pages).reshape(-1)
+    return numbers

@@ -170,8 +170,8 @@ class OutgoingData(SharedPool):
         super().__init__(name, memory, SLOT_BYTES, num_slots)
 
 
-class SharedHandle(Protocol):
-    """A write into shared memory, to be polled until it ends."""
+class WriteHandle(Protocol):
+    """A write into an owner's memory, to be polled until it ends."""
 
     def poll(self) -> Literal["pending", "done"]:
         """Returns whether the bytes are in the owner's memory. Raises TransferError if it is not
@@ -181,7 +181,7 @@ class SharedHandle(Protocol):
 
 
 class _Copied:
-    """Implements `SharedHandle`: the copy was made when the write was posted."""
+    """Implements `WriteHandle`: the copy was made when the write was posted."""
 
     def poll(self) -> Literal["pending", "done"]:
         return "done"
@@ -226,7 +226,7 @@ class SharedSenders:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         check: Callable[[], None],
-    ) -> SharedHandle:
+    ) -> WriteHandle:
         """Copies pages into an owner's pool; between GPUs the copy is only enqueued.
 
         Args:

@@ -6,16 +6,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from weft.contract import faults
 from weft.contract.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo, SharedTargetInfo
 from weft.pages.marks import MAX_WAITING, WorkMark
 from weft.pages.transfer.chunks import (
-    RAN_OUT,
     SLOT_BYTES,
     ChunkPosted,
+    LeaseTerm,
     PeerOpened,
     ShipChunk,
     ShipResult,
@@ -23,13 +24,11 @@ from weft.pages.transfer.chunks import (
 from weft.pages.transfer.lanes import Target
 from weft.pages.transfer.nixl import (
     PeerKey,
-    SendAgents,
     TransferError,
-    TransferHandle,
     encode_notification,
 )
 from weft.pages.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
-from weft.pages.transfer.shared import OutgoingData, SharedHandle, SharedSenders
+from weft.pages.transfer.shared import OutgoingData, SharedSenders, WriteHandle
 from weft.pages.transfer.source import PageSource, Reading
 
 logger = logging.getLogger(__name__)
@@ -54,6 +53,30 @@ of a lease.
 """
 
 
+class Senders(Protocol):
+    """Writes pages over NIXL, from this process's pool, or also from those of other hosts."""
+
+    def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None: ...
+
+    def write(
+        self,
+        peer_key: PeerKey,
+        target: NixlTargetInfo,
+        local_pages: Sequence[int],
+        remote_pages: Sequence[int],
+        notification: bytes,
+        term: LeaseTerm | None = None,
+    ) -> WriteHandle: ...
+
+    def close_peer(self, peer_key: PeerKey) -> bool: ...
+
+    def close_unused(self) -> None: ...
+
+    def describe(self) -> str: ...
+
+    def close(self) -> object: ...
+
+
 @dataclass(slots=True)
 class _Read:
     chunk: ShipChunk
@@ -66,26 +89,28 @@ class _Posted:
     chunk: ShipChunk
     result: ShipResult
     reading: Reading
-    handle: TransferHandle | SharedHandle
+    handle: WriteHandle
     stop_by: float | None = None
 
 
 class ShipThread:
     """Implements `Shipper` over writes or `data` events. Without `agents`, NIXL is not available;
     without `shared`, no memory is mapped. Any thread may call `wake`, after a result or event was
-    queued.
+    queued. `of_writes` is the source of what `agents` write; None: `source`.
     """
 
     def __init__(
         self,
         source: PageSource,
-        agents: SendAgents | None,
+        agents: Senders | None,
         wake: Callable[[], None],
         shared: SharedSenders | None = None,
         outgoing: OutgoingData | None = None,
+        of_writes: PageSource | None = None,
     ) -> None:
         self._outgoing = outgoing
         self._source = source
+        self._of_writes = of_writes or source
         self._agents = agents
         self._shared = shared
         self._wake = wake
@@ -196,6 +221,9 @@ class ShipThread:
                 waited_s = time.monotonic() - moved_at
                 time.sleep(min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S))
 
+    def _source_of(self, chunk: ShipChunk) -> PageSource:
+        return self._of_writes if isinstance(chunk.target, NixlTargetInfo) else self._source
+
     def _connect(self, owner: PeerKey, target: Target) -> None:
         if isinstance(target, SharedTargetInfo):
             self._open(owner, target)
@@ -267,7 +295,7 @@ class ShipThread:
             try:
                 if self.before_digest is not None:
                     self.before_digest(chunk)
-                reading = self._source.begin(chunk.local_pages, chunk.digests)
+                reading = self._source_of(chunk).begin(chunk.local_pages, chunk.digests)
                 if reading is None:
                     return False
             except Exception as error:  # The thread must survive any error of a chunk.
@@ -282,7 +310,7 @@ class ShipThread:
 
     def _post_read(self, read: _Read) -> bool:
         result = read.result
-        handle: TransferHandle | SharedHandle | None = None
+        handle: WriteHandle | None = None
         try:
             if not read.reading.is_done():
                 return False
@@ -302,11 +330,11 @@ class ShipThread:
                 # A notification follows the bytes; without one the word of them must do so.
                 self._emit(ChunkPosted(result.lease_id, result.index, result.digests))
         else:
-            self._source.end(read.reading)
+            self._source_of(read.chunk).end(read.reading)
             self._emit(result)
         return True
 
-    def _send(self, read: _Read) -> TransferHandle | SharedHandle | None:
+    def _send(self, read: _Read) -> WriteHandle | None:
         """None: all of it has been sent."""
         chunk, result = read.chunk, read.result
         result.digests = read.reading.digests()
@@ -336,7 +364,7 @@ class ShipThread:
             self._send_data(read)
         return kind == "drop"
 
-    def _post(self, read: _Read) -> TransferHandle | SharedHandle:
+    def _post(self, read: _Read) -> WriteHandle:
         chunk = read.chunk
         if isinstance(chunk.target, SharedTargetInfo):
             assert self._shared is not None, "a fill was accepted that cannot be written"
@@ -358,11 +386,11 @@ class ShipThread:
             read.reading.pages,
             chunk.remote_pages,
             encode_notification(chunk.owner_epoch, chunk.lease_id, chunk.index, report),
-            lambda: _check_term(chunk),
+            chunk.term,
         )
 
     def _check_wanted(self, chunk: ShipChunk) -> None:
-        _check_term(chunk)
+        chunk.term.check(chunk.owner_id)
         if chunk.lease_id in self._stopped:
             raise TransferError(STOPPED, worker_id=chunk.owner_id)
 
@@ -370,7 +398,7 @@ class ShipThread:
         chunk = read.chunk
         page_size = (chunk.end_token - chunk.start_token) // len(chunk.local_pages)
         for index, page in enumerate(read.reading.pages):
-            _check_term(chunk)
+            chunk.term.check(chunk.owner_id)
             content = self._source.exchanged[page]
             for offset in range(0, len(content), DATA_CHUNK_BYTES):
                 part = content[offset : offset + DATA_CHUNK_BYTES]
@@ -398,7 +426,7 @@ class ShipThread:
         try:
             if posted.handle.poll() == "done":
                 result.completed_at = time.monotonic()
-                self._source.end(posted.reading)
+                self._source_of(posted.chunk).end(posted.reading)
                 self._emit(result)
                 return True
         except TransferError as error:
@@ -418,7 +446,7 @@ class ShipThread:
 
     def _close_peer(self, posted: _Posted) -> None:
         """Ends a write of unknown outcome by destroying its agent, or when its copy has ended."""
-        agents: SendAgents | SharedSenders | None = self._agents
+        agents: Senders | SharedSenders | None = self._agents
         if isinstance(posted.chunk.target, SharedTargetInfo):
             agents = self._shared
         assert agents is not None
@@ -430,10 +458,5 @@ class ShipThread:
             logger.error("the agent towards %s lives on: %s", owner[0], error)
             posted.result.is_stranded = True
         else:
-            self._source.end(posted.reading)
+            self._source_of(posted.chunk).end(posted.reading)
         self._emit(posted.result)
-
-
-def _check_term(chunk: ShipChunk) -> None:
-    if chunk.term.is_over:
-        raise TransferError(RAN_OUT, worker_id=chunk.owner_id)

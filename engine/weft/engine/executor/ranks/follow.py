@@ -51,7 +51,8 @@ from weft.engine.executor.ranks.frames import (
     Tokens,
     decode,
 )
-from weft.engine.executor.ranks.host_memory import memories_of, serve
+from weft.engine.executor.ranks.host_memory import memories_of, serve, share_of_pages
+from weft.engine.executor.ranks.host_writes import HostPool, serve_writes, writes_shares
 from weft.engine.executor.ranks.hosts import join, share_on_host
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
 from weft.engine.executor.ranks.share import (
@@ -104,6 +105,8 @@ class FollowerGroup:
         """Over which rank 0 reads and writes this host's pages; None: they are rank 0's own, or
         another rank's.
         """
+        self.writes: socket.socket | None = None
+        """Over which rank 0 says which pages this host writes; None as `memory`."""
         self.local: Ranks | None = None
         """The other ranks of this host, for which this one answers; None: there are none, or
         another rank answers for this one.
@@ -267,6 +270,9 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         stage = stage_of_rank(others.rank, config.pp, config.tp)
         assert isinstance(others.group, HostGroup)
         serve(others.memory, others.group, memories_of(executor, layouts, stage, shared.rows))
+        if others.writes is not None and writes_shares(config):
+            own_pool = HostPool(executor.page_rows, share_of_pages(layouts, stage))
+            serve_writes(config, others.writes, others.group, own_pool)
     others.agree("pool")
     least = 0 if config.cp == 1 else least_divided(config, executor, others)
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
@@ -375,7 +381,7 @@ def follow_host(config: EngineConfig) -> int:
     config, group = host.config, host.group
     rank = config.host_rank * config.tp
     others = FollowerGroup(host.link, rank, config.num_ranks, group, "")
-    others.memory = host.memory
+    others.memory, others.writes = host.memory, host.writes
     try:
         others.agree("connected")
         copies: Sequence[socket.socket] = ()

@@ -16,14 +16,14 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.contract.arrays import Int64Array
 from weft.contract.errors import ConfigError, RanksLost
-from weft.contract.layout import DTYPE_BYTES, CacheLayout, PagePart
+from weft.contract.layout import DTYPE_BYTES, CacheLayout, PagePart, PagePiece, PageShare
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.host_sockets import receive_exactly
@@ -41,20 +41,14 @@ MIRROR_ROW_BYTES = 1 << 14
 """Memory that is alike on all hosts is sent in rows of this size, those that have changed."""
 
 
-class Piece(NamedTuple):
-    """Bytes of one host in a row of all hosts, and in its own row."""
-
-    whole: PagePart
-    own: PagePart
-
-    def at(self, rows: torch.Tensor, part: PagePart) -> torch.Tensor:
-        """[n, ranges, bytes of a range]: a view of rows, [n, bytes] uint8."""
-        size = (len(rows), part.num_ranges, part.size)
-        begin = rows.storage_offset() + part.begin
-        return rows.as_strided(size, (rows.stride(0), part.stride, 1), begin)
+def _ranges(rows: torch.Tensor, part: PagePart) -> torch.Tensor:
+    """[n, ranges, bytes of a range]: a view of rows, [n, bytes] uint8."""
+    size = (len(rows), part.num_ranges, part.size)
+    begin = rows.storage_offset() + part.begin
+    return rows.as_strided(size, (rows.stride(0), part.stride, 1), begin)
 
 
-def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[Piece]:
+def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[PagePiece]:
     """What a stage has of a page of the first group, by the layouts of all stages."""
     pieces, of_page, of_own = [], 0, 0
     page_size = layouts[0].page_size
@@ -63,7 +57,7 @@ def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[Piece]:
         size = page_size * len(plane.parts) * plane.kept * DTYPE_BYTES[plane.dtype]
         first, own, every = sum(counts[:stage]) * size, counts[stage] * size, sum(counts) * size
         whole = PagePart(plane.heads, every, of_page + first, own)
-        pieces.append(Piece(whole, PagePart(plane.heads, own, of_own, own)))
+        pieces.append(PagePiece(whole, PagePart(plane.heads, own, of_own, own)))
         of_page += plane.heads * every
         of_own += plane.heads * own
     if any(piece.whole.begin % _WORD or piece.whole.size % _WORD for piece in pieces):
@@ -75,7 +69,12 @@ def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[Piece]:
     return pieces
 
 
-def pieces_of_blocks(layouts: Sequence[CacheLayout], stage: int) -> list[Piece]:
+def share_of_pages(layouts: Sequence[CacheLayout], stage: int) -> PageShare:
+    every = [piece for each in range(len(layouts)) for piece in pieces_of_pages(layouts, each)]
+    return PageShare(_row_bytes(every), tuple(pieces_of_pages(layouts, stage)))
+
+
+def pieces_of_blocks(layouts: Sequence[CacheLayout], stage: int) -> list[PagePiece]:
     """As `pieces_of_pages`, of a block of recurrent layers."""
     planes = [layout.states for layout in layouts if layout.states is not None]
     pieces, of_block, of_own = [], 0, 0
@@ -83,7 +82,7 @@ def pieces_of_blocks(layouts: Sequence[CacheLayout], stage: int) -> list[Piece]:
     for part in planes[stage].parts if planes else ():
         first, own = sum(counts[:stage]) * part.num_bytes, counts[stage] * part.num_bytes
         whole = PagePart(1, 0, of_block + first, own)
-        pieces.append(Piece(whole, PagePart(1, 0, of_own, own)))
+        pieces.append(PagePiece(whole, PagePart(1, 0, of_own, own)))
         of_block += sum(counts) * part.num_bytes
         of_own += own
     return pieces
@@ -109,7 +108,7 @@ class Rows(Protocol):
 class PoolRows:
     """Rows of a tensor, [num_rows, row_bytes] uint8."""
 
-    def __init__(self, rows: torch.Tensor, pieces: Sequence[Piece] = ()) -> None:
+    def __init__(self, rows: torch.Tensor, pieces: Sequence[PagePiece] = ()) -> None:
         self._rows, self._pieces = rows, pieces
         self.num_rows, self.row_bytes = rows.shape
 
@@ -277,8 +276,8 @@ class HostPages(DevicePages):
         self,
         memory: int,
         own: Rows,
-        pieces: Sequence[Piece],
-        others: Sequence[Sequence[Piece]],
+        pieces: Sequence[PagePiece],
+        others: Sequence[Sequence[PagePiece]],
         hosts: OtherHosts,
     ) -> None:
         self.parts: tuple[DevicePart, ...] = ()
@@ -331,19 +330,19 @@ class HostPages(DevicePages):
         self.scatter(source.view(1, -1), torch.tensor([page]))
 
 
-def _row_bytes(pieces: Sequence[Piece]) -> int:
+def _row_bytes(pieces: Sequence[PagePiece]) -> int:
     return sum(own.num_ranges * own.size for _, own in pieces)
 
 
-def _put(pieces: Sequence[Piece], rows: torch.Tensor, out: torch.Tensor) -> None:
+def _put(pieces: Sequence[PagePiece], rows: torch.Tensor, out: torch.Tensor) -> None:
     for piece in pieces:
-        piece.at(out, piece.whole).copy_(piece.at(rows, piece.own))
+        _ranges(out, piece.whole).copy_(_ranges(rows, piece.own))
 
 
-def _taken(pieces: Sequence[Piece], source: torch.Tensor, row_bytes: int) -> torch.Tensor:
+def _taken(pieces: Sequence[PagePiece], source: torch.Tensor, row_bytes: int) -> torch.Tensor:
     rows = torch.empty((len(source), row_bytes), dtype=torch.uint8)
     for piece in pieces:
-        piece.at(rows, piece.own).copy_(piece.at(source, piece.whole))
+        _ranges(rows, piece.own).copy_(_ranges(source, piece.whole))
     return rows
 
 

@@ -27,6 +27,7 @@ from weft.contract.errors import ConfigError, error_class
 from weft.contract.version import version
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.ranks.host_memory import OtherHosts
+from weft.engine.executor.ranks.host_writes import OtherWriters
 from weft.engine.executor.ranks.leader import Follower, RankLeader
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json, config_to_json
 from weft.engine.executor.ranks.start import Ranks
@@ -58,7 +59,7 @@ _LOCAL = (
 _WATCH_S = 0.5
 _ACCEPT_S = 10.0
 _KIND, _NUMBER, _ROWS_AT = "kind", "host_rank", "rows_at"
-_FRAMES, _MEMORY = _ENDS = "frames", "memory"
+_FRAMES, _MEMORY, _WRITES = _ENDS = "frames", "memory", "writes"
 
 
 class HostLink(RankLink):
@@ -113,6 +114,7 @@ class HostRanks(RankLeader):
         self._hosts: list[_OtherHost] = []
         self._group = HostGroup({}, START_LIMIT_S)
         self.memory = OtherHosts((), self._group, wake)
+        self.writers = OtherWriters((), self._group, wake, self.memory)
         self._rows: socket.socket | None = None
         self._watcher: threading.Thread | None = None
         try:
@@ -130,10 +132,12 @@ class HostRanks(RankLeader):
         ends: dict[str, dict[int, socket.socket]] = {kind: {} for kind in _ENDS}
         while any(len(of_kind) < config.hosts - 1 for of_kind in ends.values()):
             self._meet(config, listener, tls, deadline, ends)
-        frames, memory = ends[_FRAMES], ends[_MEMORY]
+        frames, memory, writes = (ends[kind] for kind in _ENDS)
         self._group = HostGroup(frames, START_LIMIT_S)
         self._group.why = lambda: self._why
         self.memory = OtherHosts([memory[rank] for rank in sorted(memory)], self._group, self._wake)
+        in_order = [writes[rank] for rank in sorted(writes)]
+        self.writers = OtherWriters(in_order, self._group, self._wake, self.memory)
         # The last of the other hosts connects while `agree` waits for it.
         acceptor = threading.Thread(
             target=self._accept_rows, args=(listener, tls, deadline), name="rows", daemon=True
@@ -237,6 +241,7 @@ class HostRanks(RankLeader):
             self._local.close()
         self._group.close()
         self.memory.close()
+        self.writers.close()
         for host in self._hosts:
             host.link.close()
 
@@ -330,6 +335,8 @@ class Joined(NamedTuple):
     group: HostGroup
     memory: socket.socket
     """Connection over which host 0 reads and writes this host's pages."""
+    writes: socket.socket
+    """Connection over which host 0 says which pages this host writes to other workers."""
     rows: StageEnds
     """Connections to the hosts of the stages beside its own."""
 
@@ -386,7 +393,7 @@ def join(config: EngineConfig) -> Joined:
     local = {name: getattr(config, name) for name in _LOCAL}
     config = replace(told, **local)
     group, rows = HostGroup({0: ends[_FRAMES]}, START_LIMIT_S), StageEnds(before, after)
-    return Joined(config, link, group, ends[_MEMORY], rows)
+    return Joined(config, link, group, ends[_MEMORY], ends[_WRITES], rows)
 
 
 def _check_answer(message: dict[str, Any]) -> dict[str, Any]:

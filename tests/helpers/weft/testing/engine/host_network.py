@@ -30,6 +30,11 @@ class Network:
         """Address of the test's own process, outside of all namespaces."""
         return f"{self._prefix}.254" if self.has_namespaces else "127.0.0.1"
 
+    @property
+    def device_of_tests(self) -> str:
+        """The test's own network device in it."""
+        return f"wb{self.name}" if self.has_namespaces else "lo"
+
     def address(self, host: int) -> str:
         return f"{self._prefix}.{host + 1}" if self.has_namespaces else "127.0.0.1"
 
@@ -39,6 +44,10 @@ class Network:
     def cut(self, host: int) -> None:
         """Takes a host from the network: nothing arrives any more, and nobody is told."""
         self._ip("netns", "exec", self._host(host), "ip", "link", "set", "eth0", "down")
+
+    def uncut(self, host: int) -> None:
+        """Brings it back."""
+        self._ip("netns", "exec", self._host(host), "ip", "link", "set", "eth0", "up")
 
     def shape(self, host: int, bits_per_s: float) -> bool:
         """Bounds the rate at which a host sends. False: the machine allows no namespaces, or its
@@ -60,8 +69,14 @@ class Network:
 
     def num_sent(self, host: int) -> int:
         """Bytes that a host has sent so far, headers of all protocols among them."""
-        end = f"/sys/class/net/{self._end(host)}/statistics/rx_bytes"
-        return int(Path(end).read_text())
+        return self._counted(host, "rx_bytes")
+
+    def num_received(self, host: int) -> int:
+        """Likewise, that a host has received."""
+        return self._counted(host, "tx_bytes")
+
+    def _counted(self, host: int, name: str) -> int:
+        return int(Path(f"/sys/class/net/{self._end(host)}/statistics/{name}").read_text())
 
     def _host(self, host: int) -> str:
         return f"weft-{self.name}-{host}"
@@ -72,7 +87,7 @@ class Network:
     def _try(self, count: int, stack: ExitStack) -> bool:
         if shutil.which("ip") is None or os.geteuid() != 0:
             return False
-        bridge = f"wb{self.name}"
+        bridge = self.device_of_tests
         try:
             self._ip("link", "add", bridge, "type", "bridge")
             stack.callback(self._ip, "link", "del", bridge)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from weft.contract.handle import NixlTargetInfo
 from weft.engine.loop.engine import Engine
 from weft.engine.transfer.exchange import PageExchange
+from weft.pages.transfer.chunks import LeaseTerm
 from weft.pages.transfer.lanes import FillerLanes
 from weft.pages.transfer.nixl import Notification
 from weft.pages.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
@@ -71,9 +72,9 @@ class LocalSenders:
         local_pages: Sequence[int],
         remote_pages: Sequence[int],
         notification: bytes,
-        check: Callable[[], None],
+        term: LeaseTerm,
     ) -> SimpleNamespace:
-        check()
+        term.check("owner")
         receiver = self._receivers[target.base_address]
         for local, remote in zip(local_pages, remote_pages, strict=True):
             receiver.pages[remote] = self._pages[local]
