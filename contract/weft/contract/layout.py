@@ -173,6 +173,22 @@ class PageGroup:
     def layers(self) -> int:
         return sum(plane.layers for plane in self.planes)
 
+    def first_needed(self, position: int) -> int:
+        """The first position of which a row at `position` needs the entries."""
+        return 0 if self.reach is None else max(0, position - self.reach + 1)
+
+    def most_pages(self, page_size: int, max_rows: int = 1) -> int:
+        """Most pages that a request holds of a group with a reach, not counting the prompt tokens
+        of two steps, each of which may have `max_rows` rows. The window may begin and end inside
+        pages, and the request gets a page before it frees one.
+        """
+        assert self.reach is not None
+        return -(-(self.reach + 2 * (max_rows - 1)) // page_size) + 3
+
+    def describe_kept(self) -> str:
+        """Which positions a request keeps, in words."""
+        return "keep all positions" if self.reach is None else f"keep the last {self.reach:,}"
+
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """Shape of a page without routes: (heads, layers, parts, page_size, elements of a vector)
         of the plane, or the elements of several planes.
@@ -342,6 +358,12 @@ class CacheLayout:
         it: states, of which a request needs one piece, then further page groups.
         """
         return (*([] if self.states is None else [self.states]), *self.groups[1:])
+
+    @property
+    def piece_bytes(self) -> tuple[int, ...]:
+        """Bytes of a piece of each companion."""
+        of_states = [] if self.states is None else [self.states.block_bytes]
+        return (*of_states, *(group.page_bytes(self.page_size) for group in self.groups[1:]))
 
     def of_states(self, num_pieces: Sequence[int]) -> int:
         """Out of the numbers of pieces of all companions, that of states; 0: there are none."""

@@ -10,11 +10,12 @@ from weft.pages.memory.prefix_cache import PageIndex, PageKeyCache
 from weft.pages.memory.state_index import StateIndex
 from weft.pages.memory.tree import PrefixTree
 from weft.pages.memory.window_index import WindowIndex
+from weft.testing.scheduling.scheduler_bench import window_group
 
 PAGE = 4
 INDEXES: dict[str, Callable[[], PageIndex]] = {
     "tree": lambda: PrefixTree(PAGE),
-    "window": lambda: WindowIndex(PrefixTree(PAGE), 9, PAGE),
+    "window": lambda: WindowIndex(PrefixTree(PAGE), window_group(9), PAGE),
     "states": lambda: StateIndex(PrefixTree(PAGE)),
     "keys": PageKeyCache,
 }

@@ -19,12 +19,12 @@ from weft.engine.requests.window_companion import WindowCompanion
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.pages.memory.page_memory import PageMemory, step_reserve, window_reserve
+from weft.pages.memory.page_memory import PageMemory, step_reserve
 from weft.pages.memory.page_table import PageTable
 from weft.pages.memory.tree import PrefixTree
 from weft.pages.memory.window_index import WindowIndex
 from weft.testing.scheduling.bare_request import bare_request
-from weft.testing.scheduling.scheduler_bench import NAMESPACE, PAGE, Bench
+from weft.testing.scheduling.scheduler_bench import NAMESPACE, PAGE, Bench, window_group
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 STEM = [random.Random(11).randrange(100) for _ in range(120)]
@@ -60,7 +60,7 @@ def test_rows_find_their_window_whatever_the_load(
         by_priority=policy == "priority",
         preemption_threshold=rng.choice([None, 1, 3]) if policy == "priority" else None,
     )
-    least = 1 + window_reserve(reach, PAGE) + step_reserve(max_step_tokens, PAGE)
+    least = 1 + window_group(reach).most_pages(PAGE) + step_reserve(max_step_tokens, PAGE)
     bench = Bench(
         rng,
         num_pages,
@@ -106,7 +106,7 @@ def test_rows_find_their_window_whatever_the_load(
 def test_a_match_ends_where_every_row_behind_it_finds_its_window(reach: int) -> None:
     rng = random.Random()
     tree = PrefixTree(PAGE)
-    index = WindowIndex(tree, reach, PAGE)
+    index = WindowIndex(tree, window_group(reach), PAGE)
     tokens = [rng.randrange(100) for _ in range(40 * PAGE)]
     pages = list(range(1, 41))
     leaf, path = tree.insert(PageKeys(NAMESPACE, PAGE), tokens, pages, 0, 40, None)
@@ -133,7 +133,7 @@ def test_a_match_ends_where_every_row_behind_it_finds_its_window(reach: int) -> 
 
 def test_pages_left_behind_go_before_those_that_a_match_has_used() -> None:
     tree = PrefixTree(PAGE)
-    index = WindowIndex(tree, 9, PAGE)
+    index = WindowIndex(tree, window_group(9), PAGE)
     memory = PageMemory(10, index)
     tokens = list(range(6 * PAGE))
     _, path = tree.insert(PageKeys(NAMESPACE, PAGE), tokens, [21, 22, 23, 24, 25, 26], 0, 6, None)
@@ -203,8 +203,8 @@ def test_more_requests_in_equal_memory(
     spent = num_pages * sizes[0] + num_window_pages * sizes[1]
     assert spent <= all_kept * sum(sizes)
     table = PageTable(64, num_pages, keeps_changes=False)
-    sizes_of = reach, SIZE, 2048
-    window = WindowCompanion(PageMemory(num_window_pages, None), None, table, "window", *sizes_of)
+    memory = PageMemory(num_window_pages, None)
+    window = WindowCompanion(memory, None, table, layout.groups[1], SIZE, 2048)
     before = most_at_once(all_kept, (), context)
     after = most_at_once(num_pages, (window,), context)
     print(f"{before} requests with all pages kept, {after} with those behind the window freed")
@@ -223,8 +223,8 @@ def test_memory_is_divided_by_what_windows_need() -> None:
     assert divide_pages(layout, 900, 64, 512, 900) == (900, 900)
     assert divide_pages(layout, 900, 64, 512, context) == (900 + 225 * 5, 675)
     # The window of one request always fits.
-    assert divide_pages(layout, 150, 64, 512, context)[1] == 1 + 64 + 9 + window_reserve(1024, SIZE)
-    needed = 64 * window_reserve(1024, SIZE) + step_reserve(512, SIZE)
+    assert divide_pages(layout, 150, 64, 512, context)[1] == 1 + 64 + 9 + windowed.most_pages(SIZE)
+    needed = 64 * windowed.most_pages(SIZE) + step_reserve(512, SIZE)
     num_pages, of_window = divide_pages(layout, 100_000, 64, 512, context)
     assert needed < of_window < needed + 100_000 // 10
     assert num_pages == 100_000 + (100_000 - of_window) * 5

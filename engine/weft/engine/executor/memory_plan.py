@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from weft.contract.errors import ConfigError
-from weft.contract.layout import CacheLayout, PageGroup, num_ring_rows
+from weft.contract.layout import CacheLayout, num_ring_rows
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encoder_graphs import measure_encoder_graphs
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor, activations_dtype
 from weft.engine.model.interface import MediaEncoder, Model
-from weft.pages.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
+from weft.pages.memory.page_memory import NULL_PAGE, step_reserve
 from weft.pages.memory.state_index import BLOCKS_OF_REQUEST
 
 MIN_PAGES = 4
@@ -115,8 +115,7 @@ def divide_pages(
     first, *others = layout.groups
     size, counts = layout.page_size, []
     context = -(-max_context_tokens // size)
-    reserves = [window_reserve(group.reach or 0, size, 1 + max_drafts) for group in others]
-    held = [min(context, reserve) for reserve in reserves]
+    held = [min(context, group.most_pages(size, 1 + max_drafts)) for group in others]
     sizes = [group.page_bytes(size) for group in layout.groups]
     longest = sum(count * of for count, of in zip((context, *held), sizes, strict=True))
     num_longest = max(1, num_pages * sum(sizes) // longest)
@@ -206,17 +205,11 @@ def describe_windows(layout: CacheLayout, counts: Sequence[int]) -> list[str]:
     if len(counts) == 1:
         return []
     told = [
-        f"{group.layers} layers {_kept(group)}: {count:,} pages of "
+        f"{group.layers} layers {group.describe_kept()}: {count:,} pages of "
         f"{group.page_bytes(layout.page_size):,} bytes"
         for group, count in zip(layout.groups, counts, strict=True)
     ]
     return ["pages of " + "; ".join(told)]
-
-
-def _kept(group: PageGroup) -> str:
-    if group.reach is None:
-        return "keep all positions"
-    return f"keep the last {group.reach:,}"
 
 
 def describe_pool(

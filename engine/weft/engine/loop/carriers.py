@@ -8,13 +8,12 @@ piece come first, since they take the same room in every lease.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from weft.contract.handle import KvHandle
 from weft.contract.keys import PieceShape
-from weft.contract.layout import CacheLayout, StatePlane
+from weft.contract.layout import CacheLayout, PageGroup, StatePlane
 from weft.contract.spans import MediaSpan
 from weft.contract.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.base.config import EngineConfig
@@ -37,46 +36,48 @@ from weft.engine.requests.window_companion import WindowCompanion
 from weft.engine.sources.carried import Carried
 from weft.pages.fills.lease import FillJob
 from weft.pages.memory.page_memory import PageMemory
-from weft.pages.memory.state_index import StateIndex
 from weft.pages.memory.tree import PrefixTree
-from weft.pages.memory.window_index import WindowIndex
 from weft.pages.transfer.page_pool import PagePool
 
+COMPANIONS: dict[type, type[Companion]] = {StatePlane: StateCompanion, PageGroup: WindowCompanion}
+"""What manages the pieces of each kind of entry in `CacheLayout.companions`."""
 SPARED_SHARE = 8
 """Copies of window pages for the KV store leave one part in this many of the first group's pages to
 requests.
 """
 
 
-class Carrier(ABC):
+class Carrier:
     """One companion's pieces on the device. Implements `Carried`.
+
+    In a lease pieces lie end to end, the last one first, so that both sides find it whatever their
+    number.
 
     Args:
         number: Of the companion in `CacheLayout.companions`.
-        num_pages: Pages of the first group that hold one piece.
+        piece_bytes: Bytes of a piece.
         first_key: Number of keys beside a page that come before those of a piece.
         page_bytes: Bytes of a page of the first group.
         memory: The companion's memory in this process, of which tiers copy pieces.
         executor: Does work on pieces in the order of steps.
     """
 
-    needs_many: ClassVar[bool]
-    """Whether a request may need several pieces to continue."""
-
     def __init__(
         self,
         companion: Companion,
         number: int,
-        num_pages: int,
+        piece_bytes: int,
         first_key: int,
         page_bytes: int,
         memory: PieceMemory,
         executor: Executor,
     ) -> None:
         self.companion = companion
-        self.num_pages = num_pages
+        self.num_pages = -(-piece_bytes // page_bytes)
+        """Pages of the first group that hold one piece."""
         self.first_key = first_key
         self._number = number
+        self._piece_bytes = piece_bytes
         self._page_bytes = page_bytes
         self._memory = memory
         self._executor = executor
@@ -103,57 +104,19 @@ class Carrier(ABC):
         """`PieceMemory.unpack`, in the order of steps."""
         self._executor.order(UnpackPieces(self._number, pieces, out_of, is_each))
 
-    @abstractmethod
     def num_carriers(self, count: int) -> int:
         """Pages of a lease that `count` pieces take."""
-
-    @abstractmethod
-    def num_carried(self, num_pages: int, end_token: int) -> int:
-        """Pieces that a lease up to `end_token` has in up to `num_pages` pages."""
-
-
-class StateCarrier(Carrier):
-    """A block of recurrent layers lies in pages whole."""
-
-    needs_many = False
-
-    def num_carriers(self, count: int) -> int:
-        return count * self.num_pages
-
-    def num_carried(self, num_pages: int, end_token: int) -> int:
-        return 1
-
-
-class WindowCarrier(Carrier):
-    """Pages of a window group lie end to end in a lease, the last one first, so that both sides
-    find it whatever their number.
-
-    Args:
-        piece_bytes: Bytes of the group's pages.
-    """
-
-    needs_many = True
-
-    def __init__(
-        self,
-        companion: Companion,
-        number: int,
-        piece_bytes: int,
-        first_key: int,
-        page_bytes: int,
-        memory: PieceMemory,
-        executor: Executor,
-    ) -> None:
-        num_pages = -(-piece_bytes // page_bytes)
-        super().__init__(companion, number, num_pages, first_key, page_bytes, memory, executor)
-        self._piece_bytes = piece_bytes
-
-    def num_carriers(self, count: int) -> int:
         return -(-count * self._piece_bytes // self._page_bytes)
 
     def num_carried(self, num_pages: int, end_token: int) -> int:
+        """Pieces that a lease up to `end_token` has in up to `num_pages` pages. Where a request
+        needs one piece, the lease has it.
+        """
+        num_needed = self.companion.num_needed(0, end_token)
+        if not self.companion.needs_many:
+            return num_needed
         room = max(0, num_pages) * self._page_bytes // self._piece_bytes
-        return min(room, self.companion.num_needed(0, end_token))
+        return min(room, num_needed)
 
 
 class _Part(NamedTuple):
@@ -205,7 +168,7 @@ class CompanionPacker:
         *others, last = self._carriers
         return PieceShape(
             block_pages=last.num_pages,
-            window_pages=self._most_of(last) if last.needs_many else 0,
+            window_pages=self._most_of(last) if last.companion.needs_many else 0,
             state_pages=sum(carrier.num_pages for carrier in others),
         )
 
@@ -297,7 +260,7 @@ class CompanionPacker:
     def copy(self, carried: Carried, pieces: Sequence[int], namespace: bytes) -> list[list[int]]:
         carrier = next(each for each in self._carriers if each is carried)
         # Pages for copies must not make requests wait.
-        spared, size = self._spared if carrier.needs_many else 0, carrier.num_pages
+        spared, size = self._spared if carrier.companion.needs_many else 0, carrier.num_pages
         pieces = pieces[: max(0, self._memory.num_available_pages - spared) // size]
         if not pieces:
             return []
@@ -326,7 +289,7 @@ class CompanionPacker:
         """The parts of the pages after a lease's pages of KV."""
         parts, at = list[_Part](), 0
         for carrier in self._carriers:
-            if is_stored and carrier.needs_many:
+            if is_stored and carrier.companion.needs_many:
                 count = max(0, num_pages - at) // carrier.num_pages
             else:
                 count = carrier.num_carried(num_pages - at, end_token)
@@ -356,27 +319,13 @@ def make_carriers(
         prefixes: Index of the first group's pages; None: nothing is cached.
     """
     carriers, first_key = list[Carrier](), 0
-    tracks_freed, size = config.poison_free_pages, config.page_size
-    max_rows = 1 + config.most_drafts
     tables = iter(executor.window_tables)
-    companions = zip(layout.companions, num_pieces, local.pieces, strict=True)
-    for number, (declared, count, memory) in enumerate(companions):
-        device = first_key, layout.page_bytes, memory, executor
-        if isinstance(declared, StatePlane):
-            blocks = None if prefixes is None else StateIndex(prefixes)
-            owner = PageMemory(count, blocks, tracks_freed=tracks_freed)
-            sizes = config.checkpoint_tokens, config.max_running_requests, max_rows
-            states = StateCompanion(owner, blocks, size, *sizes)
-            carriers.append(StateCarrier(states, number, num_block_pages(layout), *device))
-        else:
-            reach = declared.reach
-            assert reach is not None
-            index = None if prefixes is None else WindowIndex(prefixes, reach, size)
-            owner = PageMemory(count, index, tracks_freed=tracks_freed)
-            rows = reach, size, config.max_step_tokens, max_rows
-            windows = WindowCompanion(owner, index, next(tables), declared.plane.name, *rows)
-            carriers.append(WindowCarrier(windows, number, declared.page_bytes(size), *device))
-        first_key += carriers[-1].num_pages
+    pieces = zip(layout.companions, layout.piece_bytes, num_pieces, local.pieces, strict=True)
+    for number, (declared, size, count, memory) in enumerate(pieces):
+        made = COMPANIONS[type(declared)].make(declared, config, count, prefixes, tables)
+        carrier = Carrier(made, number, size, first_key, layout.page_bytes, memory, executor)
+        carriers.append(carrier)
+        first_key += carrier.num_pages
     return tuple(carriers)
 
 

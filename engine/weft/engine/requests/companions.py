@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from weft.contract.arrays import BoolArray, Int64Array
 from weft.contract.reports import LoadReport
+from weft.engine.base.config import EngineConfig
 from weft.engine.base.state_rows import StateRows
 from weft.engine.requests.request import Request
 from weft.pages.memory.companion_index import CompanionIndex
 from weft.pages.memory.page_memory import PageMemory
+from weft.pages.memory.page_table import PageTable
 from weft.pages.memory.prefix_cache import Evicted
-from weft.pages.memory.tree import Match, Node
+from weft.pages.memory.tree import Match, Node, PrefixTree
 
 
 class Reserved(NamedTuple):
@@ -101,6 +103,8 @@ class Companion(ABC):
     """Whether a request may take cached pages after the border where it continues, and compute
     their tokens again for this companion alone.
     """
+    needs_many: ClassVar[bool]
+    """Whether a request may need several pieces to continue."""
     has_last_rows: ClassVar[bool] = False
     """Whether a piece has the data of the last row before its border, so that steps which need it
     do not compute that row again.
@@ -127,6 +131,26 @@ class Companion(ABC):
         memory.on_reclaimed = lambda evicted: self.on_given_up(evicted)
         if index is not None:
             index.on_lost = self._lost
+
+    @classmethod
+    @abstractmethod
+    def make(
+        cls,
+        declared: Any,
+        config: EngineConfig,
+        num_pieces: int,
+        prefixes: PrefixTree | None,
+        tables: Iterator[PageTable],
+    ) -> Self:
+        """Creates the companion that a layout declares.
+
+        Args:
+            declared: Its entry in `CacheLayout.companions`.
+            num_pieces: The null piece included.
+            prefixes: Index of the first group's pages; None: nothing is cached.
+            tables: Page tables of the page groups after the first. A companion that is such a group
+                takes the next one.
+        """
 
     def __len__(self) -> int:
         """Number of requests that have pieces or a reservation."""

@@ -20,13 +20,15 @@ or was preempted. A request keeps no block beyond its own needs if there is no r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
+from weft.contract.layout import StatePlane
 from weft.contract.reports import LoadReport, StateCounts
+from weft.engine.base.config import EngineConfig
 from weft.engine.base.state_rows import StateRows
 from weft.engine.requests.companions import (
     Companion,
@@ -37,8 +39,9 @@ from weft.engine.requests.companions import (
 )
 from weft.engine.requests.request import Request
 from weft.pages.memory.page_memory import NULL_PAGE, PageMemory
+from weft.pages.memory.page_table import PageTable
 from weft.pages.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
-from weft.pages.memory.tree import Match
+from weft.pages.memory.tree import Match, PrefixTree
 
 
 class _Block(NamedTuple):
@@ -88,6 +91,7 @@ class StateCompanion(Companion):
 
     name = "state"
     allows_rerun = True
+    needs_many = False
     has_last_rows = True
     _held: dict[Request, _Held]
 
@@ -112,6 +116,25 @@ class StateCompanion(Companion):
         """[max_requests, 3]: the newest blocks of each slot. A border uses the column of its number
         of pages modulo 3.
         """
+
+    @classmethod
+    def make(
+        cls,
+        declared: StatePlane,
+        config: EngineConfig,
+        num_pieces: int,
+        prefixes: PrefixTree | None,
+        tables: Iterator[PageTable],
+    ) -> Self:
+        index = None if prefixes is None else StateIndex(prefixes)
+        return cls(
+            PageMemory(num_pieces, index, tracks_freed=config.poison_free_pages),
+            index,
+            config.page_size,
+            config.checkpoint_tokens,
+            config.max_running_requests,
+            1 + config.most_drafts,
+        )
 
     def watch(
         self, on_reached: Callable[[bytes, bytes], None], on_unreached: Callable[[bytes], None]

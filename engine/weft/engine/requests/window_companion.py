@@ -16,10 +16,13 @@ the first group's pages decide who is preempted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
+from weft.contract.layout import PageGroup
 from weft.contract.reports import LoadReport, WindowCounts
+from weft.engine.base.config import EngineConfig
 from weft.engine.requests.companions import (
     Companion,
     HeldPieces,
@@ -28,9 +31,9 @@ from weft.engine.requests.companions import (
     StepStates,
 )
 from weft.engine.requests.request import Request
-from weft.pages.memory.page_memory import PageMemory, step_reserve, window_reserve
+from weft.pages.memory.page_memory import PageMemory, step_reserve
 from weft.pages.memory.page_table import PageTable
-from weft.pages.memory.tree import Match
+from weft.pages.memory.tree import Match, PrefixTree
 from weft.pages.memory.window_index import WindowIndex
 
 
@@ -59,13 +62,13 @@ class WindowCompanion(Companion):
     Args:
         memory: The owner of the group's pages.
         table: The group's page table.
-        plane: Name of the group's first plane, for reports.
-        reach: Most positions that a row attends to, its own included.
+        group: Says which positions a row needs.
         max_rows: Most rows of a running request in a step.
     """
 
     name = "window"
     allows_rerun = False
+    needs_many = True
     _held: dict[Request, _Held]
 
     def __init__(
@@ -73,8 +76,7 @@ class WindowCompanion(Companion):
         memory: PageMemory,
         index: WindowIndex | None,
         table: PageTable,
-        plane: str,
-        reach: int,
+        group: PageGroup,
         page_size: int,
         max_step_tokens: int,
         max_rows: int = 1,
@@ -83,14 +85,33 @@ class WindowCompanion(Companion):
         super().__init__(memory, index, page_size, num_spare)
         self._windows = index
         self._table = table
-        self._plane = plane
-        self._reach = reach
-        self._most = window_reserve(reach, page_size, max_rows)
+        self._group = group
+        self._most = group.most_pages(page_size, max_rows)
         self._grown: list[Request] = []
+
+    @classmethod
+    def make(
+        cls,
+        declared: PageGroup,
+        config: EngineConfig,
+        num_pieces: int,
+        prefixes: PrefixTree | None,
+        tables: Iterator[PageTable],
+    ) -> Self:
+        index = None if prefixes is None else WindowIndex(prefixes, declared, config.page_size)
+        return cls(
+            PageMemory(num_pieces, index, tracks_freed=config.poison_free_pages),
+            index,
+            next(tables),
+            declared,
+            config.page_size,
+            config.max_step_tokens,
+            1 + config.most_drafts,
+        )
 
     def report(self, load: LoadReport) -> None:
         own = self.memory.counts()
-        load.window_pages[self._plane] = WindowCounts(
+        load.window_pages[self._group.plane.name] = WindowCounts(
             free=own.free, cached=own.cached, used=own.used
         )
 
@@ -169,7 +190,7 @@ class WindowCompanion(Companion):
                 self._windows.leave_behind(behind)
 
     def _first_read(self, position: int) -> int:
-        return max(0, position - self._reach + 1) // self._page_size
+        return self._group.first_needed(position) // self._page_size
 
     # -- room ------------------------------------------------------------------------------------
 

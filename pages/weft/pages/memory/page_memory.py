@@ -21,14 +21,6 @@ from weft.pages.memory.prefix_cache import Evicted, PageIndex
 NULL_PAGE = 0
 
 
-def window_reserve(reach: int, page_size: int, max_rows: int = 1) -> int:
-    """Most pages of a window group that a request holds, not counting the prompt tokens of two
-    steps, each of which may have `max_rows` rows. The window may begin and end inside pages, and
-    the request gets a page before it frees one.
-    """
-    return -(-(reach + 2 * (max_rows - 1)) // page_size) + 3
-
-
 def step_reserve(max_step_tokens: int, page_size: int) -> int:
     """Pages of the prompt tokens of two steps, one of which is planned while the other runs."""
     return -(-2 * max_step_tokens // page_size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from weft.contract.layout import PageGroup
 from weft.pages.memory.prefix_cache import Evicted
 from weft.pages.memory.tree import Node, PrefixTree
 
@@ -26,12 +27,12 @@ class WindowIndex:
     used pages. Pages of pinned nodes come last.
 
     Args:
-        reach: Most positions that a row attends to, its own included.
+        group: Says which positions a row needs.
     """
 
-    def __init__(self, tree: PrefixTree, reach: int, page_size: int) -> None:
-        self.num_needed = -(-(reach - 1) // page_size)
-        """Most pages before a page border to which rows after it attend."""
+    def __init__(self, tree: PrefixTree, group: PageGroup, page_size: int) -> None:
+        self._group = group
+        self._page_size = page_size
         self._pages: dict[Node, int] = {}
         self._nodes: dict[int, Node] = {}
         self._found: set[int] = set()
@@ -43,7 +44,7 @@ class WindowIndex:
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
         end = index = num_pages
-        while index > 0 and end - index < self.num_needed:
+        while index > self._first_needed(end):
             index -= 1
             if path[index] not in self._pages:
                 end = index
@@ -51,7 +52,7 @@ class WindowIndex:
 
     def pages_before(self, path: Sequence[Node]) -> list[int]:
         """The pages of the group that a request needs to continue after a path."""
-        return [self._pages[node] for node in path[max(0, len(path) - self.num_needed) :]]
+        return [self._pages[node] for node in path[self._first_needed(len(path)) :]]
 
     def piece_of(self, node: Node) -> int | None:
         return self._pages.get(node)
@@ -109,6 +110,9 @@ class WindowIndex:
         assert all(node.page >= 0 for node in self._pages), "a node has left the tree"
         assert not self._left.keys() & self._unused.keys()
         assert (self._left.keys() | self._unused.keys() | self._found) <= self._nodes.keys()
+
+    def _first_needed(self, num_pages: int) -> int:
+        return self._group.first_needed(num_pages * self._page_size) // self._page_size
 
     def _evicted(self, page: int) -> Evicted:
         node = self._forget(page)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from weft.contract.layout import PagedPlane, PageGroup
 from weft.contract.pages import PageCopy
 from weft.contract.spans import MediaSpan, before_span
 from weft.contract.timeline import FillCandidate, Timeline
@@ -41,6 +42,11 @@ CANDIDATE = FillCandidate(worker_id="p", address="p", epoch=1)
 POISON = -7
 Content = list[list[int]]
 """The token whose KV is stored, by page and offset."""
+
+
+def window_group(reach: int) -> PageGroup:
+    """A page group whose rows need the last `reach` positions."""
+    return PageGroup((PagedPlane(layers=1, heads=1, dim=1, dtype="float32"),), reach)
 
 
 @dataclass
@@ -108,13 +114,12 @@ class WindowBench:
     ) -> None:
         self.reach = reach
         self.content: Content = [[POISON] * PAGE for _ in range(num_pages)]
-        self.index = WindowIndex(cache, reach, PAGE)
+        group = window_group(reach)
+        self.index = WindowIndex(cache, group, PAGE)
         self.memory = PageMemory(num_pages, self.index, tracks_freed=True)
         most = limits.max_step_tokens
         self.table = PageTable(limits.max_running_requests, max_pages, keeps_changes=False)
-        self.pages = WindowCompanion(
-            self.memory, self.index, self.table, "window", reach, PAGE, most
-        )
+        self.pages = WindowCompanion(self.memory, self.index, self.table, group, PAGE, most)
         self.lent: dict[int, list[int]] = {}
         """Pages that a fill will give, by the identity of its request."""
         self.held: list[int] = []
