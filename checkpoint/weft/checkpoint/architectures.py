@@ -301,7 +301,7 @@ def configuration_reader(
         return None
     family = _FAMILIES.get(language_model_name(architecture))
     if family is not None:
-        return _reader(f"families.{family[0]}", family[1])
+        return _family_reader(*family)
     if architecture in _ENCODERS:
         return _reader("encoder_config", "read_encoder_config")
     if architecture == _WHISPER:
@@ -309,6 +309,13 @@ def configuration_reader(
     if is_run_by_transformers(architecture, raw or {}):
         return _reader("transformers_config", "read_by_transformers")
     reader: ConfigReader | None = getattr(load_class(architecture), "read_config", None)
+    return reader
+
+
+def _family_reader(module: str, name: str) -> ConfigReader:
+    # By name, as in `_reader`.
+    read = getattr(import_module(f"weft.checkpoint.families.{module}"), name)
+    reader: ConfigReader = import_module("weft.checkpoint.families.family").config_reader(read)
     return reader
 
 

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig, RouterConfig, counts
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    GateConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import GateConfig, HeadNormConfig, NamesConfig
 
 
-def read_afmoe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_afmoe(family: Family) -> ModelConfig:
     """AFMoE: every fourth layer has no window and does not rotate."""
-    family = Family(raw, generation, where)
     fields, dim, norm = family.fields, family.head_dim(128), family.rms(eps=1e-5)
     every = fields.positive("global_attn_every_n_layers", 4)
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % every else FULL)
-    rope, bias = family.rope(), fields.flag("attention_bias", False)
+    rope = family.rope()
     layers = tuple(
-        AttentionConfig(
-            rope=rope if kind == SLIDING else None,
-            scale=dim**-0.5,
-            qkv_bias=bias,
-            o_bias=bias,
+        family.attention(
+            rope if kind == SLIDING else None,
+            dim**-0.5,
             head_norm=HeadNormConfig(norm=norm),
             gate=GateConfig(name="gate_proj"),
         )
         for kind in kinds
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=layers,
-        mlp=MlpConfig(activation=family.activation()),
+    decoder = family.decoder(
+        layers,
+        norm,
         order="around",
         embedding_multiplier=family.hidden_size**0.5 if fields.flag("mup_enabled", False) else 1.0,
     )

@@ -15,12 +15,12 @@ from weft.checkpoint.families.experts import (
     deepseek_v3_experts,
     mistral4_experts,
 )
-from weft.checkpoint.families.family import Family, behind, mistral_names, same
+from weft.checkpoint.families.family import Family, behind, mistral_names
 from weft.checkpoint.families.granite import minicpm_factors
 from weft.checkpoint.latent_config import LatentConfig
 from weft.checkpoint.moe_config import MoEConfig
 from weft.checkpoint.mtp_config import head_behind
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, NamesConfig
 
 _KIMI_TOWERS = tuple(
     f"{top}{part}."
@@ -29,64 +29,53 @@ _KIMI_TOWERS = tuple(
 )
 
 
-def read_deepseek_v2(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_deepseek_v2(family: Family) -> ModelConfig:
     """DeepSeek V2 and V2-Lite (arXiv 2405.04434)."""
-    family = Family(raw, generation, where)
     return _config(family, deepseek_v2_experts(family.fields), eps=1e-6)
 
 
-def read_deepseek_v3(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_deepseek_v3(family: Family) -> ModelConfig:
     """DeepSeek V3, R1 and V3.1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), and the text of
     Kimi K2.5.
     """
-    if "text_config" in raw:
-        family = Family(raw, generation, where, "text_config")
+    if "text_config" in family.raw:
+        family = family.of_text()
         names = replace(mistral_names(), left_out=_KIMI_TOWERS)
         moe = deepseek_v3_experts(family.fields, num_dense=3)
         return _config(family, moe, eps=1e-6, names=names)
-    family = Family(raw, generation, where)
     return _config(family, deepseek_v3_experts(family.fields, num_dense=3), eps=1e-6)
 
 
-def read_sarvam_mla(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_sarvam_mla(family: Family) -> ModelConfig:
     """Sarvam 105B: DeepSeek V3 with names of its own for some fields."""
     usual = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    raw = family.raw
     raw = {**{name: raw[own] for name, own in usual.items() if own in raw}, **raw}
     rope = raw.get("rope_scaling")
     if isinstance(rope, Mapping) and "deepseek_yarn" in (rope.get("type"), rope.get("rope_type")):
         raw["rope_scaling"] = {**rope, "type": "yarn", "rope_type": "yarn"}
-    family = Family(raw, generation, where)
+    family = family.replaced(raw)
     moe = deepseek_v3_experts(family.fields, num_dense=1, scale=2.5)
     return _config(family, moe, eps=1e-6)
 
 
-def read_glm4_lite(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_glm4_lite(family: Family) -> ModelConfig:
     """GLM-4.7-Flash."""
-    family = Family(raw, generation, where)
     return _config(family, deepseek_v3_experts(family.fields, num_dense=1), eps=1e-5)
 
 
-def read_mistral4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_mistral4(family: Family) -> ModelConfig:
     """Mistral Small 4: q grows with the position, and softmaxes choose the experts."""
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family = family.of_text()
     return _config(family, mistral4_experts(family.fields), eps=1e-6, names=mistral_names())
 
 
-def read_youtu(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    return _config(Family(raw, generation, where), None, eps=1e-6, is_tied=True)
+def read_youtu(family: Family) -> ModelConfig:
+    return _config(family, None, eps=1e-6, is_tied=True)
 
 
-def read_minicpm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_minicpm3(family: Family) -> ModelConfig:
     """MiniCPM 3: halves of heads are rotated, with MiniCPM's factors."""
-    family = Family(raw, generation, where)
     factors = minicpm_factors(family, embedding=12.0, depth=1.4, base=256)
     return _config(family, None, eps=1e-5, is_interleaved=False, is_tied=True, factors=factors)
 
@@ -122,12 +111,7 @@ def _config(
         scale=dim**-0.5 * _score_factor(family),
         llama4_query_scale=family.llama4_query_scale(),
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-        **(factors or {}),
-    )
+    decoder = family.decoder(layer, norm, **factors or {})
     # Mistral's own files have no MTP head.
     head = head_behind(family.num_layers) if names is None and moe is not None else None
     names = names or NamesConfig(left_out=behind(family.num_layers))

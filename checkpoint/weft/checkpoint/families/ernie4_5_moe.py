@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import ernie_experts
-from weft.checkpoint.families.family import Family, behind, same
+from weft.checkpoint.families.family import Family, behind
 from weft.checkpoint.moe_config import MoENamesConfig
 from weft.checkpoint.mtp_config import ernie_head
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, NamesConfig
 
 
-def read_ernie_moe(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_ernie_moe(family: Family) -> ModelConfig:
     """ERNIE 4.5 21B-A3B and 300B-A47B."""
-    family = Family(raw, generation, where)
     family.only("use_bias", False)
     dim = family.head_dim()
     rope = family.rope(theta=500_000.0, is_interleaved=True)
-    decoder = DecoderConfig(
-        norm=family.rms(eps=1e-5),
-        layers=same(AttentionConfig(rope=rope, scale=dim**-0.5), family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(AttentionConfig(rope=rope, scale=dim**-0.5), family.rms(eps=1e-5))
     statics = MoENamesConfig(correction="moe_statics.e_score_correction_bias", correction_axes=1)
     return family.config(
         decoder,

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import deepseek_v3_experts
 from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import AttentionConfig, HeadNormConfig, NamesConfig
 
 
-def read_exaone4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_exaone4(family: Family) -> ModelConfig:
     """EXAONE 4.0: if there are windows, layers without one do not rotate."""
-    return _config(Family(raw, generation, where))
+    return _config(family)
 
 
-def read_exaone_moe(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_exaone_moe(family: Family) -> ModelConfig:
     """K-EXAONE: norms before the blocks, and DeepSeek V3's experts."""
-    family = Family(raw, generation, where)
     fields = family.fields
     named = fields.replaced(
         num_local_experts=fields.positive("num_experts"),
@@ -54,8 +44,7 @@ def _config(
         )
         for kind in kinds
     )
-    mlp = MlpConfig(activation=family.activation())
-    decoder = DecoderConfig(norm=norm, layers=layers, mlp=mlp, order=order)
+    decoder = family.decoder(layers, norm, order=order)
     names = NamesConfig(
         left_out=("mtp.",), moe=MoENamesConfig(correction="e_score_correction_bias")
     )

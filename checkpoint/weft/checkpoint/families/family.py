@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from weft.checkpoint.architectures import CLASSIFIER, is_bidirectional
+from weft.checkpoint.architectures import CLASSIFIER, ConfigReader, is_bidirectional
 from weft.checkpoint.config import (
     ModelConfig,
     SlidingWindow,
@@ -20,7 +20,14 @@ from weft.checkpoint.latent_config import LatentConfig
 from weft.checkpoint.mistral_params import LEFT_OUT
 from weft.checkpoint.moe_config import MoEConfig
 from weft.checkpoint.mtp_config import MtpConfig
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, NamesConfig, NormConfig
+from weft.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    MixerConfig,
+    MlpConfig,
+    NamesConfig,
+    NormConfig,
+)
 from weft.checkpoint.quantization import read_quantization
 from weft.checkpoint.rope import RopeConfig, rope_config
 
@@ -57,11 +64,20 @@ class Family:
         where: str,
         section: str | None = None,
     ) -> None:
-        self._raw, self._generation, self._where = raw, generation, where
+        self.raw, self._generation, self._where = raw, generation, where
         self.whole = Fields(raw, where)
         """Fields of the file."""
         self.fields = self.whole if section is None else self.whole.section(section)
         """Fields of the text model."""
+
+    def of_text(self) -> Family:
+        """The reader of the text model, which many files describe in `text_config`."""
+        section = "text_config" if "text_config" in self.raw else None
+        return Family(self.raw, self._generation, self._where, section)
+
+    def replaced(self, raw: Mapping[str, Any]) -> Family:
+        """The reader of other content of the file."""
+        return Family(raw, self._generation, self._where)
 
     @property
     def num_layers(self) -> int:
@@ -97,6 +113,32 @@ class Family:
             known = ", ".join(sorted(_ACTIVATIONS))
             raise self.fields.error(name, f"{found!r} is not supported ({known} are)")
         return _ACTIVATIONS[found]
+
+    def attention(self, rope: RopeConfig | None, scale: float, **parts: Any) -> AttentionConfig:
+        """Attention whose products have biases if the field `attention_bias` says so. `parts` are
+        further fields of `AttentionConfig`.
+        """
+        bias = self.fields.flag("attention_bias", False)
+        return AttentionConfig(rope=rope, scale=scale, qkv_bias=bias, o_bias=bias, **parts)
+
+    def decoder(
+        self,
+        layers: MixerConfig | tuple[MixerConfig, ...],
+        norm: NormConfig | None = None,
+        mlp: MlpConfig | None = None,
+        **parts: Any,
+    ) -> DecoderConfig:
+        """Layers between an embedding and a norm.
+
+        Args:
+            layers: One stands for all layers.
+            norm: Of the stream; None: `rms`.
+            mlp: None: a gate, and the file's activation.
+            parts: Further fields of `DecoderConfig`.
+        """
+        layers = layers if isinstance(layers, tuple) else (layers,) * self.num_layers
+        norm, mlp = norm or self.rms(), mlp or MlpConfig(activation=self.activation())
+        return DecoderConfig(norm=norm, layers=layers, mlp=mlp, **parts)
 
     def only(self, name: str, value: object) -> None:
         """Raises ModelError unless a field is absent or has the one value that is supported."""
@@ -232,7 +274,7 @@ class Family:
         fields, whole = self.fields, self.whole
         if moe is not None and moe.is_gated and decoder.mlp.activation != moe.activation:
             raise fields.error("hidden_act", "experts are supported with silu alone")
-        if is_bidirectional(self._raw) and not is_encoder:
+        if is_bidirectional(self.raw) and not is_encoder:
             raise fields.error("is_causal", "only causal attention is supported")
         if not decoder.attention_layers:
             name = next((name for name in _OF_KINDS if name in fields), _OF_KINDS[0])
@@ -277,7 +319,7 @@ class Family:
             moe=moe,
             latent=latent,
             sliding_window=window,
-            eos_token_ids=end_token_ids(self._raw, self._generation, self._where),
+            eos_token_ids=end_token_ids(self.raw, self._generation, self._where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=quantization,
             decoder=decoder,
@@ -286,6 +328,14 @@ class Family:
         )
         check_shape(config, fields)
         return config
+
+
+FamilyReader = Callable[[Family], ModelConfig]
+"""Reads the configuration of a family. Raises ModelError as a `ConfigReader` does."""
+
+
+def config_reader(read: FamilyReader) -> ConfigReader:
+    return lambda raw, generation, where: read(Family(raw, generation, where))
 
 
 def mistral_names() -> NamesConfig:
@@ -300,7 +350,3 @@ def mistral_names() -> NamesConfig:
 def behind(num_layers: int) -> tuple[str, ...]:
     """Prefixes of further layers after the model's own, which predict further tokens."""
     return tuple(f"model.layers.{num_layers + number}." for number in range(_MOST_BEHIND))
-
-
-def same(layer: AttentionConfig, count: int) -> tuple[AttentionConfig, ...]:
-    return (layer,) * count

@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import flint_experts
 from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoENamesConfig
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import HeadNormConfig, NamesConfig
 
 
-def read_flint(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_flint(family: Family) -> ModelConfig:
     """Flint: layers without a window do not rotate."""
-    family = Family(raw, generation, where)
     fields, dim, last = family.fields, family.head_dim(128), family.num_layers - 1
     kinds = family.kinds(lambda n: FULL if n in (0, last) or n % 4 == 1 else SLIDING)
-    bias, rope = fields.flag("attention_bias", False), family.rope()
+    rope = family.rope()
     layers = tuple(
-        AttentionConfig(
-            rope=rope if kind == SLIDING else None,
-            scale=dim**-0.5,
-            qkv_bias=bias,
-            o_bias=bias,
+        family.attention(
+            rope if kind == SLIDING else None,
+            dim**-0.5,
             head_norm=HeadNormConfig(norm=family.rms()),
             has_sinks=True,
         )
         for kind in kinds
     )
-    decoder = DecoderConfig(
-        norm=family.rms(), layers=layers, mlp=MlpConfig(activation=family.activation())
-    )
+    decoder = family.decoder(layers)
     return family.config(
         decoder,
         head_dim=dim,

@@ -5,9 +5,8 @@ in most layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig, SlidingWindow
 from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family
@@ -41,29 +40,23 @@ _GEMMA3_TEXT = {
 _FEED_NORM = "pre_feedforward_layernorm"
 
 
-def read_gemma(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gemma(family: Family) -> ModelConfig:
     """Gemma (arXiv 2403.08295)."""
-    family = Family(raw, generation, where)
-    dim, bias = family.head_dim(256), family.fields.flag("attention_bias", False)
+    dim = family.head_dim(256)
     family.only("use_bidirectional_attention", False)
     family.activation("gelu_pytorch_tanh")
-    layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
+    layer = family.attention(family.rope(), dim**-0.5)
     decoder = _decoder(family, (layer,) * family.num_layers, None)
     # Files of the first release say "gelu" and mean its approximation.
     decoder = replace(decoder, mlp=MlpConfig(activation="gelu_tanh"), order="before")
     return family.config(decoder, head_dim=dim, is_tied=True)
 
 
-def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gemma2(family: Family) -> ModelConfig:
     """Gemma 2 (arXiv 2408.00118): soft caps of scores and logits, windows in every other layer."""
-    family = Family(raw, generation, where)
     kinds = family.kinds(lambda layer: FULL if layer % 2 else SLIDING)
-    layer = AttentionConfig(
-        rope=family.rope(),
-        scale=_scale(family),
-        qkv_bias=family.fields.flag("attention_bias", False),
-        o_bias=family.fields.flag("attention_bias", False),
-        softcap=soft_cap(family, "attn_logit_softcapping", 50.0),
+    layer = family.attention(
+        family.rope(), _scale(family), softcap=soft_cap(family, "attn_logit_softcapping", 50.0)
     )
     decoder = _decoder(
         family, (layer,) * len(kinds), soft_cap(family, "final_logit_softcapping", 30.0)
@@ -75,24 +68,23 @@ def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     )
 
 
-def read_vault_gemma(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_vault_gemma(family: Family) -> ModelConfig:
     """VaultGemma: Gemma 2 without norms after its blocks."""
-    config = read_gemma2(raw, generation, where)
+    config = read_gemma2(family)
     assert config.decoder is not None, "it is made of parts"
     names = replace(config.names, feed_norm=_FEED_NORM)
     return replace(config, decoder=replace(config.decoder, order="before"), names=names)
 
 
-def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gemma3(family: Family) -> ModelConfig:
     """Gemma 3 (arXiv 2503.19786), text: normalised heads; layers with a window rotate by a base of
     their own.
     """
+    raw = family.raw
     if "text_config" in raw:
-        text = Fields(raw, where).section("text_config")
+        text = family.whole.section("text_config")
         raw = {**raw, "text_config": _GEMMA3_TEXT | {name: text.get(name) for name in text}}
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family = family.replaced(raw).of_text()
     is_encoder = family.fields.flag("use_bidirectional_attention", False)
     if is_encoder:
         family.only("attn_logit_softcapping", None)
@@ -100,13 +92,10 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
     norm = HeadNormConfig(norm=family.rms(adds_one=True))
     ropes = {kind: gemma3_rope(family, kind) for kind in (FULL, SLIDING)}
-    bias = family.fields.flag("attention_bias", False)
     layers = tuple(
-        AttentionConfig(
-            rope=ropes[kind],
-            scale=_scale(family),
-            qkv_bias=bias,
-            o_bias=bias,
+        family.attention(
+            ropes[kind],
+            _scale(family),
             head_norm=norm,
             softcap=soft_cap(family, "attn_logit_softcapping"),
         )
@@ -187,9 +176,9 @@ def gemma3_rope(family: Family, kind: str) -> RopeConfig:
 def _decoder(
     family: Family, layers: tuple[AttentionConfig, ...], softcap: float | None
 ) -> DecoderConfig:
-    return DecoderConfig(
-        norm=family.rms(adds_one=True),
-        layers=layers,
+    return family.decoder(
+        layers,
+        family.rms(adds_one=True),
         mlp=MlpConfig(activation=family.activation("gelu_pytorch_tanh", "hidden_activation")),
         order="around",
         embedding_multiplier=family.hidden_size**0.5,

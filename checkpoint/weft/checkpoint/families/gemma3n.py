@@ -4,17 +4,12 @@ shared between layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family
 from weft.checkpoint.families.gemma import gemma3_rope, soft_cap
 from weft.checkpoint.families.gemma4 import OTHERS, kv_sources, unused_kv
 from weft.checkpoint.parts import (
     AltUpConfig,
-    AttentionConfig,
-    DecoderConfig,
     HeadNormConfig,
     MlpConfig,
     NamesConfig,
@@ -27,19 +22,16 @@ _SPARSE_LAYERS, _SPARSITY = 10, 0.95
 """
 
 
-def read_gemma3n(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gemma3n(family: Family) -> ModelConfig:
     """Gemma 3n, E2B and E4B."""
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family = family.of_text()
     fields = family.fields
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % 5 else FULL)
     sources = kv_sources(fields, kinds, 15)
-    bias = fields.flag("attention_bias", False)
     layers = tuple(
-        AttentionConfig(
-            rope=gemma3_rope(family, kind),
-            scale=1.0,
-            qkv_bias=bias,
-            o_bias=bias,
+        family.attention(
+            gemma3_rope(family, kind),
+            1.0,
             head_norm=HeadNormConfig(norm=family.rms()),
             value_norm=family.rms(),
             kv_from=source,
@@ -47,9 +39,8 @@ def read_gemma3n(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
         for kind, source in zip(kinds, sources, strict=True)
     )
     sizes = _sizes(family)
-    decoder = DecoderConfig(
-        norm=family.rms(),
-        layers=layers,
+    decoder = family.decoder(
+        layers,
         mlp=MlpConfig(
             activation=family.activation("gelu_pytorch_tanh", "hidden_activation"),
             sizes=sizes,

@@ -4,8 +4,7 @@ embedding, and in one size experts in addition to the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import gemma4_experts
@@ -14,7 +13,6 @@ from weft.checkpoint.fields import Fields
 from weft.checkpoint.moe_config import MoENamesConfig
 from weft.checkpoint.parts import (
     AttentionConfig,
-    DecoderConfig,
     HeadNormConfig,
     MlpConfig,
     NamesConfig,
@@ -27,9 +25,9 @@ OTHERS = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
 """Prefixes of image and audio tensors, which are left out."""
 
 
-def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gemma4(family: Family) -> ModelConfig:
     """Gemma 4, E2B to 31B."""
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family = family.of_text()
     fields, count = family.fields, family.num_layers
     if fields.get("use_bidirectional_attention") == "all":
         raise fields.error("use_bidirectional_attention", "'all' is not supported")
@@ -49,9 +47,8 @@ def read_gemma4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
             dim=fields.positive("hidden_size_per_layer_input", 256),
         )
     softcap = fields.get("final_logit_softcapping")
-    decoder = DecoderConfig(
-        norm=family.rms(),
-        layers=layers,
+    decoder = family.decoder(
+        layers,
         mlp=MlpConfig(
             activation=family.activation("gelu_pytorch_tanh", "hidden_activation"),
             sizes=tuple(inner if source is None else shared_inner for source in sources),
@@ -110,12 +107,9 @@ def _attention(family: Family, layer: int, kind: str, source: int | None) -> Att
     if "per_layer_config" not in fields and is_full:
         dim = fields.positive("global_head_dim", 512)
         kv_heads = _optional(fields, "num_global_key_value_heads") if shares else None
-    bias = fields.flag("attention_bias", False)
-    return AttentionConfig(
-        rope=_rope(family, kind),
-        scale=1.0,
-        qkv_bias=bias,
-        o_bias=bias,
+    return family.attention(
+        _rope(family, kind),
+        1.0,
         head_norm=HeadNormConfig(norm=family.rms()),
         head_dim=dim,
         kv_heads=kv_heads,

@@ -4,28 +4,18 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import deepseek_v3_experts, ling2_experts
-from weft.checkpoint.families.family import FULL, SLIDING, Family, behind, same
+from weft.checkpoint.families.family import FULL, SLIDING, Family, behind
 from weft.checkpoint.moe_config import MoENamesConfig
 from weft.checkpoint.mtp_config import head_behind
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import AttentionConfig, HeadNormConfig, NamesConfig
 
 
-def read_glm4_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_glm4_moe(family: Family) -> ModelConfig:
     """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): half of each head is rotated."""
-    if raw.get("model_type") == "sarvam_moe":  # As transformers writes it.
-        return read_sarvam(raw, generation, where)
-    family = Family(raw, generation, where)
+    if family.raw.get("model_type") == "sarvam_moe":  # As transformers writes it.
+        return read_sarvam(family)
     dim, norm = family.head_dim(), family.rms(eps=1e-5)
     has_norms = family.fields.flag("use_qk_norm", False)
     layer = AttentionConfig(
@@ -34,49 +24,41 @@ def read_glm4_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         qkv_bias=family.fields.flag("attention_bias", False),
         head_norm=HeadNormConfig(norm=norm) if has_norms else None,
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer, norm)
     names = NamesConfig(left_out=behind(family.num_layers))
     moe = deepseek_v3_experts(family.fields, num_dense=1)
     head = head_behind(family.num_layers)
     return family.config(decoder, head_dim=dim, names=names, moe=moe, kv_heads=8, mtp=head)
 
 
-def read_solar(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_solar(family: Family) -> ModelConfig:
     """Solar Open: heads rotated whole, experts in every layer."""
-    family = Family(raw, generation, where)
     fields, dim, norm = family.fields, family.head_dim(128), family.rms(eps=1e-5)
     bias = fields.flag("attention_bias", False)
     layer = AttentionConfig(
         rope=family.rope(theta=1e6, partial=1.0), scale=dim**-0.5, qkv_bias=bias
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer, norm)
     moe = deepseek_v3_experts(fields, num_dense=0)
     inner = moe.intermediate_size
     return family.config(decoder, head_dim=dim, kv_heads=8, moe=moe, intermediate_size=inner)
 
 
-def read_ling2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_ling2(family: Family) -> ModelConfig:
     """Ling and Ring 2.0 (arXiv 2510.22115): half of each normalised head is rotated."""
-    return _ling(Family(raw, generation, where), theta=600_000.0, partial=0.5)
+    return _ling(family, theta=600_000.0, partial=0.5)
 
 
-def read_sarvam(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_sarvam(family: Family) -> ModelConfig:
     """Sarvam 30B: Ling's layers and names, with heads that are rotated whole."""
     newer = {
         "n_routed_experts": "num_experts",
         "n_shared_experts": "num_shared_experts",
         "attention_bias": "use_qkv_bias",
     }
+    raw = family.raw
     usual = {own: raw[name] for name, own in newer.items() if name in raw}
-    return _ling(Family({**usual, **raw}, generation, where), theta=8e6, partial=1.0)
+    return _ling(family.replaced({**usual, **raw}), theta=8e6, partial=1.0)
 
 
 def _ling(family: Family, theta: float, partial: float) -> ModelConfig:
@@ -97,11 +79,7 @@ def _ling(family: Family, theta: float, partial: float) -> ModelConfig:
         o_bias=fields.flag("use_bias", False),
         head_norm=HeadNormConfig(norm=norm, q_name="query_layernorm", k_name="key_layernorm"),
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer, norm)
     names = NamesConfig(
         embedding="word_embeddings",
         attention="attention",
@@ -113,24 +91,13 @@ def _ling(family: Family, theta: float, partial: float) -> ModelConfig:
     return family.config(decoder, head_dim=dim, names=names, moe=ling2_experts(fields))
 
 
-def read_dots1(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_dots1(family: Family) -> ModelConfig:
     """dots.llm1 (arXiv 2506.05767): normalised heads."""
-    family = Family(raw, generation, where)
     fields, dim, norm = family.fields, family.head_dim(), family.rms()
-    bias, first = fields.flag("attention_bias", False), fields.count("max_window_layers", 62)
+    first = fields.count("max_window_layers", 62)
     has_window = fields.get("sliding_window") is not None or "sliding_window" not in list(fields)
     kinds = family.kinds(lambda layer: SLIDING if has_window and layer >= first else FULL)
-    layer = AttentionConfig(
-        rope=family.rope(),
-        scale=dim**-0.5,
-        qkv_bias=bias,
-        o_bias=bias,
-        head_norm=HeadNormConfig(norm=norm),
-    )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    layer = family.attention(family.rope(), dim**-0.5, head_norm=HeadNormConfig(norm=norm))
+    decoder = family.decoder(layer, norm)
     moe = deepseek_v3_experts(fields, num_dense=0, renormalises=False)
     return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096), moe=moe)

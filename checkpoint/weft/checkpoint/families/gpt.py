@@ -7,15 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig, SlidingWindow
-from weft.checkpoint.families.family import FULL, SLIDING, Family, same
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    MlpConfig,
-    NamesConfig,
-    NormConfig,
-)
-from weft.contract.errors import ModelError
+from weft.checkpoint.families.family import FULL, SLIDING, Family
+from weft.checkpoint.parts import AttentionConfig, MlpConfig, NamesConfig, NormConfig
 
 _FIELDS = {
     "hidden_size": "n_embd",
@@ -27,9 +20,9 @@ _FIELDS = {
 """Names of fields in newer families, with GPT-2's names."""
 
 
-def read_gpt2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gpt2(family: Family) -> ModelConfig:
     """GPT-2: learned positions; matrices are stored by columns."""
-    family = _family(raw, generation, where)
+    family = _family(family)
     fields, scale = family.fields, _scale(family)
     family.only("add_cross_attention", False)
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
@@ -42,55 +35,51 @@ def read_gpt2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
     return _gpt2(family, layers, NamesConfig(**_GPT2, has_transposed=True))
 
 
-def read_bigcode(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_bigcode(family: Family) -> ModelConfig:
     """StarCoder (arXiv 2305.06161) and SantaCoder: GPT-2 with one head of K and V."""
-    family = _family(raw, generation, where)
+    family = _family(family)
     family.only("add_cross_attention", False)
     is_multi_query = family.fields.flag("multi_query", True)
     layer = AttentionConfig(rope=None, scale=_scale(family), qkv_bias=True, o_bias=True)
     names = NamesConfig(**_GPT2, is_qkv_by_head=not is_multi_query)
     heads = 1 if is_multi_query else family.num_heads
-    return _gpt2(family, same(layer, family.num_layers), names, kv_heads=heads)
+    return _gpt2(family, (layer,) * family.num_layers, names, kv_heads=heads)
 
 
-def read_gptj(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gptj(family: Family) -> ModelConfig:
     """GPT-J: adjacent pairs in a part of each head rotate, both blocks read one norm, and the LM
     head has a bias.
     """
-    family = _family(raw, generation, where)
+    family = _family(family)
     dim = family.head_dim()
     turned = family.fields.positive("rotary_dim", dim)
     rope = family.rope(partial=turned / dim, is_interleaved=True)
     if rope.rotary_dim(dim) != turned:
         raise family.fields.error("rotary_dim", f"{turned} of {dim} elements is not supported")
     layer = AttentionConfig(rope=rope, scale=dim**-0.5)
-    decoder = DecoderConfig(
-        norm=_norm(family),
-        layers=same(layer, family.num_layers),
-        mlp=_mlp(family),
-        order="parallel",
-        has_head_bias=True,
+    decoder = family.decoder(
+        layer, _norm(family), mlp=_mlp(family), order="parallel", has_head_bias=True
     )
     names = {**_TRANSFORMER, "o": "out_proj", "up": "fc_in", "down": "fc_out"}
     return family.config(decoder, names=NamesConfig(**names), intermediate_size=_inner(family))
 
 
-def read_codegen(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_codegen(family: Family) -> ModelConfig:
     """CodeGen (arXiv 2203.13474): GPT-J with fused rows in four parts, each with its queries,
     values and keys.
     """
-    config = read_gptj({"rotary_dim": 64, **raw}, generation, where)
+    config = read_gptj(family.replaced({"rotary_dim": 64, **family.raw}))
     if config.num_heads % 4:
-        raise ModelError(f"{where}: n_head: {config.num_heads} is no multiple of 4", param="n_head")
+        raise family.whole.error("n_head", f"{config.num_heads} is no multiple of 4")
     names = replace(config.names, qkv="qkv_proj", qkv_parts=4, has_value_before_key=True)
     return replace(config, names=names)
 
 
-def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gpt_neox(family: Family) -> ModelConfig:
     """GPT-NeoX (arXiv 2204.06745), Pythia and Dolly: both blocks read the stream, through two
     norms.
     """
-    family = _family(raw, generation, where)
+    family = _family(family)
     fields, dim = family.fields, family.head_dim()
     bias = fields.flag("attention_bias", True)
     rope = family.rope(
@@ -98,9 +87,9 @@ def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     )
     layer = AttentionConfig(rope=rope, scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
     is_parallel = fields.flag("use_parallel_residual", True)
-    decoder = DecoderConfig(
-        norm=NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
-        layers=same(layer, family.num_layers),
+    decoder = family.decoder(
+        layer,
+        NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
         mlp=MlpConfig(activation=family.activation("gelu"), is_gated=False, bias=True),
         order="parallel by two norms" if is_parallel else "before",
     )
@@ -120,23 +109,24 @@ def read_gpt_neox(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     return family.config(decoder, names=names)
 
 
-def read_gpt_neo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gpt_neo(family: Family) -> ModelConfig:
     """GPT-Neo: GPT-2 with windows in every other layer, and scores without a scale."""
     own = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    raw = family.raw
     usual = {name: raw[old] for old, name in own.items() if old in raw}
-    family = _family({**raw, **usual}, generation, where)
+    family = _family(family.replaced({**raw, **usual}))
     layer = AttentionConfig(rope=None, scale=1.0, o_bias=True)
     names = {**_GPT2, "attention": "attn.attention", "qkv": None, "o": "out_proj"}
     names["constants"] = (".attn.attention.bias", ".attn.attention.masked_bias")
     length = family.fields.positive("window_size", 256)
     window = family.window(_neo_kinds(family), length=length)
-    layers = same(layer, family.num_layers)
+    layers = (layer,) * family.num_layers
     return _gpt2(family, layers, NamesConfig(**names), window=window)
 
 
-def read_falcon(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_falcon(family: Family) -> ModelConfig:
     """Falcon (arXiv 2311.16867), except models with ALiBi."""
-    family = _family({"max_position_embeddings": 2048, **raw}, generation, where)
+    family = _family(family.replaced({"max_position_embeddings": 2048, **family.raw}))
     fields, dim, bias = family.fields, family.head_dim(), family.fields.flag("bias", False)
     if fields.flag("alibi", False):
         part = "scores that fall with the distance (ALiBi)"
@@ -152,9 +142,9 @@ def read_falcon(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     heads = fields.positive("num_kv_heads", family.num_heads) if is_new else family.num_heads
     layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
     order: Any = "parallel" if is_parallel else "before"
-    decoder = DecoderConfig(
-        norm=_norm(family),
-        layers=same(layer, family.num_layers),
+    decoder = family.decoder(
+        layer,
+        _norm(family),
         mlp=MlpConfig(
             activation=family.activation("gelu", "activation"), is_gated=False, bias=bias
         ),
@@ -181,9 +171,9 @@ def read_falcon(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     )
 
 
-def read_opt(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_opt(family: Family) -> ModelConfig:
     """OPT (arXiv 2205.01068): learned positions from the table's third row on."""
-    family = _family(raw, generation, where)
+    family = _family(family)
     fields, bias = family.fields, family.fields.flag("enable_bias", True)
     family.only("do_layer_norm_before", True)
     family.only("_remove_final_layer_norm", False)
@@ -193,9 +183,9 @@ def read_opt(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
     scale = family.head_dim() ** -0.5
     layer = AttentionConfig(rope=None, scale=scale, qkv_bias=bias, o_bias=bias)
     activation = family.activation("relu", "activation_function")
-    decoder = DecoderConfig(
-        norm=NormConfig(eps=1e-5, kind=kind, has_bias=has_weight),
-        layers=same(layer, family.num_layers),
+    decoder = family.decoder(
+        layer,
+        NormConfig(eps=1e-5, kind=kind, has_bias=has_weight),
         mlp=MlpConfig(activation=activation, is_gated=False, bias=bias),
         first_position_row=2,
     )
@@ -204,15 +194,16 @@ def read_opt(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
     return family.config(decoder, names=NamesConfig(**names), is_tied=True, intermediate_size=inner)
 
 
-def read_xglm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_xglm(family: Family) -> ModelConfig:
     """XGLM (arXiv 2112.10668): positions are sines and cosines, from the third row on."""
     own = {
         "hidden_size": "d_model",
         "num_hidden_layers": "num_layers",
         "num_attention_heads": "attention_heads",
     }
+    raw = family.raw
     usual = {name: raw[old] for name, old in own.items() if old in raw}
-    family = Family({**raw, **usual, "num_key_value_heads": None}, generation, where)
+    family = family.replaced({**raw, **usual, "num_key_value_heads": None})
     family.only("add_cross_attention", False)
     rows = range(2, family.fields.positive("max_position_embeddings") + 2)
     for row in family.fields.token_ids("pad_token_id"):
@@ -225,9 +216,9 @@ def read_xglm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
     layer = AttentionConfig(rope=None, scale=scale, qkv_bias=True, o_bias=True)
     activation = family.activation("gelu", "activation_function")
     has_factor = fields.flag("scale_embedding", True)
-    decoder = DecoderConfig(
-        norm=NormConfig(eps=1e-5, kind="layer", has_bias=True),
-        layers=same(layer, family.num_layers),
+    decoder = family.decoder(
+        layer,
+        NormConfig(eps=1e-5, kind="layer", has_bias=True),
         mlp=MlpConfig(activation=activation, is_gated=False, bias=True),
         embedding_multiplier=family.hidden_size**0.5 if has_factor else 1.0,
         first_position_row=2,
@@ -267,10 +258,11 @@ _GPT2: Mapping[str, Any] = {
 }
 
 
-def _family(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> Family:
+def _family(family: Family) -> Family:
+    raw = family.raw
     usual = {name: raw[own] for name, own in _FIELDS.items() if own in raw}
     # Their own classes have no grouped heads, whatever a file says.
-    return Family({**raw, **usual, "num_key_value_heads": None}, generation, where)
+    return family.replaced({**raw, **usual, "num_key_value_heads": None})
 
 
 def _gpt2(
@@ -280,9 +272,7 @@ def _gpt2(
     kv_heads: int | None = None,
     window: SlidingWindow | None = None,
 ) -> ModelConfig:
-    decoder = DecoderConfig(
-        norm=_norm(family), layers=layers, mlp=_mlp(family), first_position_row=0
-    )
+    decoder = family.decoder(layers, _norm(family), mlp=_mlp(family), first_position_row=0)
     inner = _inner(family)
     return family.config(
         decoder,

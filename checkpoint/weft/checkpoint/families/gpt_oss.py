@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import gpt_oss_experts
-from weft.checkpoint.families.family import FULL, SLIDING, Family, same
+from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoENamesConfig
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, NamesConfig
 
 
-def read_gpt_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_gpt_oss(family: Family) -> ModelConfig:
     """gpt-oss 20b and 120b (arXiv 2508.10925)."""
-    family = Family(raw, generation, where)
     dim, bias = family.head_dim(64), family.fields.flag("attention_bias", True)
     layer = AttentionConfig(
         rope=family.rope(theta=150_000.0),
@@ -23,11 +19,7 @@ def read_gpt_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
         o_bias=bias,
         has_sinks=True,
     )
-    decoder = DecoderConfig(
-        norm=family.rms(eps=1e-5),
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer, family.rms(eps=1e-5))
     moe = MoENamesConfig(router="router", is_transposed=True, is_interleaved=True)
     return family.config(
         decoder,

@@ -5,26 +5,22 @@ scores, additions and logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import mixtral_experts
-from weft.checkpoint.families.family import FULL, SLIDING, Family, same
+from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, MlpConfig, NamesConfig
 
 
-def read_granite(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    return _config(Family(raw, generation, where))
+def read_granite(family: Family) -> ModelConfig:
+    return _config(family)
 
 
-def read_hyperclovax(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_hyperclovax(family: Family) -> ModelConfig:
     """HyperCLOVA X SEED Think: norms around both blocks; the factor of logits multiplies."""
-    family = Family(raw, generation, where)
     fields, names = family.fields, NamesConfig(mixer_post="post_norm1", feed_post="post_norm2")
     config = _config(family, names=names, scale=family.head_dim() ** -0.5)
     assert config.decoder is not None
@@ -34,11 +30,8 @@ def read_hyperclovax(
     return replace(config, decoder=replace(config.decoder, order=order, logit_multiplier=factor))
 
 
-def read_granite_moe(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_granite_moe(family: Family) -> ModelConfig:
     """Granite 3 with experts in every layer."""
-    family = Family(raw, generation, where)
     names = MoENamesConfig(
         router="router.layer",
         stacked=("input_linear.weight", "output_linear.weight"),
@@ -48,28 +41,20 @@ def read_granite_moe(
     return _config(family, moe, NamesConfig(feeds=("block_sparse_moe",), moe=names))
 
 
-def read_granite_shared(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_granite_shared(family: Family) -> ModelConfig:
     """Granite with shared experts in addition to those of `read_granite_moe`."""
-    family = Family(raw, generation, where)
     shared = family.fields.count("shared_intermediate_size", 1024)
     moe = mixtral_experts(family.fields, shared_size=shared)
     return _config(family, moe, NamesConfig(feeds=("",), moe=shared_names()))
 
 
-def read_granite_swa(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_granite_swa(family: Family) -> ModelConfig:
     """Granite with windows in three of four layers, attention sinks, and a rotation by layer."""
-    return _windowed(Family(raw, generation, where), None, None)
+    return _windowed(family, None, None)
 
 
-def read_granite_moe_swa(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_granite_moe_swa(family: Family) -> ModelConfig:
     """Reads Granite with windows and experts; `shared_intermediate_size` 0: no shared experts."""
-    family = Family(raw, generation, where)
     shared = family.fields.count("shared_intermediate_size", 0)
     moe = mixtral_experts(family.fields, shared_size=shared)
     experts = "block_sparse_moe.experts."
@@ -81,19 +66,13 @@ def read_granite_moe_swa(
     return _windowed(family, moe, NamesConfig(feeds=("",), moe=names))
 
 
-def read_minicpm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_minicpm(family: Family) -> ModelConfig:
     """MiniCPM (arXiv 2404.06395) and MiniCPM 4 without its sparse attention."""
-    family = Family(raw, generation, where)
     family.only("sparse_config", None)
     family.only("num_experts", 0)
     dim, factors = family.head_dim(), minicpm_factors(family)
     layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5)
-    decoder = DecoderConfig(
-        norm=family.rms(),
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-        **factors,
-    )
+    decoder = family.decoder(layer, **factors)
     return family.config(decoder, is_tied=True)
 
 
@@ -150,16 +129,10 @@ def _config(
     *,
     scale: float = 1.0,
 ) -> ModelConfig:
-    fields, bias = family.fields, family.fields.flag("attention_bias", False)
-    layer = AttentionConfig(
-        rope=family.rope(),
-        scale=fields.number("attention_multiplier", scale),
-        qkv_bias=bias,
-        o_bias=bias,
-    )
-    decoder = DecoderConfig(
-        norm=family.rms(),
-        layers=same(layer, family.num_layers),
+    fields = family.fields
+    layer = family.attention(family.rope(), fields.number("attention_multiplier", scale))
+    decoder = family.decoder(
+        layer,
         mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),

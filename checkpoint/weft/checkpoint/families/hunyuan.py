@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import hunyuan_experts, hy3_experts
-from weft.checkpoint.families.family import Family, behind, same
+from weft.checkpoint.families.family import Family, behind
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import HeadNormConfig, MlpConfig, NamesConfig
 from weft.checkpoint.rope import RopeConfig
 
 
-def read_hunyuan(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_hunyuan(family: Family) -> ModelConfig:
     """Hunyuan (0.5B to 7B)."""
-    return _config(Family(raw, generation, where))
+    return _config(family)
 
 
-def read_hunyuan_moe(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_hunyuan_moe(family: Family) -> ModelConfig:
     """Hunyuan A13B: routed experts and a shared one in every layer."""
-    family = Family(raw, generation, where)
     names = MoENamesConfig(router="gate.wg", shared="shared_mlp")
     return _config(family, hunyuan_experts(family.fields), NamesConfig(moe=names))
 
 
-def read_hy3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_hy3(family: Family) -> ModelConfig:
     """Hy3: norms before the rotation, sigmoids that choose experts."""
-    family = Family(raw, generation, where)
     fields, dim, norm = family.fields, family.head_dim(128), family.rms(eps=1e-5)
-    bias = fields.flag("attention_bias", False)
-    layer = AttentionConfig(
-        rope=family.rope(theta=11_158_840.0),
-        scale=dim**-0.5,
-        qkv_bias=bias,
-        o_bias=bias,
-        head_norm=HeadNormConfig(norm=norm),
+    layer = family.attention(
+        family.rope(theta=11_158_840.0), dim**-0.5, head_norm=HeadNormConfig(norm=norm)
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=same(layer, family.num_layers),
+    decoder = family.decoder(
+        layer,
+        norm,
         mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
     )
     names = NamesConfig(
@@ -64,18 +47,14 @@ def _config(
     dim, norm = family.head_dim(), family.rms(eps=1e-5)
     family.only("use_qk_norm", True)
     family.only("use_cla", False)
-    bias = family.fields.flag("attention_bias", False)
-    layer = AttentionConfig(
-        rope=_rope(family, dim),
-        scale=dim**-0.5,
-        qkv_bias=bias,
-        o_bias=bias,
+    layer = family.attention(
+        _rope(family, dim),
+        dim**-0.5,
         head_norm=HeadNormConfig(
             norm=norm, is_after_rotation=True, q_name="query_layernorm", k_name="key_layernorm"
         ),
     )
-    mlp = MlpConfig(activation=family.activation())
-    decoder = DecoderConfig(norm=norm, layers=same(layer, family.num_layers), mlp=mlp)
+    decoder = family.decoder(layer, norm)
     return family.config(decoder, head_dim=dim, moe=moe, names=names)
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.family import Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig, counts
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, MlpConfig, NamesConfig
 from weft.checkpoint.recurrent_config import MambaConfig
 
 
-def read_jamba(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_jamba(family: Family) -> ModelConfig:
     """Jamba 1 to 1.7, and Jamba2."""
-    family = Family(raw, generation, where)
     fields, norm = family.fields, family.rms()
     family.only("hidden_act", "silu")
     rank = fields.get("mamba_dt_rank")
@@ -33,11 +29,11 @@ def read_jamba(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     with_attention = _periodic(family, "attn_layer", 8, 4)
     if not 0 < len(with_attention) < family.num_layers:
         raise fields.error("attn_layer_period", "expected layers with and without attention")
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=tuple(
+    decoder = family.decoder(
+        tuple(
             attention if layer in with_attention else mamba for layer in range(family.num_layers)
         ),
+        norm,
         mlp=MlpConfig(),
     )
     names = NamesConfig(

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import kimi_experts, ling2_experts
 from weft.checkpoint.families.family import FULL, Family, behind
 from weft.checkpoint.latent_config import LatentConfig
 from weft.checkpoint.moe_config import MoENamesConfig
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    GateConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import AttentionConfig, GateConfig, MlpConfig, NamesConfig
 from weft.checkpoint.recurrent_config import DeltaAttentionConfig
 
 _LINEAR = "linear_attention"
 
 
-def read_kimi_linear(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_kimi_linear(family: Family) -> ModelConfig:
     """Kimi-Linear-48B-A3B (arXiv 2510.26692): latent attention without positions."""
-    family = Family(raw, generation, where)
     fields, norm = family.fields, family.rms(eps=1e-5)
     family.only("mla_use_nope", True)
     family.only("moe_router_activation_func", "sigmoid")
@@ -54,10 +43,8 @@ def read_kimi_linear(
         return FULL if layer and layer % 4 == 0 else _LINEAR
 
     kinds = family.listed(["layer_types"], {_LINEAR: _LINEAR, FULL: FULL}, default)
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=tuple(attention if kind == FULL else delta for kind in kinds),
-        mlp=MlpConfig(),
+    decoder = family.decoder(
+        tuple(attention if kind == FULL else delta for kind in kinds), norm, mlp=MlpConfig()
     )
     names = NamesConfig(
         recurrent="self_attn",
@@ -75,9 +62,8 @@ def read_kimi_linear(
     )
 
 
-def read_ling3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_ling3(family: Family) -> ModelConfig:
     """Ling and Ring 3: gates on the heads of latent attention, and bounded decays."""
-    family = Family(raw, generation, where)
     fields, norm, latent = family.fields, family.rms(), _latent(family)
     for name, value in (
         ("no_kda_lora", True),
@@ -122,10 +108,8 @@ def read_ling3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
         return FULL if is_last else _LINEAR
 
     kinds = family.listed(["layer_types"], {_LINEAR: _LINEAR, FULL: FULL}, default)
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=tuple(attention if kind == FULL else delta for kind in kinds),
-        mlp=MlpConfig(),
+    decoder = family.decoder(
+        tuple(attention if kind == FULL else delta for kind in kinds), norm, mlp=MlpConfig()
     )
     names = NamesConfig(
         embedding="word_embeddings",

@@ -4,27 +4,16 @@ query heads, and a gate on attention's result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import laguna_experts, step3_experts
 from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family, behind
 from weft.checkpoint.moe_config import MoENamesConfig
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    GateConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import GateConfig, HeadNormConfig, MlpConfig, NamesConfig
 from weft.checkpoint.rope import RopeConfig, rope_config
 
 
-def read_laguna(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_laguna(family: Family) -> ModelConfig:
     """Laguna (XS.2 and S-2.1): a softplus gate."""
-    family = Family(raw, generation, where)
     fields, count, dim = family.fields, family.num_layers, family.head_dim(128)
     family.only("moe_apply_router_weight_on_input", False)
     kinds = family.kinds(lambda layer: FULL)
@@ -38,22 +27,17 @@ def read_laguna(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     if gating not in (None, True, "per-head", "per-element"):
         raise fields.error("gating", f"{gating!r} is not supported")
     gate = GateConfig(name="g_proj", activation="softplus", is_by_head=gating != "per-element")
-    bias = fields.flag("attention_bias", False)
     layers = tuple(
-        AttentionConfig(
-            rope=ropes[kind],
-            scale=dim**-0.5,
-            qkv_bias=bias,
-            o_bias=bias,
+        family.attention(
+            ropes[kind],
+            dim**-0.5,
             head_norm=HeadNormConfig(norm=family.rms()),
             heads=own,
             gate=gate,
         )
         for kind, own in zip(kinds, heads, strict=True)
     )
-    decoder = DecoderConfig(
-        norm=family.rms(), layers=layers, mlp=MlpConfig(activation=family.activation())
-    )
+    decoder = family.decoder(layers)
     moe = MoENamesConfig(correction="experts.e_score_correction_bias", shared="shared_expert")
     return family.config(
         decoder,
@@ -65,11 +49,11 @@ def read_laguna(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     )
 
 
-def read_step3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_step3(family: Family) -> ModelConfig:
     """Step 3.5 Flash and Step 3.7 Flash, text: a gate on each head, MLPs limited by layer. Lists by
     layer may continue for the layers that predict further tokens.
     """
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family = family.of_text()
     fields, count = family.fields, family.num_layers
     kinds = family.kinds(lambda layer: FULL)
     dim = family.head_dim(128)
@@ -77,13 +61,11 @@ def read_step3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     sliding_heads = other.positive("num_attention_heads", family.num_heads)
     sliding_heads = fields.positive("num_sliding_attention_heads", sliding_heads)
     scale = fields.number("query_pre_attn_scalar", float(dim)) ** -0.5
-    norm, bias = family.rms(adds_one=True, eps=1e-5), fields.flag("attention_bias", False)
+    norm = family.rms(adds_one=True, eps=1e-5)
     layers = tuple(
-        AttentionConfig(
-            rope=_step3_rope(family, layer, kind),
-            scale=scale,
-            qkv_bias=bias,
-            o_bias=bias,
+        family.attention(
+            _step3_rope(family, layer, kind),
+            scale,
             head_norm=HeadNormConfig(norm=norm),
             heads=sliding_heads if kind == SLIDING else None,
             gate=GateConfig(name="g_proj", is_by_head=True),
@@ -91,8 +73,8 @@ def read_step3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
         for layer, kind in enumerate(kinds)
     )
     limits = family.numbers("swiglu_limits_shared")
-    decoder = DecoderConfig(
-        norm=norm, layers=layers, mlp=MlpConfig(activation=family.activation(), limits=limits)
+    decoder = family.decoder(
+        layers, norm, mlp=MlpConfig(activation=family.activation(), limits=limits)
     )
     names = NamesConfig(
         bodies=("model.language_model", "model"),

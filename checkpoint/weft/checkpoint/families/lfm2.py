@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import lfm2_experts
@@ -12,7 +10,6 @@ from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.checkpoint.parts import (
     AttentionConfig,
-    DecoderConfig,
     GateConfig,
     HeadNormConfig,
     MixerConfig,
@@ -26,35 +23,26 @@ _CONV = "conv"
 _KINDS = {_CONV: _CONV, FULL: FULL}
 
 
-def read_lfm2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_lfm2(family: Family) -> ModelConfig:
     """LFM2, dense."""
-    family = Family(raw, generation, where)
     return _config(family, _inner_size(family), None, norm="embedding_norm")
 
 
-def read_lfm2_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_lfm2_moe(family: Family) -> ModelConfig:
     """LFM2 with experts after its first layers."""
-    family = Family(raw, generation, where)
     inner = family.fields.positive("intermediate_size")
     return _config(family, inner, lfm2_experts(family.fields), norm="embedding_norm")
 
 
-def read_lfm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_lfm3(family: Family) -> ModelConfig:
     """LFM3: attention with a gate on each head, with and without windows; norms around blocks."""
-    family = Family(raw, generation, where)
     fields, rms, dim = family.fields, family.rms(eps=1e-5, name="norm_eps"), family.head_dim(128)
-    bias = fields.flag("attention_bias", False)
     has_gate = fields.flag("use_attention_gate", True)
     gate = GateConfig(name="gate_proj", is_by_head=True) if has_gate else None
 
     def attention(kind: str) -> AttentionConfig:
-        return AttentionConfig(
-            rope=_rope(family, kind),
-            scale=dim**-0.5,
-            qkv_bias=bias,
-            o_bias=bias,
-            head_norm=HeadNormConfig(norm=rms),
-            gate=gate,
+        return family.attention(
+            _rope(family, kind), dim**-0.5, head_norm=HeadNormConfig(norm=rms), gate=gate
         )
 
     def default(layer: int) -> str:
@@ -67,9 +55,9 @@ def read_lfm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
         kind: _conv(family, 7) if kind == _CONV else attention(kind) for kind in set(kinds)
     }
     is_around = fields.flag("use_sandwich_norm", True)
-    decoder = DecoderConfig(
-        norm=rms,
-        layers=tuple(mixers[kind] for kind in kinds),
+    decoder = family.decoder(
+        tuple(mixers[kind] for kind in kinds),
+        rms,
         mlp=MlpConfig(),
         order="around" if is_around else "before",
     )
@@ -104,10 +92,8 @@ def _config(family: Family, inner: int, moe: MoEConfig | None, *, norm: str) -> 
     kinds = family.listed(["layer_types"], _KINDS, lambda n: FULL if n in with_attention else _CONV)
     if len(set(kinds)) < 2:
         raise fields.error("layer_types", "expected layers with and without attention")
-    decoder = DecoderConfig(
-        norm=rms,
-        layers=tuple(attention if kind == FULL else conv for kind in kinds),
-        mlp=MlpConfig(),
+    decoder = family.decoder(
+        tuple(attention if kind == FULL else conv for kind in kinds), rms, mlp=MlpConfig()
     )
     names = _names(norm)
     # The field that says whether the embedding is also the LM head has two names.

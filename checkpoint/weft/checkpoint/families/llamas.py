@@ -10,22 +10,15 @@ from typing import Any
 
 from weft.checkpoint.config import ModelConfig, SlidingWindow
 from weft.checkpoint.families.deepseek import read_mistral4
-from weft.checkpoint.families.family import FULL, SLIDING, Family, mistral_names, same
+from weft.checkpoint.families.family import FULL, SLIDING, Family, mistral_names
 from weft.checkpoint.mtp_config import MtpConfig, mimo_head
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import AttentionConfig, HeadNormConfig, MlpConfig, NamesConfig
 from weft.checkpoint.pixtral_vision import read_mistral3_vision
 from weft.checkpoint.rope import RopeConfig
 
 
-def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_llama(family: Family) -> ModelConfig:
     """Llama and Mistral as the text model of other models."""
-    family = Family(raw, generation, where)
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
     is_mistral = fields.get("model_type") == "mistral"
     if not is_mistral:
@@ -41,17 +34,15 @@ def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     )
 
 
-def read_qwen2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_qwen2(family: Family) -> ModelConfig:
     """Qwen2 as the text model of other models."""
-    family = Family(raw, generation, where)
     family.only("use_sliding_window", False)
     _check_no_window(family)
     return _alike(family, family.head_dim(), family.rope(), {"qkv_bias": True})
 
 
-def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_qwen3(family: Family) -> ModelConfig:
     """Qwen3 as the text model of other models."""
-    family = Family(raw, generation, where)
     family.only("use_sliding_window", False)
     bias, norms = family.fields.flag("attention_bias", False), HeadNormConfig(norm=family.rms())
     attention = {"qkv_bias": bias, "o_bias": bias, "head_norm": norms}
@@ -59,9 +50,8 @@ def read_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     return _alike(family, family.head_dim(128), family.rope(), attention)
 
 
-def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_seed_oss(family: Family) -> ModelConfig:
     """Seed-OSS: only q, k and v have biases."""
-    family = Family(raw, generation, where)
     biases = {
         "qkv_bias": family.fields.flag("attention_bias", True),
         "o_bias": family.fields.flag("attention_out_bias", False),
@@ -72,9 +62,8 @@ def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     )
 
 
-def read_ernie(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_ernie(family: Family) -> ModelConfig:
     """ERNIE 4.5, dense: rotates adjacent pairs."""
-    family = Family(raw, generation, where)
     bias = family.fields.flag("use_bias", False)
     rope = family.rope(theta=500_000.0, is_interleaved=True)
     biases = {"qkv_bias": bias, "o_bias": bias}
@@ -84,10 +73,7 @@ def read_ernie(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     )
 
 
-def read_internlm3(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
-    family = Family(raw, generation, where)
+def read_internlm3(family: Family) -> ModelConfig:
     bias = family.fields.flag("bias", family.fields.flag("mlp_bias", False))
     qkv_bias = family.fields.flag("qkv_bias", family.fields.flag("attention_bias", False))
     biases = {"qkv_bias": qkv_bias, "o_bias": bias}
@@ -97,32 +83,25 @@ def read_internlm3(
     )
 
 
-def read_smollm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_smollm3(family: Family) -> ModelConfig:
     """SmolLM3: every fourth layer does not rotate."""
-    family = Family(raw, generation, where)
     fields, rotates = family.fields, family.rotated_layers()
     has_window = fields.flag("use_sliding_window", False) and "sliding_window" in fields
     kinds = family.kinds(lambda layer: SLIDING if has_window and not rotates[layer] else FULL)
-    bias, dim = fields.flag("attention_bias", False), family.head_dim()
+    dim = family.head_dim()
     rope = family.rope(theta=2_000_000.0)
     layers = tuple(
-        AttentionConfig(
-            rope=rope if is_rotated else None, scale=dim**-0.5, qkv_bias=bias, o_bias=bias
-        )
-        for is_rotated in rotates
+        family.attention(rope if is_rotated else None, dim**-0.5) for is_rotated in rotates
     )
-    decoder = DecoderConfig(
-        norm=family.rms(),
-        layers=layers,
-        mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
+    decoder = family.decoder(
+        layers, mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False))
     )
     window = family.window(kinds) if has_window else None
     return family.config(decoder, head_dim=dim, window=window, is_tied=True, kv_heads=4)
 
 
-def read_arcee(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_arcee(family: Family) -> ModelConfig:
     """Arcee's AFM: an MLP of squared ReLU without gate."""
-    family = Family(raw, generation, where)
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
     mlp = MlpConfig(
         activation=family.activation("relu2"), is_gated=False, bias=fields.flag("mlp_bias", False)
@@ -131,9 +110,8 @@ def read_arcee(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     return _alike(family, family.head_dim(), family.rope(), biases, mlp=mlp, eps=1e-5)
 
 
-def read_apertus(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_apertus(family: Family) -> ModelConfig:
     """Apertus (arXiv 2509.14233): an MLP of xIELU without gate."""
-    family = Family(raw, generation, where)
     fields, bias = family.fields, family.fields.flag("attention_bias", False)
     if not (fields.get("rope_parameters") or fields.get("rope_scaling")):
         raise fields.error("rope_parameters", "is missing")
@@ -152,18 +130,16 @@ def read_apertus(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     return _alike(family, family.head_dim(), rope, attention, mlp=mlp, eps=1e-5, names=names)
 
 
-def read_cwm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_cwm(family: Family) -> ModelConfig:
     """CWM: windows in three of four layers."""
-    family = Family(raw, generation, where)
     kinds = family.kinds(lambda layer: SLIDING if layer % 4 else FULL)
     dim, rope = family.head_dim(128), family.rope(theta=1e6)
     window = family.window(kinds, 8192)
     return _alike(family, dim, rope, window=window, eps=1e-5, kv_heads=8)
 
 
-def read_helium(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_helium(family: Family) -> ModelConfig:
     """Helium: rotates adjacent pairs."""
-    family = Family(raw, generation, where)
     bias = family.fields.flag("attention_bias", False)
     rope = family.rope(theta=1e5, is_interleaved=True)
     mlp = _gated(family, family.fields.flag("mlp_bias", False))
@@ -171,17 +147,13 @@ def read_helium(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     return _alike(family, family.head_dim(128), rope, {"qkv_bias": bias}, mlp=mlp, eps=1e-8)
 
 
-def read_ministral(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_ministral(family: Family) -> ModelConfig:
     """Ministral (8B, 2410): windows by layer."""
-    family = Family(raw, generation, where)
     return _alike(family, family.head_dim(), family.rope(), window=_window(family), kv_heads=8)
 
 
-def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_mimo(family: Family) -> ModelConfig:
     """MiMo-7B (arXiv 2505.07608): Qwen2's layers, and an MTP head."""
-    family = Family(raw, generation, where)
     family.only("use_sliding_window", False)
     biases = {"qkv_bias": family.fields.flag("attention_bias", True)}
     names, dim = NamesConfig(left_out=("model.mtp_layers.",)), family.head_dim()
@@ -190,15 +162,14 @@ def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
     )
 
 
-def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_mistral3(family: Family) -> ModelConfig:
     """Mistral Small 3.1 and 3.2, and Ministral 3, text. In the newer ones q grows with the position
     after the original context.
     """
-    section = "text_config" if "text_config" in raw else None
-    family = Family(raw, generation, where, section)
+    family = family.of_text()
     fields = family.fields
     if fields.get("model_type") == "mistral4":
-        return _with_pixtral(read_mistral4(raw, generation, where), family)
+        return _with_pixtral(read_mistral4(family), family)
     kind = fields.text("model_type", "mistral")
     if kind not in ("mistral", "ministral3"):
         raise fields.error("model_type", f"{kind!r} is not supported")
@@ -263,11 +234,7 @@ def _alike(
     mtp: MtpConfig | None = None,
 ) -> ModelConfig:
     layer = AttentionConfig(rope=rope, scale=dim**-0.5, **(attention or {}))
-    decoder = DecoderConfig(
-        norm=family.rms(eps=eps),
-        layers=same(layer, family.num_layers),
-        mlp=mlp or _gated(family, False),
-    )
+    decoder = family.decoder(layer, family.rms(eps=eps), mlp=mlp or _gated(family, False))
     return family.config(
         decoder, head_dim=dim, window=window, names=names, is_tied=is_tied, kv_heads=kv_heads,
         mtp=mtp,

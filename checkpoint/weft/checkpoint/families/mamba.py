@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import mixtral_experts, nemotron_experts
@@ -13,7 +13,6 @@ from weft.checkpoint.fields import Fields
 from weft.checkpoint.moe_config import MoEConfig
 from weft.checkpoint.parts import (
     AttentionConfig,
-    DecoderConfig,
     MixerConfig,
     MlpConfig,
     NamesConfig,
@@ -33,28 +32,24 @@ _FEED_FORWARD = NamesConfig(
 )
 
 
-def read_bamba(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_bamba(family: Family) -> ModelConfig:
     """Bamba (its blog post, 2024): half of each head is rotated."""
-    family = Family(raw, generation, where)
     fields, norm, bias = family.fields, family.rms(eps=1e-5), _bias(family)
     attention = AttentionConfig(
         rope=family.rope(partial=0.5), scale=family.head_dim() ** -0.5, qkv_bias=bias, o_bias=bias
     )
     with_attention = fields.indices("attn_layer_indices")
     kinds = [FULL if n in with_attention else _MAMBA for n in range(family.num_layers)]
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=_mixers(family, kinds, attention, _mamba(family, norm.eps)),
+    decoder = family.decoder(
+        _mixers(family, kinds, attention, _mamba(family, norm.eps)),
+        norm,
         mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
     )
     return family.config(decoder, names=_FEED_FORWARD, kv_heads=8)
 
 
-def read_granite_hybrid(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_granite_hybrid(family: Family) -> ModelConfig:
     """Granite 4, dense and with experts in addition to a shared MLP."""
-    family = Family(raw, generation, where)
     fields, norm, bias = family.fields, family.rms(), _bias(family)
     kind = fields.text("position_embedding_type", "nope")
     if kind not in ("rope", "nope"):
@@ -66,10 +61,9 @@ def read_granite_hybrid(
         o_bias=bias,
     )
     kinds = family.listed(["layer_types", "layers_block_type"], _KINDS, lambda n: _MAMBA)
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=_mixers(family, kinds, attention, _mamba(family, norm.eps)),
-        mlp=MlpConfig(activation=family.activation()),
+    decoder = family.decoder(
+        _mixers(family, kinds, attention, _mamba(family, norm.eps)),
+        norm,
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logit_multiplier=1.0 / fields.number("logits_scaling", 1.0),
@@ -85,11 +79,8 @@ def read_granite_hybrid(
     return family.config(decoder, names=names, moe=moe, intermediate_size=shared)
 
 
-def read_falcon_h1(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_falcon_h1(family: Family) -> ModelConfig:
     """Falcon-H1 (arXiv 2507.22448): attention and Mamba 2 side by side in every layer."""
-    family = Family(raw, generation, where)
     fields, norm = family.fields, family.rms(eps=1e-5)
     for name in ("attention_bias", "mamba_proj_bias"):
         # Factors on a block's input could not be moved to its products.
@@ -123,9 +114,9 @@ def read_falcon_h1(
         bias=fields.flag("mlp_bias", False),
         factors=(on_gate, on_result),
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=(layer,) * family.num_layers,
+    decoder = family.decoder(
+        (layer,) * family.num_layers,
+        norm,
         mlp=mlp,
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logit_multiplier=fields.number("lm_head_multiplier", 1.0),
@@ -133,14 +124,11 @@ def read_falcon_h1(
     return family.config(decoder, names=_FEED_FORWARD, kv_heads=8)
 
 
-def read_nemotron_h(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_nemotron_h(family: Family) -> ModelConfig:
     """Nemotron-H and Nemotron Nano 2 (arXiv 2504.03624), and Nemotron 3 with experts.
 
     Checkpoints number blocks. A layer here is a mixer and the MLP after it, if there is one.
     """
-    family = Family(raw, generation, where)
     fields, norm = family.fields, family.rms(eps=1e-5, name="layer_norm_epsilon")
     family.only("sliding_window", None)
     dim, bias = family.head_dim(128), fields.flag("use_bias", False)
@@ -168,9 +156,9 @@ def read_nemotron_h(
     if _MOE in feeds:
         dense = tuple(n for n, feed in enumerate(feeds) if feed != _MOE)
         moe = nemotron_experts(fields, dense)
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=_mixers(family, kinds, attention, mamba),
+    decoder = family.decoder(
+        _mixers(family, kinds, attention, mamba),
+        norm,
         mlp=MlpConfig(activation="relu2", is_gated=False, bias=fields.flag("mlp_bias", False)),
         without_feed=tuple(n for n, feed in enumerate(feeds) if not feed),
     )

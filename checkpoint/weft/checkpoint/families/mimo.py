@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import deepseek_v3_experts
 from weft.checkpoint.families.family import FULL, SLIDING, Family
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, NamesConfig
 from weft.checkpoint.rope import RopeConfig
 
 _PARTIAL = 0.334
 _THETAS = {FULL: ("rope_theta", 5e6), SLIDING: ("swa_rope_theta", 1e4)}
 
 
-def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_mimo(family: Family) -> ModelConfig:
     """MiMo V2 Flash; files for its own code list windows and experts as 0 and 1 by layer."""
-    family = Family(raw, generation, where)
     fields = family.fields
     dim, value_dim = family.head_dim(192), fields.positive("v_head_dim", 128)
     for name, value in (("swa_head_dim", dim), ("swa_v_head_dim", value_dim)):
@@ -51,9 +47,7 @@ def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
         )
         for kind in kinds
     )
-    decoder = DecoderConfig(
-        norm=family.rms(eps=1e-5), layers=layers, mlp=MlpConfig(activation=family.activation())
-    )
+    decoder = family.decoder(layers, family.rms(eps=1e-5))
     window = family.window(kinds, 129)
     if "sliding_window_size" in fields:
         # The field counts the positions before a row's own.

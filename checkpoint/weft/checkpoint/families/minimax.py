@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import mixtral_experts
 from weft.checkpoint.families.family import FULL, Family
 from weft.checkpoint.families.mixtral import LETTERS
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, NamesConfig
 from weft.checkpoint.recurrent_config import LightningConfig
 
 _LINEAR = "linear_attention"
 _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
-def read_minimax(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_minimax(family: Family) -> ModelConfig:
     """MiniMax-Text-01 (arXiv 2501.08313) and M1 (arXiv 2506.13585): blocks' results are added to
     the blocks' input.
     """
-    family = Family(raw, generation, where)
     fields, norm, dim = family.fields, family.rms(eps=1e-5), family.head_dim()
     family.only("postnorm", True)
     family.only("shared_intermediate_size", 0)
@@ -36,10 +32,9 @@ def read_minimax(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     if set(kinds) != {FULL, _LINEAR}:
         raise fields.error("layer_types", "expected layers with and without attention")
     factors = {kind: _factors(family, kind) for kind in (FULL, _LINEAR)}
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=tuple(attention if kind == FULL else lightning for kind in kinds),
-        mlp=MlpConfig(activation=family.activation()),
+    decoder = family.decoder(
+        tuple(attention if kind == FULL else lightning for kind in kinds),
+        norm,
         kept=tuple(factors[kind] for kind in kinds),
     )
     names = NamesConfig(

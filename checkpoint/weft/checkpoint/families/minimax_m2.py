@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import minimax_experts
-from weft.checkpoint.families.family import Family, behind, same
+from weft.checkpoint.families.family import Family, behind
 from weft.checkpoint.families.mixtral import LETTERS
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import AttentionConfig, HeadNormConfig, NamesConfig
 
 
-def read_minimax_m2(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_minimax_m2(family: Family) -> ModelConfig:
     """MiniMax M2 and M2.1."""
-    family = Family(raw, generation, where)
     fields, dim, norm = family.fields, family.head_dim(128), family.rms()
     family.only("use_qk_norm", True)
     family.only("qk_norm_type", "per_layer")
@@ -34,11 +23,7 @@ def read_minimax_m2(
         scale=dim**-0.5,
         head_norm=HeadNormConfig(norm=norm, over="width"),
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer, norm)
     names = NamesConfig(
         feeds=("block_sparse_moe", "mlp"),
         moe=replace(LETTERS, correction="e_score_correction_bias"),

@@ -4,19 +4,11 @@ pictures of any size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.families.family import Family, same
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    MlpConfig,
-    NamesConfig,
-    NormConfig,
-)
+from weft.checkpoint.families.family import Family
+from weft.checkpoint.parts import AttentionConfig, MlpConfig, NamesConfig, NormConfig
 from weft.checkpoint.qwen_vision import CLIP_PIXELS, TextOfVision, axes_of
 from weft.checkpoint.rope import RopeConfig
 from weft.checkpoint.vision_config import (
@@ -47,10 +39,8 @@ _NAMES = VisionNamesConfig(
 )
 
 
-def read_paddleocr_vl(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+def read_paddleocr_vl(family: Family) -> ModelConfig:
+    family = family.of_text()
     fields, dim = family.fields, family.head_dim(128)
     name = next((n for n in ("rope_parameters", "rope_scaling") if fields.get(n)), "")
     values = fields.section(name)
@@ -61,10 +51,8 @@ def read_paddleocr_vl(
     layer = AttentionConfig(
         rope=RopeConfig(theta=theta), scale=dim**-0.5, qkv_bias=bias, o_bias=bias
     )
-    decoder = DecoderConfig(
-        norm=family.rms(eps=1e-5),
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation(), bias=bias),
+    decoder = family.decoder(
+        layer, family.rms(eps=1e-5), mlp=MlpConfig(activation=family.activation(), bias=bias)
     )
     names = NamesConfig(bodies=("model.language_model", "model"), left_out=_TOWERS)
     config = family.config(decoder, head_dim=dim, names=names, is_tied=True, kv_heads=2)

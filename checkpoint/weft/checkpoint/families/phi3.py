@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import phi_experts
-from weft.checkpoint.families.family import FULL, SLIDING, Family, same
+from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.families.mixtral import LETTERS
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    MlpConfig,
-    NamesConfig,
-    NormConfig,
-)
+from weft.checkpoint.parts import AttentionConfig, MlpConfig, NamesConfig, NormConfig
 
 
-def read_phi(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_phi(family: Family) -> ModelConfig:
     """Phi-1, Phi-1.5 (arXiv 2309.05463) and Phi-2: both blocks read one norm; biases everywhere."""
-    family = Family(raw, generation, where)
     fields, dim = family.fields, family.head_dim()
     family.only("qk_layernorm", False)
     layer = AttentionConfig(
         rope=family.rope(partial=0.5), scale=dim**-0.5, qkv_bias=True, o_bias=True
     )
-    decoder = DecoderConfig(
-        norm=NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
-        layers=same(layer, family.num_layers),
+    decoder = family.decoder(
+        layer,
+        NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
         mlp=MlpConfig(activation=family.activation("gelu_new"), is_gated=False, bias=True),
         order="parallel",
         has_head_bias=True,
@@ -38,23 +29,20 @@ def read_phi(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) 
     return family.config(decoder, names=names)
 
 
-def read_phi_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_phi_moe(family: Family) -> ModelConfig:
     """Phi-3.5-MoE: experts by SparseMixer, layer norms; LongRoPE has separate factors on cosines
     and sines.
     """
-    family = Family(raw, generation, where)
     fields, rope, dim = family.fields, family.rope(theta=1e6), family.head_dim()
     if rope.scaling == "longrope":
         name = "rope_parameters" if "rope_parameters" in fields else "rope_scaling"
         longest = fields.positive("max_position_embeddings")
         kind = "long_mscale" if longest > rope.original_max_positions else "short_mscale"
         rope = replace(rope, attention_factor=fields.section(name).number(kind))
-    bias = fields.flag("attention_bias", False)
-    layer = AttentionConfig(rope=rope, scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
-    decoder = DecoderConfig(
-        norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-5), kind="layer", has_bias=True),
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
+    layer = family.attention(rope, dim**-0.5)
+    decoder = family.decoder(
+        layer,
+        NormConfig(eps=fields.number("rms_norm_eps", 1e-5), kind="layer", has_bias=True),
         has_head_bias=fields.flag("lm_head_bias", False),
     )
     window = SLIDING if "sliding_window" in fields else FULL
@@ -68,18 +56,13 @@ def read_phi_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     )
 
 
-def read_phi3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_phi3(family: Family) -> ModelConfig:
     """Phi-3 (arXiv 2404.14219)."""
-    family = Family(raw, generation, where)
     family.only("attention_bias", False)
     dim = family.head_dim()
     layer = AttentionConfig(rope=family.rope(partial=1.0), scale=dim**-0.5)
     kind = SLIDING if "sliding_window" in family.fields else FULL
-    decoder = DecoderConfig(
-        norm=family.rms(eps=1e-5),
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer, family.rms(eps=1e-5))
     names = NamesConfig(qkv="qkv_proj", gate_up="gate_up_proj")
     window = family.window((kind,) * family.num_layers)
     return family.config(decoder, head_dim=dim, window=window, names=names)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import qwen2_experts
-from weft.checkpoint.families.family import FULL, SLIDING, Family, same
+from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoENamesConfig
-from weft.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.checkpoint.parts import AttentionConfig, NamesConfig
 
 
-def read_qwen2_moe(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_qwen2_moe(family: Family) -> ModelConfig:
     """Qwen2-57B-A14B and Qwen1.5-MoE-A2.7B."""
-    family = Family(raw, generation, where)
     fields, dim = family.fields, family.head_dim()
     has_window = fields.flag("use_sliding_window", False)
     last = fields.count("max_window_layers", 28)
@@ -28,11 +22,7 @@ def read_qwen2_moe(
     layer = AttentionConfig(
         rope=family.rope(), scale=dim**-0.5, qkv_bias=fields.flag("qkv_bias", True)
     )
-    decoder = DecoderConfig(
-        norm=family.rms(),
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer)
     return family.config(
         decoder,
         head_dim=dim,

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.family import FULL, Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig, qwen_experts
 from weft.checkpoint.mtp_config import qwen_head
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    GateConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import GateConfig, HeadNormConfig, MlpConfig, NamesConfig
 from weft.checkpoint.qwen_vision import TextOfVision, read_qwen3_vision
 from weft.checkpoint.recurrent_config import GatedDeltaConfig
 
@@ -31,25 +22,20 @@ _EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers":
 """Values that later configurations leave out."""
 
 
-def read_qwen3_next(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_qwen3_next(family: Family) -> ModelConfig:
     """Qwen3-Next, with experts."""
-    family = Family(raw, generation, where)
     return _config(family, _experts(family), is_fused=True)
 
 
-def read_qwen3_5(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_qwen3_5(family: Family) -> ModelConfig:
     """Qwen3.5, dense."""
-    family = _text(raw, generation, where)
+    family = family.of_text()
     return _with_tower(family, _config(family, None, is_fused=False))
 
 
-def read_qwen3_5_moe(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_qwen3_5_moe(family: Family) -> ModelConfig:
     """Qwen3.5 with experts."""
-    family = _text(raw, generation, where)
+    family = family.of_text()
     for name, value in _EXPERTS.items():
         family.only(name, value)
     return _with_tower(family, _config(family, _experts(family), is_fused=False))
@@ -61,10 +47,6 @@ def _with_tower(family: Family, config: ModelConfig) -> ModelConfig:
     pairs = 0 if rope is None else rope.rotary_dim(config.head_dim) // 2
     text = TextOfVision(family.fields, family.hidden_size, family.num_layers, pairs, (11, 11, 10))
     return replace(config, vision=read_qwen3_vision(family.whole, text))
-
-
-def _text(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> Family:
-    return Family(raw, generation, where, "text_config" if "text_config" in raw else None)
 
 
 def _experts(family: Family) -> MoEConfig:
@@ -79,16 +61,11 @@ def _experts(family: Family) -> MoEConfig:
 
 def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelConfig:
     fields, norm = family.fields, family.rms(adds_one=True)
-    dim, bias = family.head_dim(256), fields.flag("attention_bias", False)
+    dim = family.head_dim(256)
     family.only("hidden_act", "silu")
     family.only("attn_output_gate", True)
-    attention = AttentionConfig(
-        rope=family.rope(partial=0.25),
-        scale=dim**-0.5,
-        qkv_bias=bias,
-        o_bias=bias,
-        head_norm=HeadNormConfig(norm=norm),
-        gate=GateConfig(),
+    attention = family.attention(
+        family.rope(partial=0.25), dim**-0.5, head_norm=HeadNormConfig(norm=norm), gate=GateConfig()
     )
     linear = GatedDeltaConfig(
         key_heads=fields.positive("linear_num_key_heads", 16),
@@ -109,10 +86,8 @@ def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelCo
         {_LINEAR: _LINEAR, FULL: FULL},
         lambda layer: FULL if (layer + 1) % every == 0 else _LINEAR,
     )
-    decoder = DecoderConfig(
-        norm=norm,
-        layers=tuple(attention if kind == FULL else linear for kind in kinds),
-        mlp=MlpConfig(),
+    decoder = family.decoder(
+        tuple(attention if kind == FULL else linear for kind in kinds), norm, mlp=MlpConfig()
     )
     return family.config(
         decoder,

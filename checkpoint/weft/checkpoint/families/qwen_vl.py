@@ -4,20 +4,12 @@ all axes of the rotation, so that its sections have an effect on images alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.families.family import Family, same
+from weft.checkpoint.families.family import Family
 from weft.checkpoint.moe_config import MoENamesConfig, qwen_experts
-from weft.checkpoint.parts import (
-    AttentionConfig,
-    DecoderConfig,
-    HeadNormConfig,
-    MlpConfig,
-    NamesConfig,
-)
+from weft.checkpoint.parts import AttentionConfig, HeadNormConfig, NamesConfig
 from weft.checkpoint.qwen_vision import (
     TextOfVision,
     read_qwen2_5_vision,
@@ -31,9 +23,9 @@ _NAMES = NamesConfig(
 )
 
 
-def read_qwen2_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_qwen2_vl(family: Family) -> ModelConfig:
     """Qwen2-VL and Qwen2.5-VL."""
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family = family.of_text()
     family.only("use_sliding_window", False)
     dim = family.head_dim()
     layer = AttentionConfig(rope=_rope(family, 1e6), scale=dim**-0.5, qkv_bias=True)
@@ -44,28 +36,22 @@ def read_qwen2_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     return replace(config, vision=read_vision(family.whole, text))
 
 
-def read_qwen3_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_qwen3_vl(family: Family) -> ModelConfig:
     """Qwen3-VL, dense."""
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
-    dim, bias = family.head_dim(128), family.fields.flag("attention_bias", False)
-    layer = AttentionConfig(
-        rope=_rope(family, 5e6),
-        scale=dim**-0.5,
-        qkv_bias=bias,
-        o_bias=bias,
-        head_norm=HeadNormConfig(norm=family.rms()),
+    family = family.of_text()
+    dim = family.head_dim(128)
+    layer = family.attention(
+        _rope(family, 5e6), dim**-0.5, head_norm=HeadNormConfig(norm=family.rms())
     )
     config = _config(family, layer, dim, eps=1e-6)
     text = _text_of(family, dim, (24, 20, 20))
     return replace(config, vision=read_qwen3_vision(family.whole, text))
 
 
-def read_qwen3_vl_moe(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_qwen3_vl_moe(family: Family) -> ModelConfig:
     """Qwen3-VL with experts, which its files keep as columns."""
-    config = read_qwen3_vl(raw, generation, where)
-    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    config = read_qwen3_vl(family)
+    family = family.of_text()
     names = replace(config.names, moe=MoENamesConfig(is_transposed=True))
     return replace(config, names=names, moe=qwen_experts(family.fields))
 
@@ -84,9 +70,5 @@ def _rope(family: Family, theta: float) -> RopeConfig:
 
 
 def _config(family: Family, layer: AttentionConfig, dim: int, eps: float) -> ModelConfig:
-    decoder = DecoderConfig(
-        norm=family.rms(eps=eps),
-        layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation()),
-    )
+    decoder = family.decoder(layer, family.rms(eps=eps))
     return family.config(decoder, head_dim=dim, names=_NAMES)

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.checkpoint.audio_config import AudioConfig, AudioNamesConfig, AudioProjectorConfig
 from weft.checkpoint.config import ModelConfig
+from weft.checkpoint.families.family import Family
 from weft.checkpoint.families.with_images import read_text_model
 from weft.checkpoint.fields import Fields
 
@@ -30,15 +31,14 @@ _VOXTRAL_TEXT: Mapping[str, Any] = {
 _QWEN_POOLED = 2
 
 
-def read_voxtral(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def read_voxtral(family: Family) -> ModelConfig:
     """Rows side by side, as many as fill the width inside of the encoder's MLP: four."""
-    whole = Fields(raw, where)
-    audio = whole.section("audio_config")
-    config, _ = read_text_model(raw, generation, where, _VOXTRAL_TEXT)
+    audio = family.whole.section("audio_config")
+    config, _ = read_text_model(family, _VOXTRAL_TEXT)
     hidden, inner = audio.positive("hidden_size", 1280), audio.positive("intermediate_size", 5120)
     if inner % hidden:
         raise audio.error("intermediate_size", f"{inner} is no multiple of hidden_size, {hidden}")
-    _check_gelu(whole, "projector_hidden_act")
+    _check_gelu(family.whole, "projector_hidden_act")
     projector = AudioProjectorConfig(joined=inner // hidden, out_features=config.hidden_size)
     tower = AudioConfig(
         num_mels=audio.positive("num_mel_bins", 128),
@@ -53,13 +53,10 @@ def read_voxtral(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     return _with_tower(config, tower, audio)
 
 
-def read_qwen2_audio(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
+def read_qwen2_audio(family: Family) -> ModelConfig:
     """The mean of two rows. What lies behind a clip's end is neither attended to nor a row."""
-    whole = Fields(raw, where)
-    audio = whole.section("audio_config")
-    config, _ = read_text_model(raw, generation, where)
+    audio = family.whole.section("audio_config")
+    config, _ = read_text_model(family)
     tower = AudioConfig(
         num_mels=audio.positive("num_mel_bins", 128),
         num_positions=audio.positive("max_source_positions", 1500),

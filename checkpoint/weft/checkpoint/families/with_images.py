@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.families.family import VISION
+from weft.checkpoint.families.family import VISION, Family, FamilyReader
 from weft.checkpoint.families.lfm2 import read_lfm2, read_lfm2_moe
 from weft.checkpoint.families.llamas import read_llama, read_qwen2, read_qwen3
 from weft.checkpoint.fields import Fields
@@ -18,8 +18,7 @@ from weft.checkpoint.internvl_vision import read_internvl_vision
 from weft.checkpoint.pixtral_vision import read_llava_vision
 from weft.checkpoint.vision_config import VisionConfig, read_idefics3_vision
 
-Reader = Callable[[Mapping[str, Any], Mapping[str, Any], str], ModelConfig]
-_READERS: Mapping[str, Reader] = {
+_READERS: Mapping[str, FamilyReader] = {
     "lfm2": read_lfm2,
     "lfm2_moe": read_lfm2_moe,
     "llama": read_llama,
@@ -63,28 +62,23 @@ _PARTS = ("vision_model", "vision_encoder", "vision_projection", "connector", "i
 _OTHERS = tuple(f"{top}{part}" for top in ("", "model.") for part in _PARTS)
 
 
-def read_with_images(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-) -> ModelConfig:
-    whole = Fields(raw, where)
-    config, own = read_text_model(raw, generation, where)
+def read_with_images(family: Family) -> ModelConfig:
+    config, own = read_text_model(family)
     names = replace(config.names, left_out=(*VISION, *_OTHERS))
     read_tower = _TOWERS.get(config.architecture)
-    vision = None if read_tower is None else read_tower(whole, own)
+    vision = None if read_tower is None else read_tower(family.whole, own)
     return replace(config, names=names, vision=vision)
 
 
 def read_text_model(
-    raw: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    where: str,
+    family: Family,
     usual: Mapping[str, Any] | None = None,
 ) -> tuple[ModelConfig, Fields]:
-    """The language model that `text_config` describes, and its fields, defaults included. The
-    arguments are a `ConfigReader`'s, and defaults of the text model; None: those of its kind.
-    Raises ModelError if a field is malformed, or its value is not supported.
+    """The language model that `text_config` describes, and its fields, defaults included. `usual`
+    are defaults of the text model; None: those of its kind. Raises ModelError if a field is
+    malformed, or its value is not supported.
     """
-    whole = Fields(raw, where)
+    whole, raw = family.whole, family.raw
     text = whole.section("text_config")
     kind = text.text("model_type", "llama")
     if kind not in _READERS:
@@ -95,13 +89,14 @@ def read_text_model(
     own = {**usual, **given, **{name: text.get(name) for name in text}}
     own["tie_word_embeddings"] = _is_tied(whole, text)
     own["architectures"] = raw["architectures"]
-    config = _READERS[kind](own, generation, where)
+    text_family = family.replaced(own)
+    config = _READERS[kind](text_family)
     names = replace(
         config.names,
         bodies=("model.language_model", "language_model.model", "model.text_model", "model"),
         heads=("lm_head", "language_model.lm_head"),
     )
-    return replace(config, names=names), Fields(own, where)
+    return replace(config, names=names), text_family.whole
 
 
 def _is_tied(whole: Fields, text: Fields) -> bool:
