@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 from weft.cli.up.elastic import ElasticWorkers, Ordered
 from weft.cli.up.plan import WORKER_HOST
 from weft.common.admin import TokenInterceptor
 from weft.common.rpc.authorize import OPERATORS, AuthorizeInterceptor
+from weft.common.rpc.errors import Context
 from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
 from weft.contract.errors import InvalidRequest
 from weft.v1 import supervisor_pb2, supervisor_pb2_grpc
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = Context
 _MAX_CALLER_CHARS, _MAX_NAMES = 64, 1024
 
 

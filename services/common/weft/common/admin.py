@@ -16,7 +16,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 from weft.common.faults import faults_to_proto
 from weft.common.rpc.authorize import OPERATORS, RELAYED, AuthorizeInterceptor
-from weft.common.rpc.errors import abort
+from weft.common.rpc.errors import Context, abort
 from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.tls import Identity
@@ -183,18 +183,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._backend = backend
 
     async def FlushCache(
-        self,
-        request: admin_pb2.FlushCacheRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.FlushCacheRequest, context: Context
     ) -> admin_pb2.FlushCacheResponse:
         flushed = await self._backend.flush_cache()
         _log.info("cache flushed", extra={"pages": flushed})
         return admin_pb2.FlushCacheResponse(flushed_pages=flushed)
 
     async def DumpState(
-        self,
-        request: admin_pb2.DumpStateRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.DumpStateRequest, context: Context
     ) -> admin_pb2.DumpStateResponse:
         max_entries = request.max_entries if request.HasField("max_entries") else DEFAULT_ENTRIES
         if not 1 <= max_entries <= MAX_ENTRIES:
@@ -207,9 +203,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.DumpStateResponse(state=state)
 
     async def StartProfile(
-        self,
-        request: admin_pb2.StartProfileRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.StartProfileRequest, context: Context
     ) -> admin_pb2.StartProfileResponse:
         check_id(request.profile_id, "profile_id")
         options = PROFILE_OPTIONS.decode(request.options)
@@ -217,17 +211,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.StartProfileResponse()
 
     async def StopProfile(
-        self,
-        request: admin_pb2.StopProfileRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.StopProfileRequest, context: Context
     ) -> admin_pb2.StopProfileResponse:
         await self._backend.stop_profile(request.profile_id)
         return admin_pb2.StopProfileResponse()
 
     async def ReadProfile(
-        self,
-        request: admin_pb2.ReadProfileRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.ReadProfileRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ReadProfileResponse]:
         summary, chunks = await self._backend.read_profile(request.profile_id)
         yield admin_pb2.ReadProfileResponse(summary=summary)
@@ -235,42 +225,32 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             yield admin_pb2.ReadProfileResponse(data=chunk)
 
     async def StartExpertCounts(
-        self,
-        request: experts_pb2.StartExpertCountsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: experts_pb2.StartExpertCountsRequest, context: Context
     ) -> experts_pb2.StartExpertCountsResponse:
         state = await self._backend.command_experts("start")
         return experts_pb2.StartExpertCountsResponse(state=EXPERT_STATE.encode(state))
 
     async def StopExpertCounts(
-        self,
-        request: experts_pb2.StopExpertCountsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: experts_pb2.StopExpertCountsRequest, context: Context
     ) -> experts_pb2.StopExpertCountsResponse:
         state = await self._backend.command_experts("stop")
         return experts_pb2.StopExpertCountsResponse(state=EXPERT_STATE.encode(state))
 
     async def ReadExpertCounts(
-        self,
-        request: experts_pb2.ReadExpertCountsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: experts_pb2.ReadExpertCountsRequest, context: Context
     ) -> experts_pb2.ReadExpertCountsResponse:
         state = await self._backend.command_experts("dump")
         return experts_pb2.ReadExpertCountsResponse(state=EXPERT_STATE.encode(state))
 
     async def BalanceExperts(
-        self,
-        request: experts_pb2.BalanceExpertsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: experts_pb2.BalanceExpertsRequest, context: Context
     ) -> experts_pb2.BalanceExpertsResponse:
         state = await self._backend.command_experts("balance")
         _log.info("experts balanced")
         return experts_pb2.BalanceExpertsResponse(state=EXPERT_STATE.encode(state))
 
     async def Pause(
-        self,
-        request: weights_pb2.PauseRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.PauseRequest, context: Context
     ) -> weights_pb2.PauseResponse:
         options: dict[str, Any] = {}
         if request.HasField("limit"):
@@ -281,18 +261,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return weights_pb2.PauseResponse(status=WEIGHT_STATUS.encode(status))
 
     async def Resume(
-        self,
-        request: weights_pb2.ResumeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.ResumeRequest, context: Context
     ) -> weights_pb2.ResumeResponse:
         status = await self._backend.command_weights("resume")
         _log.info("resumed")
         return weights_pb2.ResumeResponse(status=WEIGHT_STATUS.encode(status))
 
     async def Refit(
-        self,
-        request: weights_pb2.RefitRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.RefitRequest, context: Context
     ) -> weights_pb2.RefitResponse:
         if request.peer and request.folder:
             raise InvalidRequest("peer: give a folder or a peer", stage="validate", param="peer")
@@ -306,9 +282,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return weights_pb2.RefitResponse(status=WEIGHT_STATUS.encode(status))
 
     async def JoinWeightGroup(
-        self,
-        request: weights_pb2.JoinWeightGroupRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.JoinWeightGroupRequest, context: Context
     ) -> weights_pb2.JoinWeightGroupResponse:
         group = WEIGHT_GROUP.decode(request.group)
         status = await self._backend.command_weights("join", group=group)
@@ -316,25 +290,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return weights_pb2.JoinWeightGroupResponse(status=WEIGHT_STATUS.encode(status))
 
     async def LeaveWeightGroup(
-        self,
-        request: weights_pb2.LeaveWeightGroupRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.LeaveWeightGroupRequest, context: Context
     ) -> weights_pb2.LeaveWeightGroupResponse:
         status = await self._backend.command_weights("leave", group_name=request.name)
         return weights_pb2.LeaveWeightGroupResponse(status=WEIGHT_STATUS.encode(status))
 
     async def BeginRefit(
-        self,
-        request: weights_pb2.BeginRefitRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.BeginRefitRequest, context: Context
     ) -> weights_pb2.BeginRefitResponse:
         status = await self._backend.command_weights("begin")
         return weights_pb2.BeginRefitResponse(status=WEIGHT_STATUS.encode(status))
 
     async def ReceiveWeights(
-        self,
-        request: weights_pb2.ReceiveWeightsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.ReceiveWeightsRequest, context: Context
     ) -> weights_pb2.ReceiveWeightsResponse:
         status = await self._backend.command_weights(
             "receive",
@@ -346,18 +314,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return weights_pb2.ReceiveWeightsResponse(status=WEIGHT_STATUS.encode(status))
 
     async def EndRefit(
-        self,
-        request: weights_pb2.EndRefitRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.EndRefitRequest, context: Context
     ) -> weights_pb2.EndRefitResponse:
         status = await self._backend.command_weights("end", version=request.version)
         _log.info("weights changed", extra={"version": status.version})
         return weights_pb2.EndRefitResponse(status=WEIGHT_STATUS.encode(status))
 
     async def Sleep(
-        self,
-        request: weights_pb2.SleepRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.SleepRequest, context: Context
     ) -> weights_pb2.SleepResponse:
         status = await self._backend.command_weights(
             "sleep",
@@ -369,9 +333,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return weights_pb2.SleepResponse(status=WEIGHT_STATUS.encode(status))
 
     async def Wake(
-        self,
-        request: weights_pb2.WakeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.WakeRequest, context: Context
     ) -> weights_pb2.WakeResponse:
         tags = list(request.tags) or list(SLEEP_TAGS)
         status = await self._backend.command_weights("wake", tags=tags)
@@ -379,18 +341,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return weights_pb2.WakeResponse(status=WEIGHT_STATUS.encode(status))
 
     async def ShowWeights(
-        self,
-        request: weights_pb2.ShowWeightsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.ShowWeightsRequest, context: Context
     ) -> weights_pb2.ShowWeightsResponse:
         action: WeightAction = "digest" if request.packed_digest else "show"
         status = await self._backend.command_weights(action)
         return weights_pb2.ShowWeightsResponse(status=WEIGHT_STATUS.encode(status))
 
     async def SetRole(
-        self,
-        request: admin_pb2.SetRoleRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.SetRoleRequest, context: Context
     ) -> admin_pb2.SetRoleResponse:
         role = cast(RoleName, WORKER_ROLES[request.role])
         if not role:
@@ -402,9 +360,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.SetRoleResponse(previous_role=WORKER_ROLES.numbers[previous], state=state)
 
     async def InjectFault(
-        self,
-        request: admin_pb2.InjectFaultRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.InjectFaultRequest, context: Context
     ) -> admin_pb2.InjectFaultResponse:
         BOARD.check_enabled()
         spec = FAULT.decode(request.fault)
@@ -415,17 +371,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.InjectFaultResponse()
 
     async def ListFaults(
-        self,
-        request: admin_pb2.ListFaultsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.ListFaultsRequest, context: Context
     ) -> admin_pb2.ListFaultsResponse:
         BOARD.check_enabled()
         return faults_to_proto(BOARD.states(), await self._backend.order_faults())
 
     async def ClearFaults(
-        self,
-        request: admin_pb2.ClearFaultsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.ClearFaultsRequest, context: Context
     ) -> admin_pb2.ClearFaultsResponse:
         BOARD.check_enabled()
         cleared = BOARD.clear(request.point)
@@ -434,9 +386,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ClearFaultsResponse(cleared_faults=cleared)
 
     async def SetLogLevel(
-        self,
-        request: admin_pb2.SetLogLevelRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: admin_pb2.SetLogLevelRequest, context: Context
     ) -> admin_pb2.SetLogLevelResponse:
         level = _LEVELS.get(request.level)
         if level is None:
@@ -480,7 +430,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _refuse(requests: Any, context: Context) -> None:
     await abort(
         context,
         Unauthenticated(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
-import grpc
 from opentelemetry.trace import SpanKind
+from weft.common.rpc.errors import Context
 from weft.common.rpc.streams import first_message
 from weft.common.telemetry.spans import REQUEST_ID_KEY, remote_parent
 from weft.common.telemetry.tracing import MAX_ID_BYTES
@@ -24,8 +23,6 @@ from weft.kvstore.puts import PutOutcome
 from weft.kvstore.store import KvStore
 from weft.pages.transfer.nixl_binding import nixl_version
 from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):

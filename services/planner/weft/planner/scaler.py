@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
-import grpc
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from weft.common.rpc.errors import Context
 from weft.contract.errors import InvalidRequest, PeerUnavailable
 from weft.keda import externalscaler_pb2, externalscaler_pb2_grpc
 from weft.planner.planner import MeshPlanner
 from weft.planner.policy import Plan
 
-Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE_NAME = "externalscaler.ExternalScaler"
 
 

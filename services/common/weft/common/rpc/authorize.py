@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc
-from weft.common.rpc.errors import abort
+from weft.common.rpc.errors import Context, abort
 from weft.common.rpc.tls import services_of
 from weft.contract.errors import PermissionDenied
 
@@ -287,11 +287,11 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
         return make(checked, handler.request_deserializer, handler.response_serializer)
 
     def _checked(self, behavior: Any, method: str, kind: str) -> Any:
-        async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def unary(request: Any, context: Context) -> Any:
             await self._check(context, method)
             return await behavior(request, context)
 
-        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async def stream(request: Any, context: Context) -> None:
             # A coroutine that writes the messages, as in `ErrorInterceptor`.
             await self._check(context, method)
             result = behavior(request, context)
@@ -303,7 +303,7 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
 
         return stream if kind.endswith("_stream") else unary
 
-    async def _check(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+    async def _check(self, context: Context, method: str) -> None:
         names = [name.decode() for name in context.auth_context().get("peer_dns", ())]
         services = services_of(names)
         is_among = self._among is None or not services.isdisjoint(self._among)

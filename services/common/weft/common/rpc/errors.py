@@ -24,6 +24,8 @@ from weft.contract.errors import (
 from weft.contract.wire import MAX_MESSAGE_BYTES, cut
 from weft.v1 import common_pb2
 
+Context = grpc.aio.ServicerContext[Any, Any]
+"""The call of a method of a service."""
 DOMAIN = "weft.dev"
 """ErrorInfo.domain of all errors created here."""
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -103,7 +105,7 @@ def to_status(error: WeftError) -> status_pb2.Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) -> NoReturn:
+async def abort(context: Context, error: WeftError) -> NoReturn:
     """Ends an RPC with the error's status and details.
 
     Raises:

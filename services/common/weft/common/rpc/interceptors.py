@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.message import DecodeError
-from weft.common.rpc.errors import abort
+from weft.common.rpc.errors import Context, abort
 from weft.contract.errors import Internal, InvalidRequest, WeftError
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _malformed() -> InvalidRequest:
 
 
 def _guard_unary(behavior: Any, parse: Callable[[bytes], Any] | None, method: str) -> Any:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def guarded(request: Any, context: Context) -> Any:
         try:
             return await behavior(request if parse is None else parse(request), context)
         except Exception as error:
@@ -149,7 +149,7 @@ def _guard_unary(behavior: Any, parse: Callable[[bytes], Any] | None, method: st
 def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: str) -> Any:
     # The guard is a coroutine that writes the messages, also those of async generators. A cancelled
     # RPC then raises inside the handler and never leaves it suspended at a `yield`.
-    async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def guarded(requests: Any, context: Context) -> None:
         try:
             result = behavior(requests if parse is None else parse(await _only(context)), context)
             if hasattr(result, "__aiter__"):
@@ -170,7 +170,7 @@ def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: s
     return guarded
 
 
-async def _only(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+async def _only(context: Context) -> bytes:
     """Raises InvalidRequest if the call has no request."""
     data: object = await context.read()
     if not isinstance(data, bytes):
@@ -179,7 +179,7 @@ async def _only(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
 
 
 async def _abort(
-    context: grpc.aio.ServicerContext[Any, Any],
+    context: Context,
     error: Exception,
     method: str,
     *,
@@ -202,7 +202,7 @@ async def _abort(
 
 
 async def _answer(
-    context: grpc.aio.ServicerContext[Any, Any],
+    context: Context,
     error: Exception,
     method: str,
     *,

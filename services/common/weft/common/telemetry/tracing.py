@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
 
-import grpc
 from opentelemetry.sdk.trace import ReadableSpan
+from weft.common.rpc.errors import Context
 from weft.common.settings import ServiceSettings
 from weft.common.telemetry.spans import REQUEST_ID, Tracer
 from weft.contract.errors import InvalidRequest
@@ -46,9 +45,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         self._profiles = profiles
 
     async def ListSpans(
-        self,
-        request: trace_pb2.ListSpansRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: trace_pb2.ListSpansRequest, context: Context
     ) -> trace_pb2.ListSpansResponse:
         return await self.find(request)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
+from weft.common.rpc.errors import Context
 from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
@@ -42,16 +42,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         server.add_registered_method_handlers(self.name, {"Fill": fill})
 
     def Fill(
-        self,
-        request_iterator: AsyncIterator[kv_pb2.FillControl],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request_iterator: AsyncIterator[kv_pb2.FillControl], context: Context
     ) -> AsyncIterator[kv_pb2.FillEvent]:
         return self._streams.serve(request_iterator)
 
     async def FillStatus(
-        self,
-        request: kv_pb2.FillStatusRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: kv_pb2.FillStatusRequest, context: Context
     ) -> kv_pb2.FillStatusResponse:
         if len(request.lease_id) != LEASE_ID_BYTES:
             raise InvalidRequest(f"lease_id has {len(request.lease_id)} bytes", param="lease_id")

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
 from weft.common.media_stream import media_of
+from weft.common.rpc.errors import Context
 from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kernel_files import (
@@ -245,9 +245,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._is_ending = False
 
     async def GetInfo(
-        self,
-        request: worker_pb2.GetInfoRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.GetInfoRequest, context: Context
     ) -> worker_pb2.GetInfoResponse:
         info = self._info
         first = {"target": (info.layers, info.kv_heads, info.head_dim)}
@@ -292,9 +290,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._model_digest = status.model_digest
 
     async def WatchLoad(
-        self,
-        request: worker_pb2.WatchLoadRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
         interval = DEFAULT_INTERVAL_S
         if request.HasField("interval"):
@@ -320,18 +316,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
 
     async def WatchKv(
-        self,
-        request: worker_pb2.WatchKvRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.WatchKvRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchKvResponse]:
         async for response in self._kv_feed.watch(request):
             yield response
         raise PeerUnavailable(f"the engine is gone: {self._engine.gone.result()}", stage="engine")
 
     async def ListHeldAdapters(
-        self,
-        request: worker_pb2.ListHeldAdaptersRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.ListHeldAdaptersRequest, context: Context
     ) -> worker_pb2.ListHeldAdaptersResponse:
         response = worker_pb2.ListHeldAdaptersResponse(
             worker_id=self._worker_id, epoch=self._info.epoch
@@ -342,18 +334,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return response
 
     async def PutMedia(
-        self,
-        request_iterator: AsyncIterator[worker_pb2.PutMediaRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request_iterator: AsyncIterator[worker_pb2.PutMediaRequest], context: Context
     ) -> worker_pb2.PutMediaResponse:
         async for media in media_of(request_iterator):
             self._engine.send(Inbox(media=[media]))
         return worker_pb2.PutMediaResponse()
 
     async def OfferWeights(
-        self,
-        request: weights_pb2.OfferWeightsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: weights_pb2.OfferWeightsRequest, context: Context
     ) -> weights_pb2.OfferWeightsResponse:
         if "nixl" not in self._info.transports:
             message = "this worker does not use NIXL, over which weights are read"
@@ -361,9 +349,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return WEIGHT_OFFER.encode(await self._queries.offer_weights())
 
     async def GetKernels(
-        self,
-        request: worker_pb2.GetKernelsRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.GetKernelsRequest, context: Context
     ) -> AsyncIterator[worker_pb2.GetKernelsResponse]:
         if request.version != kernel_version():
             message = f"kernels are for {kernel_version()} here"
@@ -384,9 +370,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 yield worker_pb2.GetKernelsResponse(name=name, data=part, digest=digest)
 
     async def Drain(
-        self,
-        request: worker_pb2.DrainRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.DrainRequest, context: Context
     ) -> worker_pb2.DrainResponse:
         timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else 60.0
         self._begin_drain()
@@ -400,9 +384,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Undrain(
-        self,
-        request: worker_pb2.UndrainRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.UndrainRequest, context: Context
     ) -> worker_pb2.UndrainResponse:
         if self._is_ending:
             raise Draining("this worker is shutting down", stage="undrain")
@@ -412,9 +394,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.UndrainResponse(was_draining=was_draining)
 
     async def ReportExit(
-        self,
-        request: worker_pb2.ReportExitRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: worker_pb2.ReportExitRequest, context: Context
     ) -> worker_pb2.ReportExitResponse:
         released = await self._queries.report_exit(request.worker_id, request.epoch)
         return worker_pb2.ReportExitResponse(released_pages=released)

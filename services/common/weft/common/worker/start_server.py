@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 from weft.common.rpc.authorize import AuthorizeInterceptor
-from weft.common.rpc.errors import abort
+from weft.common.rpc.errors import Context, abort
 from weft.common.rpc.listen import add_port
 from weft.common.rpc.start import StartProgress
 from weft.common.rpc.tls import Identity
@@ -79,7 +79,7 @@ class StartServer:
             await self._server.stop(_GRACE_S)
             self._server = None
 
-    async def _refuse(self, requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _refuse(self, requests: Any, context: Context) -> None:
         fraction = min(1.0, self._done / self._total) if self._total else None
         elapsed_s = time.monotonic() - self._began_s
         await abort(

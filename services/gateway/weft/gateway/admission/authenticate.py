@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from weft.common.rpc.errors import abort
+from weft.common.rpc.errors import Context, abort
 from weft.contract.errors import ConfigError, InvalidApiKey
 from weft.gateway.admission.file_watch import FileWatch
 from weft.gateway.admission.keys import KeyEntry, KeySet, Tenant, read_keys
@@ -173,7 +173,7 @@ def bearer(metadata: Any) -> str:
     return given.get("x-api-key", "")
 
 
-async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _refuse(requests: Any, context: Context) -> None:
     await abort(
         context,
         InvalidApiKey(

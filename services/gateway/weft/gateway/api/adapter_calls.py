@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.adapters.manifest import Entry
+from weft.common.rpc.errors import Context
 from weft.contract.errors import PermissionDenied
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager, LoadOrder
 from weft.gateway.admission.authenticate import current_tenant
-from weft.gateway.api.call import Context
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.validate import invalid
 from weft.v1 import common_pb2, gateway_pb2

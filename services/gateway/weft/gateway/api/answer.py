@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from google.api.httpbody_pb2 import HttpBody
+from weft.common.rpc.errors import Context
 from weft.contract.errors import ContextTooLong, WeftError
-from weft.gateway.api.call import Context, begin_answer
+from weft.gateway.api.call import begin_answer
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.relay import EdgeFace
 from weft.gateway.generation.answer import Answer, Delta

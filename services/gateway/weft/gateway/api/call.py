@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import Any
 
-import grpc
+from weft.common.rpc.errors import Context
 from weft.common.telemetry.logging import request_id as current_request_id
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.request import CallFacts, LoadFormat, Targets, WorkerChoice, earliest
 from weft.gateway.validate import invalid
 from weft.gateway.warnings import begin_warnings, warn, warning_headers
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _ID_KEY = "x-weft-request-id"
 _CONTENT_TYPE_KEY = "weft-content-type"

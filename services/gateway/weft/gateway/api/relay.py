@@ -17,9 +17,10 @@ from typing import Any, Self
 
 import grpc
 from google.api.httpbody_pb2 import HttpBody
+from weft.common.rpc.errors import Context
 from weft.common.tasks import run_together
 from weft.contract.errors import PeerUnavailable
-from weft.gateway.api.call import Context, call_facts
+from weft.gateway.api.call import call_facts
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.validate import invalid
 from weft.v1 import edge_pb2, edge_pb2_grpc

@@ -6,10 +6,9 @@ import asyncio
 
 import grpc
 from weft.common.rpc.authorize import OPERATORS
-from weft.common.rpc.errors import from_rpc_error
+from weft.common.rpc.errors import Context, from_rpc_error
 from weft.common.rpc.tls import services_of
 from weft.contract.errors import PermissionDenied, RoleFixed, WorkerNotFound
-from weft.gateway.api.call import Context
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.worker import FleetWorker
 from weft.v1 import gateway_pb2, worker_pb2

@@ -9,10 +9,10 @@ import time
 from typing import Literal, NoReturn
 
 from weft.common.rpc.authorize import OPERATORS
+from weft.common.rpc.errors import Context
 from weft.common.rpc.tls import services_of
 from weft.contract.errors import InvalidApiKey, PermissionDenied, Unauthenticated, WeftError
 from weft.gateway.admission.authenticate import ApiKeys, bearer
-from weft.gateway.api.call import Context
 
 _log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from weft.common.admin import AdminServicer
 from weft.common.mesh import MAX_INTERVAL_S, MIN_INTERVAL_S
+from weft.common.rpc.errors import Context
 from weft.common.telemetry.tracing import TraceServicer
 from weft.contract.codec.pairs import PROFILE_OPTIONS, WORKER_ROLES
 from weft.contract.errors import Draining
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.call import Context
 from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.console.access import MeshAccess
 from weft.gateway.console.profiles import MeshProfiles

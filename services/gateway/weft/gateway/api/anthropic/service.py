@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from google.api.httpbody_pb2 import HttpBody
+from weft.common.rpc.errors import Context
 from weft.gateway.api.answer import field_names, json_body, run_answer
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.anthropic.translate import (
@@ -12,7 +13,7 @@ from weft.gateway.api.anthropic.translate import (
     messages_request,
 )
 from weft.gateway.api.anthropic.writer import MessageWriter
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.relay import EdgeFace
 from weft.gateway.catalogue import Catalogue

@@ -7,6 +7,7 @@ from functools import partial
 
 from google.api.httpbody_pb2 import HttpBody
 from weft.checkpoint.audio_config import SAMPLE_RATE
+from weft.common.rpc.errors import Context
 from weft.common.rpc.interceptors import TakenBody
 from weft.gateway.api.audio.answers import (
     CONTENT_TYPES,
@@ -20,7 +21,7 @@ from weft.gateway.api.audio.bodies import SpeechBody, read_form
 from weft.gateway.api.audio.form import parse_form
 from weft.gateway.api.audio.segments import Segment
 from weft.gateway.api.audio.transcribe import SpeechOrder, Transcription
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser, BodyTooLarge
 from weft.gateway.api.relay import EdgeFace
 from weft.gateway.catalogue import Catalogue

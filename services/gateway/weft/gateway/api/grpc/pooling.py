@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from weft.common.rpc.errors import Context
 from weft.contract.request import CallParams
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.parameters import given_in
 from weft.gateway.api.pooling.translate import pairs_of
 from weft.gateway.api.pooling.vectors import score_of, vectors_of

@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.rpc.breaker import BreakerState
+from weft.common.rpc.errors import Context
 from weft.contract.request import (
     CallParams,
     Constraint,
@@ -19,7 +20,7 @@ from weft.contract.request import (
 )
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.contents import ContentBuilder
 from weft.gateway.api.end_session import end_session
 from weft.gateway.api.grpc.pooling import PooledCalls

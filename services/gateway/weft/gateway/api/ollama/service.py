@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
+from weft.common.rpc.errors import Context
 from weft.contract.tasks import Task
 from weft.contract.version import version
 from weft.gateway.api.answer import JSON, LINES, field_names, json_body, run_answer
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.ollama.bodies import (
     ChatBody,
     EmbedBody,

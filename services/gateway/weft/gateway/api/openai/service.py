@@ -10,11 +10,12 @@ from functools import cached_property
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
+from weft.common.rpc.errors import Context
 from weft.contract.errors import Draining, PeerUnavailable, RequestNotFound
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.audio.calls import AudioCalls
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
 from weft.gateway.api.openai.adapters import (
     LoadAdapterBody,

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
+from weft.common.rpc.errors import Context
 from weft.gateway.api.answer import JSON, field_names
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.pooling.bodies import (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from google.api.httpbody_pb2 import HttpBody
+from weft.common.rpc.errors import Context
 from weft.contract.errors import WeftError
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.keys import Tenant, name_of
@@ -19,7 +20,7 @@ from weft.gateway.api.answer import (
     json_body,
     run_answer,
 )
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.relay import EdgeFace

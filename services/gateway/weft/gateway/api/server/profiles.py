@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
+from weft.common.rpc.errors import Context
 from weft.contract.errors import WeftError
 from weft.contract.profiles import MAX_LIMIT_S, MAX_STEPS, ProfileOptions, check_id
 from weft.gateway.admission.authenticate import bearer
-from weft.gateway.api.call import Context
 from weft.gateway.api.dialect_bodies import DialectBody, Few
 from weft.gateway.api.parameters import Int
 from weft.gateway.api.unserved import left_out, refused

@@ -11,13 +11,14 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from weft.common.rpc.errors import Context
 from weft.contract.errors import PermissionDenied, WeftError
 from weft.contract.experts import ExpertAction
 from weft.contract.tasks import Task
 from weft.contract.version import version
 from weft.gateway.admission.authenticate import bearer, current_tenant
 from weft.gateway.api.answer import JSON, json_body
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.server.profiles import (
     ProfileBody,

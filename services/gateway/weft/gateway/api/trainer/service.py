@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
+from weft.common.rpc.errors import Context
 from weft.contract.errors import WeftError
 from weft.contract.version import version
 from weft.contract.weights import (
@@ -21,7 +22,7 @@ from weft.contract.weights import (
 )
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.answer import EVENTS, JSON, field_names, json_body
-from weft.gateway.api.call import Context, begin_answer, call_facts
+from weft.gateway.api.call import begin_answer, call_facts
 from weft.gateway.api.openai.bodies import Body
 from weft.gateway.api.openai.chunks import DONE, large_to_json, to_json, usage_json
 from weft.gateway.api.openai.parse import BodyParser
