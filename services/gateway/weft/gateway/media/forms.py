@@ -139,11 +139,7 @@ class TiledForm(_RowsInPlace):
             height, width = self._in_tiles(height, width)
             image = image.resize((width, height), self.resample)
             rows, columns = self._cut(height, width)
-        tiles = [
-            image.crop((column * edge, row * edge, (column + 1) * edge, (row + 1) * edge))
-            for row in range(rows)
-            for column in range(columns)
-        ]
+        tiles = _tiles_of(image, rows, columns, edge)
         tiles.append(image.resize((edge, edge), self.resample))
         shape = (edge, edge, 3)
         return [Media.of("image", self.name, shape, tile.tobytes()) for tile in tiles]
@@ -254,6 +250,15 @@ def _even(number: int) -> int:
     return number + number % 2
 
 
+def _tiles_of(image: Image, rows: int, columns: int, edge: int) -> list[Image]:
+    """Square tiles, row by row."""
+    return [
+        image.crop((column * edge, row * edge, (column + 1) * edge, (row + 1) * edge))
+        for row in range(rows)
+        for column in range(columns)
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedForm:
     """Gemma 3's form: an image is resized to one size, whatever its own, as transformers'
@@ -318,11 +323,7 @@ class GridForm(_RowsInPlace):
         edge = self.edge
         columns, rows = self._grid(image.height, image.width, is_coarse)
         whole = image.resize((columns * edge, rows * edge), self.resample)
-        tiles = [
-            whole.crop((column * edge, row * edge, (column + 1) * edge, (row + 1) * edge))
-            for row in range(rows)
-            for column in range(columns)
-        ]
+        tiles = _tiles_of(whole, rows, columns, edge)
         if len(tiles) > 1:
             tiles.append(image.resize((edge, edge), self.resample))
         shape = (edge, edge, 3)
@@ -399,11 +400,7 @@ class CanvasForm:
         height, width = self._resized(image.height, image.width, rows, columns)
         canvas = Image.new("RGB", (columns * edge, rows * edge))
         canvas.paste(image.resize((width, height), self.resample))
-        tiles = [
-            canvas.crop((column * edge, row * edge, (column + 1) * edge, (row + 1) * edge))
-            for row in range(rows)
-            for column in range(columns)
-        ]
+        tiles = _tiles_of(canvas, rows, columns, edge)
         if len(tiles) > 1:
             tiles.append(image.resize((edge, edge), self.resample))
         return [Media.of("image", self.name, shape, tile.tobytes()) for tile in tiles]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from tokenizers import Tokenizer
 from weft.checkpoint.fields import Fields
@@ -65,12 +65,41 @@ _LABELS = (
 """Fields that change no tile: names, forms of arrays, and padding, which equal tiles need not."""
 
 
-FormReader = Callable[
-    [Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], Tokenizer], ImageForm
-]
-"""Makes a form of the settings of its image processor, of processor_config.json, of config.json and
-of the tokenizer. Raises ModelError.
-"""
+class ModelFiles(NamedTuple):
+    """What readers of forms read."""
+
+    given: Mapping[str, Any]
+    """Settings of the image processor."""
+    whole: Mapping[str, Any]
+    """Content of processor_config.json."""
+    config: Mapping[str, Any]
+    """Content of config.json."""
+    tokenizer: Tokenizer
+
+    @property
+    def fields(self) -> Fields:
+        return Fields(self.given, _PROCESSOR_FILE)
+
+    @property
+    def of_model(self) -> Fields:
+        return Fields(self.config, "config.json")
+
+    def image_token(self, default: int) -> str:
+        """The token of `image_token_id`. Raises ModelError if there is none."""
+        number = self.of_model.count("image_token_id", default)
+        token: str | None = self.tokenizer.id_to_token(number)
+        if token is None:
+            raise ModelError(f"config.json: image_token_id is {number}, which is no token")
+        return token
+
+    def check_tokens(self, *tokens: str) -> None:
+        """Raises ModelError if the tokenizer lacks one."""
+        for token in tokens:
+            id_of(token, self.tokenizer)
+
+
+FormReader = Callable[[ModelFiles], ImageForm]
+"""Makes a form of a model's files. Raises ModelError."""
 
 
 class ImagePrompts:
@@ -160,7 +189,7 @@ def load_image_prompts(
     if read_form is None:
         shown = json.dumps(kind)[:80]
         raise ModelError(f"image_processor_type is {shown}; known are {', '.join(_READERS)}")
-    form = read_form(given, whole, config, tokenizer)
+    form = read_form(ModelFiles(given, whole, config, tokenizer))
     prompts = ImagePrompts(form, tokenizer)
     told = config.get("image_token_id", config.get("image_token_index", prompts.row_id))
     if told != prompts.row_id:
@@ -171,16 +200,12 @@ def load_image_prompts(
     return prompts
 
 
-def _fixed(
-    given: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> FixedForm:
+def _fixed(files: ModelFiles) -> FixedForm:
+    given, _, config, tokenizer = files
     _check_known(given, _OF_FIXED)
     size = given.get("size", {"height": 224, "width": 224})
     height, width = _height_and_width(size)
-    count = whole.get("image_seq_length", given.get("image_seq_length", 256))
+    count = files.whole.get("image_seq_length", given.get("image_seq_length", 256))
     rows = config.get("mm_tokens_per_image", 256)
     if not _is_integer(count) or count < 1 or count != rows:
         raise ModelError(
@@ -231,17 +256,13 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _tiled(
-    given: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> TiledForm:
+def _tiled(files: ModelFiles) -> TiledForm:
+    given = files.given
     _check_known(given, _OF_TILES)
     form = TiledForm(
         longest_edge=_edge(given, "size", 4 * 364),
         tile_edge=_edge(given, "max_image_size", 364),
-        tile_tokens=_tile_tokens(whole),
+        tile_tokens=_tile_tokens(files.whole),
         resample=_filter(given, _LANCZOS),
         is_split=given.get("do_image_splitting") is not False,
     )
@@ -249,48 +270,32 @@ def _tiled(
         raise ModelError(
             f"size {form.longest_edge} has more than {_MAX_GRID} tiles of {form.tile_edge}"
         )
-    _check_encoder(form, config)
+    _check_encoder(form, files.config)
     return form
 
 
-def _scaled(
-    given: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> ScaledForm:
-    fields = Fields(given, _PROCESSOR_FILE)
-    return _checked_scaled(given, config, *pixel_bounds(fields))
+def _scaled(files: ModelFiles) -> ScaledForm:
+    return _checked_scaled(files, *pixel_bounds(files.fields))
 
 
-def _paddle(
-    given: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> ScaledForm:
-    bounds = pixel_bounds(Fields(given, _PROCESSOR_FILE), 384 * 384, 1536 * 1536)
-    number = Fields(config, "config.json").count("image_token_id", 100_295)
-    token = tokenizer.id_to_token(number)
-    if token is None:
-        raise ModelError(f"config.json: image_token_id is {number}, which is no token")
-    form = _checked_scaled(given, config, *bounds)
+def _paddle(files: ModelFiles) -> ScaledForm:
+    bounds = pixel_bounds(files.fields, 384 * 384, 1536 * 1536)
+    token = files.image_token(100_295)
+    form = _checked_scaled(files, *bounds)
     return replace(form, image_token=token, enlarges=True)
 
 
-def _checked_scaled(
-    given: Mapping[str, Any], config: Mapping[str, Any], least: int, most: int
-) -> ScaledForm:
-    _check_known(given, _OF_SCALED)
-    fields = Fields(given, _PROCESSOR_FILE)
+def _checked_scaled(files: ModelFiles, least: int, most: int) -> ScaledForm:
+    _check_known(files.given, _OF_SCALED)
+    fields = files.fields
     patch, merge = fields.positive("patch_size", 14), fields.positive("merge_size", 2)
     form = ScaledForm(
         square=patch * merge,
         min_pixels=least,
         max_pixels=most,
-        resample=_filter(given, _BICUBIC),
+        resample=_filter(files.given, _BICUBIC),
     )
-    vision = Fields(config, "config.json").section("vision_config")
+    vision = files.of_model.section("vision_config")
     for own, of_encoder in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
         value = patch if own == "patch_size" else merge
         if vision.positive(of_encoder, value) != value:
@@ -301,18 +306,14 @@ def _checked_scaled(
     return form
 
 
-def _grid(
-    given: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> GridForm:
+def _grid(files: ModelFiles) -> GridForm:
+    given, whole, *_ = files
     processor = whole.get("processor_class", given.get("processor_class"))
     if processor != "InternVLProcessor":
         # Others of GOT-OCR 2's form write images in other ways.
         raise ModelError(f"processor_class is {processor!r:.40}; it must be InternVLProcessor")
     _check_known(given, _OF_GRID)
-    fields, told = Fields(given, _PROCESSOR_FILE), Fields(config, "config.json")
+    fields, told = files.fields, files.of_model
     height, width = _height_and_width(given.get("size", {"height": 384, "width": 384}))
     if height != width:
         raise ModelError(f"size is {height} x {width}; tiles are squares")
@@ -329,39 +330,29 @@ def _grid(
             f"tiles of {height} pixels with {count} tokens for an encoder of {edge} in patches of "
             f"{patch}"
         )
-    number = told.count("image_token_id", 151_667)
-    token = tokenizer.id_to_token(number)
-    if token is None:
-        raise ModelError(f"config.json: image_token_id is {number}, which is no token")
     form = GridForm(
-        image_token=token,
+        image_token=files.image_token(151_667),
         edge=height,
         tile_tokens=count,
         min_tiles=least,
         max_tiles=most,
         resample=_filter(given, _BICUBIC),
     )
-    for text in (form.begin_token, form.end_token):
-        id_of(text, tokenizer)
+    files.check_tokens(form.begin_token, form.end_token)
     return form
 
 
-def _canvas(
-    given: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> CanvasForm:
+def _canvas(files: ModelFiles) -> CanvasForm:
+    given, fields = files.given, files.fields
     _check_known(given, _OF_CANVAS)
     height, width = _height_and_width(given.get("size", {"height": 336, "width": 336}))
-    fields = Fields(given, _PROCESSOR_FILE)
     most = fields.positive("max_patches", 16)
     if height != width or most > _MAX_GRID_TILES:
         raise ModelError(
             f"size is {height} x {width} and max_patches {most}; tiles are squares, at "
             f"most {_MAX_GRID_TILES}"
         )
-    vision = Fields(config, "config.json").section("vision_config")
+    vision = files.of_model.section("vision_config")
     edge, patch = vision.positive("image_size", 448), vision.positive("patch_size", 14)
     if edge != height:
         raise ModelError(f"tiles of {height} pixels for an encoder of {edge}")
@@ -374,8 +365,7 @@ def _canvas(
         resample=_filter(given, _BILINEAR),
     )
     between = (form.column_token, form.line_token) if most > 1 else ()
-    for text in (form.begin_token, form.end_token, *between):
-        id_of(text, tokenizer)
+    files.check_tokens(form.begin_token, form.end_token, *between)
     return form
 
 
@@ -386,17 +376,12 @@ def _side(vision: Fields, name: str) -> int:
     return value if _is_integer(value) else 0
 
 
-def _rows(
-    given: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    config: Mapping[str, Any],
-    tokenizer: Tokenizer,
-) -> RowsForm:
-    _check_known(given, _OF_ROWS)
-    told, fields = Fields(config, "config.json"), Fields(whole, _WHOLE_FILE)
+def _rows(files: ModelFiles) -> RowsForm:
+    _check_known(files.given, _OF_ROWS)
+    told, fields = files.of_model, Fields(files.whole, _WHOLE_FILE)
     square = fields.positive("patch_size", 16) * fields.positive("spatial_merge_size", 1)
     vision = told.section("vision_config")
-    usual = 2 if "Mistral3ForConditionalGeneration" in config.get("architectures", ()) else 1
+    usual = 2 if "Mistral3ForConditionalGeneration" in files.config.get("architectures", ()) else 1
     merged = told.positive("spatial_merge_size", usual)
     if "patch_size" in vision and vision.positive("patch_size") * merged != square:
         raise ModelError(
@@ -404,15 +389,14 @@ def _rows(
             f"{vision.positive('patch_size')} times {merged}"
         )
     form = RowsForm(
-        longest_edge=_edge(given, "size", 1024),
+        longest_edge=_edge(files.given, "size", 1024),
         square=square,
-        resample=_filter(given, _BICUBIC),
+        resample=_filter(files.given, _BICUBIC),
         image_token=fields.text("image_token", "[IMG]"),
         break_token=fields.text("image_break_token", "[IMG_BREAK]"),
         end_token=fields.text("image_end_token", "[IMG_END]"),
     )
-    for text in (form.break_token, form.end_token):
-        id_of(text, tokenizer)
+    files.check_tokens(form.break_token, form.end_token)
     return form
 
 
