@@ -75,6 +75,8 @@ class Conversation:
         except grpc.RpcError:
             if call.code() is not grpc.StatusCode.CANCELLED:
                 self._request.messages.pop()
+                if last is not None:
+                    self._write("\n")
                 raise
             self._write(" [stopped]")
         finally:
@@ -159,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
             except grpc.RpcError as error:
                 has_failed = True
                 text = explain(error, arguments.address)
-                Console(stderr=True).print(text, style="red", markup=False)
+                Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True)
     # At a terminal the user has seen the failure and gone on, so it does not count.
     return int(has_failed and not sys.stdin.isatty())
 

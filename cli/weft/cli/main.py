@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -48,6 +49,8 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `weft`; returns the exit status."""
     open_closed_output()
+    # Else gRPC writes lines of its own to terminals and logs, such as one for each closed server.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         if not _is_text(argument):

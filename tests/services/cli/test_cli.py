@@ -8,9 +8,11 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
@@ -28,7 +30,7 @@ from weft.cli.status import (
 from weft.contract.errors import ConfigError
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
-from weft.v1 import decode_pb2, gateway_pb2, worker_pb2
+from weft.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc, worker_pb2
 
 FLEET = gateway_pb2.GetFleetRequest()
 
@@ -204,6 +206,32 @@ async def test_ctrl_c_stops_the_answer_not_the_chat(tmp_path: Path) -> None:
         assert "[stopped]" in answer
         assert echo.text in answer
         await harness.wait(lambda: harness.workers[0].cancels)
+
+
+class Endless(gateway_pb2_grpc.GatewayServiceServicer):
+    """Begins an answer and never ends it."""
+
+    async def Chat(self, request: Any, context: Any) -> AsyncIterator[gateway_pb2.ChatResponse]:
+        yield gateway_pb2.ChatResponse(choices=[gateway_pb2.Choice(text="half")])
+        await asyncio.Event().wait()
+
+
+async def test_a_gateway_that_ends_in_mid_answer_is_told_in_a_line_of_its_own() -> None:
+    server = grpc.aio.server()
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Endless(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    process = await weft("chat", "--model", "m", "--address", f"127.0.0.1:{port}")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"hello\n")
+    async with asyncio.timeout(60):
+        await process.stdout.readuntil(b"half")
+        await server.stop(0)
+        out, err = await process.communicate(b"")
+    assert out == b"\n"
+    assert process.returncode == 1
+    assert err.decode().count("\n") == 1, err
 
 
 async def test_chat_says_what_is_wrong(tmp_path: Path) -> None:
