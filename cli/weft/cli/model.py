@@ -244,14 +244,14 @@ def _fingerprint(quantization: Quantization, dtype: str) -> bytes:
 
 
 def _verified_folder(out: Console, model: str) -> Path:
-    folder, name = resolve_model(model), hub.HubName.parse(model)
-    for cached in hub.find_cached(name) if name is not None else []:
+    folder = resolve_model(model)
+    for cached in hub.cached_models():
         if cached.folder != folder:
             continue
         if changed := hub.check_files(cached):
             raise ModelError(
                 f"{', '.join(changed)} in {folder} differ from the hub's; remove the model with "
-                f"`weft model rm {name}` and pull it again"
+                f"`weft model rm {cached.name}` and pull it again"
             )
         out.print(f"all files are the hub's of commit {cached.name.revision}", highlight=False)
     return folder

@@ -27,7 +27,9 @@ class Hub:
     source: Path
     home: Path
 
-    def weft(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def weft(
+        self, *arguments: str, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Runs `weft model`."""
         settings = {
             "HF_HOME": str(self.home),
@@ -38,6 +40,7 @@ class Hub:
         return subprocess.run(
             [sys.executable, "-m", "weft.cli", "model", *arguments],
             env=os.environ | settings | environment,
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=120,
@@ -91,6 +94,14 @@ def test_a_model_is_pulled_listed_verified_and_removed(hub: Hub) -> None:
     assert hub.weft("rm", NAME).returncode == 0
     assert not folder.exists()
     assert NAME not in hub.weft("list", COLUMNS="300").stdout
+
+
+def test_a_folder_whose_path_looks_like_a_name_is_verified(hub: Hub) -> None:
+    *_, parent, name = hub.source.parts
+    assert HubName.parse(f"{parent}/{name}") is not None
+    done = hub.weft("verify", f"{parent}/{name}", cwd=hub.source.parents[1])
+    assert done.returncode == 0, done.stderr
+    assert "LlamaForCausalLM" in done.stdout
 
 
 def test_what_is_cached_is_served_without_a_hub_and_a_cut_download_goes_on(hub: Hub) -> None:
