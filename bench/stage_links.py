@@ -11,25 +11,35 @@ bounds the link, so that rows take such shares of the time for which the stages 
 compares prompts with those over the unbounded link, each with as many steps under way as a decode
 worker has and as a prefill worker has. The buffers of connections are as small beside a chunk as
 the system's are beside one of 8,192 tokens.
+
+`paced` needs no quiet cores: its two stages hand over rows through the links of engines, over a
+bounded device, but sleep in place of computing. It compares steps with as many under way as a
+decode worker has and as a prefill worker has, with rows that travel meanwhile and with rows for
+which stages wait, as shares of the steps that one stage makes alone.
 """
 
 from __future__ import annotations
 
 import gc
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
+import torch
 from engine_runs import run_batch
 from harness import Harness, Run, in_turns, ratio_of, spread
 from model_shapes import LARGE_MODELS, MODELS, write_config
 from weft.engine.loop import build
 from weft.engine.loop.llm import LLM
+from weft.engine.parallel import stage_links
+from weft.engine.parallel.stage_links import SocketStages, StageEnds
 from weft.testing.engine.host_network import Network
 from weft.testing.engine.other_hosts import other_hosts
 
@@ -41,6 +51,14 @@ UNBOUNDED_BITS = 400e9
 RATES = {"llama-3.1-8b": 75_391, "llama-3.1-70b": 8_321}
 """Prompt tokens a second of two H200s in bfloat16."""
 SMALL_BUFFERS = "net.ipv4.tcp_wmem=4096 16384 65536"
+ROWS, STEP_S, NUM_STEPS = (2048, 1024), 0.1, 20
+"""Of `paced`: rows in float32, the time for which each stage sleeps, steps."""
+FIRST_STAGE = """
+import socket, sys
+sys.path.insert(0, sys.argv[1])
+from stage_links import first_stage
+first_stage((sys.argv[2], int(sys.argv[3])), sys.argv[4] == "meanwhile")
+"""
 
 harness = Harness(__file__, __doc__, repeats=5)
 harness.flag("--shares", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="of `shaped`")
@@ -117,6 +135,85 @@ def shaped(run: Run, role: str, llm: LLM, network: Network) -> None:
             tok_s=spread(found["bounded"]),
             of_unbounded=ratio_of(found["bounded"], found["unbounded"]),
         )
+
+
+class Alone:
+    """A group whose other ranks do not fail."""
+
+    limit_s, num_frames, is_stopped, reason = 120.0, 0, False, ""
+
+    def fail(self, why: str) -> NoReturn:
+        raise SystemExit(why)
+
+
+def thread_bytes(is_meanwhile: bool) -> Any:
+    """Rows travel while stages compute; False: stages wait for them."""
+    least = stage_links._THREAD_BYTES if is_meanwhile else 1 << 40
+    return mock.patch.object(stage_links, "_THREAD_BYTES", least)
+
+
+def first_stage(address: tuple[str, int], is_meanwhile: bool) -> None:
+    """Sleeps and sends rows for each byte that comes."""
+    orders, rows = (socket.create_connection(address) for _ in range(2))
+    stages = SocketStages(StageEnds(None, rows), Alone(), 0, ("", "the last stage"), ROWS[0])
+    stream = torch.zeros(ROWS)
+    with thread_bytes(is_meanwhile):
+        while orders.recv(1):
+            time.sleep(STEP_S)
+            stages.send(stream)
+
+
+def paced_steps(network: Network, lanes: int, way: str) -> float:
+    """Steps in the time in which one stage alone makes one."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        listener.bind((network.of_tests, 0))
+        listener.listen()
+        at = [network.of_tests, str(listener.getsockname()[1])]
+        command = [*network.before(1), sys.executable, "-c", FIRST_STAGE]
+        command += [str(Path(__file__).parent), *at, way]
+        child = stack.enter_context(subprocess.Popen(command))
+        stack.callback(child.kill)
+        orders, rows = (stack.enter_context(listener.accept()[0]) for _ in range(2))
+        stages = SocketStages(StageEnds(rows, None), Alone(), 1, ("the first stage", ""), ROWS[0])
+        stack.callback(stages.close)
+        stack.enter_context(thread_bytes(way == "meanwhile"))
+        orders.sendall(bytes(lanes))
+        for step in range(lanes + NUM_STEPS):
+            if step == lanes:
+                began_s = time.perf_counter()
+            stages.receive(ROWS, torch.float32)
+            time.sleep(STEP_S)
+            orders.sendall(b"x")
+        return NUM_STEPS * STEP_S / (time.perf_counter() - began_s)
+
+
+@harness.part
+def paced(run: Run) -> None:
+    """Steps over a bounded link, by stages that sleep in place of computing."""
+    network = Network(2, run.stack)
+    if not network.has_namespaces:
+        raise SystemExit("needs root, network namespaces and tc's token buckets")
+    subprocess.run([*network.before(1), "sysctl", "-qw", SMALL_BUFFERS], check=True)
+    for share in run.options.shares:
+        wire_s = share * STEP_S
+        if not network.shape(1, 8 * 4 * ROWS[0] * ROWS[1] / wire_s):
+            raise SystemExit("needs tc's token buckets")
+        for role, lanes in (("decode", 2), ("prefill", 3)):
+            ways = {
+                way: partial(paced_steps, network, lanes, way) for way in ("meanwhile", "waiting")
+            }
+            found = in_turns(ways, run.options.repeats, warm_up=0)
+            run.row(
+                table="paced: steps of stages that sleep, as a share of one stage's",
+                lanes_of=role,
+                share=share,
+                meanwhile=spread(found["meanwhile"]),
+                waiting=spread(found["waiting"]),
+                gain=ratio_of(found["meanwhile"], found["waiting"]),
+                expected=min(1.0, lanes / (2 + share)),
+            )
 
 
 def computed(run: Run, each: float) -> None:

@@ -139,6 +139,7 @@ def test_each_host_writes_its_share_and_one_notification_follows_all(
     assert (hosts.arrived == expected).all()
     assert [(note.lease_id, note.chunk) for note in notes] == [(LEASE, 3)]
     assert hosts.owner.num_garbage == 0
+    hosts.senders.close_unused()
     assert not hosts.senders.close_peer(OWNER)
     assert not hosts.lost.is_set()
 

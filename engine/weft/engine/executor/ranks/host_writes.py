@@ -8,7 +8,7 @@ Rank 0 tells the other hosts what to write, over one more TCP connection to each
     write           owner, target, pages here and there, and until when the host may post the
                     write, by its clock: it answers once the bytes have arrived
     close           owner: it answers whether bytes may still arrive
-    close_unused    no answer
+    close_unused    it answers when it has closed its agents
 
 Each host tells first whether it has NIXL. Leases, digests and notifications are those of one
 process: digests of shares are added, and rank 0, which alone sends notifications, writes its share
@@ -365,8 +365,9 @@ class HostSenders:
         return is_open or any(answer["may_still_arrive"] for answer in answers)
 
     def close_unused(self) -> None:
-        self._hosts.tell("close_unused")
+        asked = self._hosts.ask("close_unused", [{}] * len(self._hosts))
         self._own.close_unused()
+        self._hosts.wait(asked)
 
     def describe(self) -> str:
         return f"{self._own.describe()}, each of {1 + len(self._hosts)} hosts its share"
@@ -452,7 +453,7 @@ class HostWriter:
             case "connect":
                 self._connect(message, agents)
             case "close_unused":
-                agents.close_unused()
+                return _close_unused(agents)
             case kind:
                 raise ConnectionError(f"no request {kind}")
         return None
@@ -511,6 +512,14 @@ def _close(agents: SendAgents, owner: PeerKey) -> Message:
         return {"may_still_arrive": agents.close_peer(owner)}
     except TransferError as error:
         return _failure(error)
+
+
+def _close_unused(agents: SendAgents) -> Message:
+    try:
+        agents.close_unused()
+    except TransferError as error:
+        return _failure(error)
+    return {}
 
 
 def _failure(error: TransferError) -> Message:
