@@ -20,6 +20,10 @@ MAX_WEIGHT = 12.0
 """Largest weight of a known time, in steps, against one new step."""
 FARTHEST = 1.5
 """A time is clipped to the expected time multiplied or divided by this factor."""
+DROPPED_UP_TO = 2.0
+"""Weight up to which a time that is farther above the next one is dropped: it is of slow first
+steps. With one step only, two slow ones made drafts look cheap for hundreds of steps.
+"""
 FOLLOWED_AFTER = 8
 """After so many consecutive steps of one kind, this kind determines the pace."""
 PACE_SHARE = 0.15
@@ -50,13 +54,13 @@ def _next_sizes(size: int) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Average:
-    """A moving average that clips outliers and drops a slow first value."""
+    """A moving average that clips outliers and drops slow first values."""
 
     value: float
     weight: float = 1.0
 
     def note(self, value: float, weight: float = 1.0) -> None:
-        if self.weight <= 1.0 and self.value > FARTHEST * value:
+        if self.weight <= DROPPED_UP_TO and self.value > FARTHEST * value:
             self.value, self.weight = value, weight
             return
         value = _within(value / self.value, FARTHEST) * self.value
