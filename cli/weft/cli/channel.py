@@ -127,6 +127,8 @@ def cli_identity(tls_dir: Path | None) -> Identity | None:
     # Imported here, since a command without TLS does not need it.
     from weft.cli.certs import files_of
 
+    if not tls_dir.is_dir():
+        raise ConfigError(f"--tls-dir {tls_dir}: no such folder; `weft certs {tls_dir}` makes it")
     return Identity(files_of(tls_dir, "cli"), "cli")
 
 

@@ -189,6 +189,14 @@ def test_a_taken_port_and_a_taken_folder_name_their_flags(tmp_path: Path) -> Non
     assert "Traceback" not in told
 
 
+def test_missing_keys_and_certificates_name_the_commands_that_make_them(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    told = refused("--api-keys-file", str(missing))
+    assert f"`weft keys add TENANT --file {missing}`" in told
+    told = refused("--tls-dir", str(missing))
+    assert f"`weft certs {missing}`" in told
+
+
 def test_a_folder_without_room_names_its_flag(tmp_path: Path) -> None:
     """A limit of the size of files stands for a full disk."""
     port = str(free_ports("127.0.0.1", 1)[0])

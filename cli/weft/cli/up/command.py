@@ -42,6 +42,7 @@ from weft.contract.cores import num_cores
 from weft.contract.errors import AdapterError, ConfigError, WeftError
 from weft.engine.base.gpus import num_usable_gpus
 from weft.engine.base.triton_compiler import ensure_triton_compiles
+from weft.gateway.admission.keys import read_keys
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _TAIL_LINES = 25
@@ -55,6 +56,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console(file=cast("IO[str]", SteadyOutput()))
     try:
         _check_platform()
+        cli_identity(settings.tls_dir)
+        if settings.api_keys_file is not None:
+            read_keys(settings.api_keys_file)
         _check_grpc_ports(settings, 0)
         with locked_state_folder(settings.state_folder()) as state:
             return _run(settings, state, console)

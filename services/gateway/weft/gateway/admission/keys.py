@@ -161,6 +161,9 @@ def read_keys(path: Path) -> list[KeyEntry]:
     """
     try:
         return _KeyFile.model_validate_json(path.read_bytes()).keys
+    except FileNotFoundError as error:
+        told = f"no such file; `weft keys add TENANT --file {path}` makes it"
+        raise ConfigError(f"API key file {path}: {told}") from error
     except OSError as error:
         raise ConfigError(f"API key file {path}: {error.strerror}") from error
     except ValidationError as error:
