@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria
 from weft.contract.submits import Submit
-from weft.engine.loop.llm import LLM, to_error
+from weft.engine.loop.llm import LLM
 
 from serving.answers import Answer, Arrivals, Outcome
 
@@ -94,7 +94,7 @@ class EngineSystem:
         for batch in outbox.gateways:
             for failed in batch.failed:
                 self._open.pop(failed.request_id, None)
-                raise to_error(failed.failure)
+                raise failed.failure.to_error()
             for tokens in batch.all_tokens():
                 answer = self._open[tokens.request_id]
                 assert answer.token_ids is not None

@@ -27,6 +27,7 @@ from weft.cli.channel import (
 from weft.cli.numbers import MAX_SECONDS, number
 from weft.cli.tables import print_table
 from weft.common.rpc.tls import Identity
+from weft.contract.codec.walk import enum_names
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _LIST_TIMEOUT_S = 10.0
@@ -34,11 +35,7 @@ _GRACE_S = 5.0
 """Seconds by which the call outlasts the gateway's own time limit, so that the gateway's error
 arrives.
 """
-_STATES = {
-    gateway_pb2.REGISTRY_STATE_LOADING: "loading",
-    gateway_pb2.REGISTRY_STATE_SERVING: "serving",
-    gateway_pb2.REGISTRY_STATE_RETIRED: "retired",
-}
+_STATES = enum_names(gateway_pb2.RegistryState.DESCRIPTOR)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,7 +92,7 @@ def _list(
         )
         for shown, adapter in zip(listed["adapters"], answer.adapters, strict=True):
             shown["adapter"]["digest"] = adapter.adapter.digest.hex()
-            shown["state"] = _STATES.get(adapter.state, "?")
+            shown["state"] = _STATES[adapter.state] or "?"
         sys.stdout.write(json.dumps(listed, indent=2) + "\n")
         return
     show(Console(), answer.adapters)
@@ -112,7 +109,7 @@ def show(console: Console, adapters: Sequence[gateway_pb2.RegisteredAdapter]) ->
         workers = ", ".join(f"{holder.worker_id} {holder.state}" for holder in one.holders)
         name = escape(one.adapter.name) + (" [dim](pinned)[/dim]" if one.pinned else "")
         content = one.adapter.digest.hex()[:12]
-        state = _STATES.get(one.state, "?")
+        state = _STATES[one.state] or "?"
         table.add_row(name, escape(one.parent), state, content, escape(one.path), escape(workers))
     print_table(console, table)
     for one in adapters:

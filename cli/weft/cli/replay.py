@@ -32,16 +32,12 @@ from weft.cli.channel import (
 )
 from weft.cli.numbers import MAX_SECONDS, number, whole_number
 from weft.common.telemetry.request_log import LoggedPrompt, read_log
+from weft.contract.codec.pairs import FINISH_REASONS
 from weft.contract.errors import ConfigError
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Verdict = Literal["same", "different", "failed", "skipped"]
 _SHOWN = 20
-_REASONS = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +128,7 @@ class Replay:
                 for choice in message.choices:
                     answers.setdefault(choice.index, []).extend(choice.token_ids)
                     if choice.finish_reason:
-                        reasons[choice.index] = _REASONS.get(choice.finish_reason, "")
+                        reasons[choice.index] = FINISH_REASONS[choice.finish_reason]
         except grpc.aio.AioRpcError as error:
             return Result(prompt.request_id, "failed", explain(error, "the gateway"), new_id)
         difference = compare(prompt, answers, reasons)

@@ -18,11 +18,11 @@ from weft.cli.hosts import RankStatus, ranks_of, show_hosts
 from weft.cli.tables import full_width, print_table
 from weft.cli.top.view import describe_plan
 from weft.common.rpc.tls import Identity
-from weft.contract.codec.pairs import EXPERT_BALANCE
+from weft.contract.codec.pairs import ADAPTER_STATES, EXPERT_BALANCE, TRANSPORTS
+from weft.contract.codec.walk import enum_names
 from weft.contract.experts import ExpertBalance, describe_experts
 from weft.contract.reports import describe_bubbles
 from weft.v1 import (
-    common_pb2,
     gateway_pb2,
     gateway_pb2_grpc,
     kv_pb2,
@@ -35,29 +35,12 @@ from weft.v1 import (
 )
 
 _TIMEOUT_S = 3.0
-_BREAKERS = {
-    gateway_pb2.BREAKER_STATE_CLOSED: "closed",
-    gateway_pb2.BREAKER_STATE_OPEN: "open",
-    gateway_pb2.BREAKER_STATE_HALF_OPEN: "half_open",
-}
-_TRANSPORTS = {
-    common_pb2.TRANSPORT_KIND_DATA: "data",
-    common_pb2.TRANSPORT_KIND_NIXL: "nixl",
-    common_pb2.TRANSPORT_KIND_SHARED: "shared",
-}
+_BREAKERS = enum_names(gateway_pb2.BreakerState.DESCRIPTOR)
 
 _NUMBERS = ("run", "wait", "fill", "tok/s", "free", "cached", "used", "quar.", "pages")
 """Columns of numbers: requests, then pages."""
 _FIRST_LEFT_OUT = ("free", "quar.", "fill", "cached", "transport")
 """Columns to leave out, in this order, if the table is wider than the terminal."""
-
-_ADAPTER_STATES = {
-    worker_pb2.ADAPTER_STATE_LOADING: "loading",
-    worker_pb2.ADAPTER_STATE_DISK: "disk",
-    worker_pb2.ADAPTER_STATE_HOST: "host",
-    worker_pb2.ADAPTER_STATE_DEVICE: "device",
-    worker_pb2.ADAPTER_STATE_FAILED: "failed",
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +252,7 @@ async def _read_worker(seen: gateway_pb2.FleetWorker, identity: Identity | None)
         address=seen.address,
         healthy=seen.healthy,
         problem=seen.problem,
-        breaker=_BREAKERS.get(seen.breaker, ""),
+        breaker=_BREAKERS[seen.breaker],
     )
     # The certificate of a worker of both roles names either.
     service = "decode" if seen.role == "both" else seen.role
@@ -324,7 +307,7 @@ def _add_info(status: WorkerStatus, info: worker_pb2.GetInfoResponse) -> None:
     status.start_seconds = dict(info.start_seconds)
     status.start_work_seconds = dict(info.start_work_seconds)
     status.task = info.task
-    status.transports = [_TRANSPORTS.get(kind, str(kind)) for kind in info.transports]
+    status.transports = [TRANSPORTS[kind] or str(kind) for kind in info.transports]
     status.transport_detail = info.transport_detail
     status.notices = list(info.notices)
     status.versions = dict(info.versions)
@@ -375,7 +358,7 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
         AdapterHeld(
             name=one.adapter.name,
             digest=one.adapter.digest.hex(),
-            state="unloading" if one.unloading else _ADAPTER_STATES.get(one.state, "?"),
+            state="unloading" if one.unloading else ADAPTER_STATES[one.state] or "?",
             rank=one.rank,
             num_requests=one.num_requests,
             error=one.error,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from weft.contract.errors import WeftError, error_class
 from weft.contract.handle import ADAPTER_DIGEST_BYTES
 from weft.contract.request import (
     MAX_PRIORITY,
@@ -139,6 +140,11 @@ class Failure:
     stage: str = ""
     param: str | None = None
     retry_after_s: float | None = None
+
+    def to_error(self) -> WeftError:
+        return error_class(self.reason)(
+            self.message, stage=self.stage, param=self.param, retry_after_s=self.retry_after_s
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,21 +17,10 @@ from weft.cli.top.summary import (
     problems,
     seconds,
 )
+from weft.contract.codec.pairs import FLOW_KINDS, MEMBER_ROLES
 from weft.contract.reports import tells_of_stages
 from weft.v1 import mesh_pb2
 
-_ROLES = {
-    mesh_pb2.MEMBER_ROLE_GATEWAY: "gateway",
-    mesh_pb2.MEMBER_ROLE_PREFILL: "prefill",
-    mesh_pb2.MEMBER_ROLE_DECODE: "decode",
-    mesh_pb2.MEMBER_ROLE_BOTH: "both",
-    mesh_pb2.MEMBER_ROLE_KVSTORE: "kvstore",
-}
-_KINDS = {
-    mesh_pb2.FLOW_KIND_REQUESTS: "requests",
-    mesh_pb2.FLOW_KIND_PAGES: "pages",
-    mesh_pb2.FLOW_KIND_PUTS: "puts",
-}
 _BARS = "▁▂▃▄▅▆▇█"
 _FULL_COLUMNS, _WIDE_COLUMNS = 72, 110
 """Widths from which all numbers are shown, and addresses and models too."""
@@ -302,7 +291,7 @@ def _plan_page(plans: Sequence[mesh_pb2.MeshPlan]) -> Table:
 
 
 def _name(member: mesh_pb2.MeshMember) -> Text:
-    name, role = printable(member.member_id), _ROLES.get(member.role, "?")
+    name, role = printable(member.member_id), MEMBER_ROLES[member.role] or "?"
     return Text(name if name.startswith(role) else f"{name} ({role})")
 
 
@@ -338,7 +327,7 @@ def _flow_table(flows: Sequence[mesh_pb2.MeshFlow], width: int) -> Table:
         table.add_row(
             Text(printable(one.source_id)),
             Text(printable(one.target_id)),
-            _KINDS.get(one.kind, "?"),
+            FLOW_KINDS[one.kind] or "?",
             f"{one.open:,}" if is_requests else "-",
             f"{one.per_second:.1f}",
             "-" if is_requests else f"{one.pages_per_second:,.1f}",

@@ -61,10 +61,12 @@ FAULT_KINDS = enum_names(admin_pb2.FaultKind.DESCRIPTOR)
 FILL_SOURCES = enum_names(common_pb2.FillSource.DESCRIPTOR)
 FINISH_REASONS = enum_names(common_pb2.FinishReason.DESCRIPTOR)
 PAUSE_MODES = enum_names(weights_pb2.PauseMode.DESCRIPTOR)
+LOG_LEVELS = enum_names(admin_pb2.LogLevel.DESCRIPTOR)
 LEASE_STATES = enum_names(kv_pb2.LeaseState.DESCRIPTOR)
 TRANSPORTS = enum_names(common_pb2.TransportKind.DESCRIPTOR)
 ADAPTER_STATES = enum_names(worker_pb2.AdapterState.DESCRIPTOR)
 WORKER_ROLES = enum_names(worker_pb2.WorkerRole.DESCRIPTOR)
+FLOW_KINDS = enum_names(mesh_pb2.FlowKind.DESCRIPTOR)
 MEMBER_ROLES = enum_names(mesh_pb2.MemberRole.DESCRIPTOR)
 
 # -- requests --------------------------------------------------------------------------------------

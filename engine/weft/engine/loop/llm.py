@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from weft.checkpoint.adapters.digest import adapter_digest
 from weft.contract.adapters import AdapterOrder
 from weft.contract.arrays import Float32Array
-from weft.contract.errors import WeftError, error_class
 from weft.contract.experts import ExpertAction, ExpertCommand, ExpertState
 from weft.contract.messages import Inbox
 from weft.contract.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.contract.spans import Media, MediaSpan
-from weft.contract.submits import Cancel, Failure, GatewayBatch, Submit, VersionSpan
+from weft.contract.submits import Cancel, GatewayBatch, Submit, VersionSpan
 from weft.contract.tasks import PoolingParams
 from weft.contract.timeline import Timeline
 from weft.contract.token_ids import token_ids
@@ -60,15 +59,6 @@ class GeneratedSample:
     timeline: Timeline | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
     """Which weights have drawn its tokens; empty: those of the start."""
-
-
-def to_error(failure: Failure) -> WeftError:
-    return error_class(failure.reason)(
-        failure.message,
-        stage=failure.stage,
-        param=failure.param,
-        retry_after_s=failure.retry_after_s,
-    )
 
 
 class LLM:
@@ -137,7 +127,7 @@ class LLM:
             inbox = None
             for reply in replies:
                 if reply.failure is not None:
-                    raise to_error(reply.failure)
+                    raise reply.failure.to_error()
                 return
             self._wait()
 
@@ -194,7 +184,7 @@ class LLM:
             inbox = None
             for reply in replies:
                 if reply.failure is not None:
-                    raise to_error(reply.failure)
+                    raise reply.failure.to_error()
                 assert reply.state is not None
                 return reply.state
             self._wait()
@@ -215,7 +205,7 @@ class LLM:
             inbox = None
             for reply in replies:
                 if reply.failure is not None:
-                    raise to_error(reply.failure)
+                    raise reply.failure.to_error()
                 return reply
             self._wait()
 
@@ -419,7 +409,7 @@ class LLM:
 
 def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list[str]:
     for failed in batch.failed:
-        raise to_error(failed.failure)
+        raise failed.failure.to_error()
     for scores in batch.prompt_logprobs:
         groups[scores.request_id][0].prompt_logprobs += scores.logprobs
     for vectors in batch.vectors:

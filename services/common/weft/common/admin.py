@@ -24,6 +24,7 @@ from weft.common.settings import LogLevel, ServiceSettings
 from weft.contract.codec.pairs import (
     EXPERT_STATE,
     FAULT,
+    LOG_LEVELS,
     PAUSE_MODES,
     PROFILE_OPTIONS,
     SENT_TENSOR,
@@ -54,12 +55,6 @@ DEFAULT_ENTRIES, MAX_ENTRIES = 1000, 10_000
 MAX_STATE_BYTES = 8 << 20
 _MAX_REQUEST_BYTES = 16 << 20
 _REFUSALS_LOGGED_EVERY_S = 1.0
-_LEVELS: dict[int, LogLevel] = {
-    admin_pb2.LOG_LEVEL_DEBUG: "debug",
-    admin_pb2.LOG_LEVEL_INFO: "info",
-    admin_pb2.LOG_LEVEL_WARNING: "warning",
-    admin_pb2.LOG_LEVEL_ERROR: "error",
-}
 
 
 class AdminBackend(Protocol):
@@ -388,8 +383,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SetLogLevel(
         self, request: admin_pb2.SetLogLevelRequest, context: Context
     ) -> admin_pb2.SetLogLevelResponse:
-        level = _LEVELS.get(request.level)
-        if level is None:
+        level = cast(LogLevel, LOG_LEVELS[request.level])
+        if not level:
             raise InvalidRequest("level: give one of LogLevel", stage="validate", param="level")
         root = logging.getLogger()
         previous = f"LOG_LEVEL_{logging.getLevelName(root.level)}"

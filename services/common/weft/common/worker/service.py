@@ -29,7 +29,7 @@ from weft.common.worker.placements import told
 from weft.common.worker.role import WorkerRoleState
 from weft.contract.codec.pairs import INFO, LOAD, WEIGHT_OFFER, WORKER_ROLES
 from weft.contract.codec.walk import duration
-from weft.contract.errors import ConfigError, Draining, PeerUnavailable, error_class
+from weft.contract.errors import ConfigError, Draining, PeerUnavailable
 from weft.contract.experts import ExpertAction, ExpertCommand, ExpertReply, ExpertState
 from weft.contract.faults import FaultSpec, FaultState
 from weft.contract.fills import LeaseQuery, ProcessExited
@@ -124,9 +124,7 @@ class Queries:
         command = ProfileCommand(query=query, profile=profile, folder=folder, options=options)
         failure: Failure | None = await self._ask(query, Inbox(profile_commands=[command]))
         if failure is not None:
-            raise error_class(failure.reason)(
-                failure.message, stage=failure.stage, param=failure.param
-            )
+            raise failure.to_error()
 
     def drop_profile(self, profile: str) -> None:
         """Ends a profile, if the engine still lives, without waiting for its answer."""
@@ -152,9 +150,7 @@ class Queries:
         inbox = Inbox(expert_commands=[ExpertCommand(query=query, action=action)])
         reply: ExpertReply = await self._ask(query, inbox, timeout_s=MAX_LIMIT_S)
         if (failure := reply.failure) is not None:
-            raise error_class(failure.reason)(
-                failure.message, stage=failure.stage, param=failure.param
-            )
+            raise failure.to_error()
         assert reply.state is not None
         return reply.state
 
@@ -164,9 +160,7 @@ class Queries:
         inbox = Inbox(weight_commands=[command])
         reply: WeightReply = await self._ask(query, inbox, timeout_s=MAX_LIMIT_S)
         if (failure := reply.failure) is not None:
-            raise error_class(failure.reason)(
-                failure.message, stage=failure.stage, param=failure.param
-            )
+            raise failure.to_error()
         return reply
 
     async def _ask(

@@ -6,17 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from weft.common.adapters.manifest import Entry
+from weft.contract.codec.pairs import ADAPTER_STATES
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.worker import FleetWorker
-from weft.v1 import worker_pb2
 
-_STATES = {
-    worker_pb2.ADAPTER_STATE_LOADING: "loading",
-    worker_pb2.ADAPTER_STATE_DISK: "disk",
-    worker_pb2.ADAPTER_STATE_HOST: "host",
-    worker_pb2.ADAPTER_STATE_DEVICE: "device",
-    worker_pb2.ADAPTER_STATE_FAILED: "failed",
-}
 HELD = ("disk", "host", "device")
 
 
@@ -60,7 +53,7 @@ def holder(worker: FleetWorker, entry: Entry) -> Holder:
     return Holder(
         info.worker_id,
         worker.endpoint.role,
-        "absent" if status.unloading else _STATES.get(status.state, "absent"),
+        "absent" if status.unloading else ADAPTER_STATES[status.state] or "absent",
         status.error,
         status.num_requests,
         status.rank,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.adapters.manifest import Entry
 from weft.common.rpc.errors import Context
+from weft.contract.codec.walk import enum_names
 from weft.contract.errors import PermissionDenied
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.adapters.manager import FleetAdapterManager, LoadOrder
@@ -15,11 +16,7 @@ from weft.gateway.catalogue import Catalogue
 from weft.gateway.validate import invalid
 from weft.v1 import common_pb2, gateway_pb2
 
-_STATES = {
-    "loading": gateway_pb2.REGISTRY_STATE_LOADING,
-    "serving": gateway_pb2.REGISTRY_STATE_SERVING,
-    "retired": gateway_pb2.REGISTRY_STATE_RETIRED,
-}
+_STATES = enum_names(gateway_pb2.RegistryState.DESCRIPTOR)
 
 
 class AdapterCalls:
@@ -102,7 +99,7 @@ class AdapterCalls:
             adapter=_ref(entry),
             parent=entry.model,
             path=entry.path,
-            state=_STATES[entry.state],
+            state=_STATES.numbers[entry.state],
             create_time=Timestamp(seconds=int(entry.created)),
             pinned=entry.is_pinned,
             lenient=entry.is_lenient,

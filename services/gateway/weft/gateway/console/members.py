@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from weft.contract.codec.pairs import EXPERT_BALANCE, MEMBER_ROLES
+from weft.contract.codec.pairs import EXPERT_BALANCE, MEMBER_ROLES, TRANSPORTS
 from weft.contract.experts import describe_experts
 from weft.contract.reports import describe_bubbles
 from weft.gateway.console.stores import StoreState
 from weft.gateway.fleet.worker import FleetWorker
-from weft.v1 import common_pb2, kv_pb2, mesh_pb2
-
-_TRANSPORTS = {
-    common_pb2.TRANSPORT_KIND_DATA: "data",
-    common_pb2.TRANSPORT_KIND_NIXL: "nixl",
-    common_pb2.TRANSPORT_KIND_SHARED: "shared",
-}
+from weft.v1 import kv_pb2, mesh_pb2
 
 
 def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
@@ -32,7 +26,7 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
         member.model, member.task = info.model, info.task
         member.dtype, member.weight_format = info.dtype, info.weight_format
         member.epoch = f"{info.epoch:016x}"
-        member.transports.extend(_TRANSPORTS[one] for one in info.transports if one in _TRANSPORTS)
+        member.transports.extend(name for one in info.transports if (name := TRANSPORTS[one]))
         member.notices.extend(info.notices)
     if (start := worker.start) is not None:
         member.member_id = start.worker_id or member.member_id

@@ -12,7 +12,7 @@ from weft.common.admin import AdminServicer
 from weft.common.mesh import MAX_INTERVAL_S, MIN_INTERVAL_S
 from weft.common.rpc.errors import Context
 from weft.common.telemetry.tracing import TraceServicer
-from weft.contract.codec.pairs import PROFILE_OPTIONS, WORKER_ROLES
+from weft.contract.codec.pairs import LOG_LEVELS, PROFILE_OPTIONS, WORKER_ROLES
 from weft.contract.errors import Draining
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
@@ -28,13 +28,6 @@ _DEFAULT_INTERVAL_S = 1.0
 _RELAY_TIMEOUT_S = 10.0
 _MIN_PLAN_S, _MAX_PLAN_S = 1.0, 600.0
 _MAX_ID_CHARS = 64
-_LEVELS = {
-    "debug": admin_pb2.LOG_LEVEL_DEBUG,
-    "info": admin_pb2.LOG_LEVEL_INFO,
-    "warning": admin_pb2.LOG_LEVEL_WARNING,
-    "error": admin_pb2.LOG_LEVEL_ERROR,
-}
-_LEVEL_NAMES = {level: name for name, level in _LEVELS.items()}
 
 
 class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
@@ -151,13 +144,12 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
     async def SetMemberLogLevel(
         self, request: mesh_pb2.SetMemberLogLevelRequest, context: Context
     ) -> mesh_pb2.SetMemberLogLevelResponse:
-        if request.level not in _LEVELS:
-            raise invalid("level", f"must be one of {', '.join(_LEVELS)}")
-        order = admin_pb2.SetLogLevelRequest(level=_LEVELS[request.level])
+        levels = [name for name in LOG_LEVELS.numbers if name]
+        if request.level not in levels:
+            raise invalid("level", f"must be one of {', '.join(levels)}")
+        order = admin_pb2.SetLogLevelRequest(level=LOG_LEVELS.numbers[request.level])
         answer = await self._administer(request.member_id, context, "SetLogLevel", order)
-        return mesh_pb2.SetMemberLogLevelResponse(
-            previous_level=_LEVEL_NAMES.get(answer.previous_level, "")
-        )
+        return mesh_pb2.SetMemberLogLevelResponse(previous_level=LOG_LEVELS[answer.previous_level])
 
     async def TellPlan(
         self, request: mesh_pb2.TellPlanRequest, context: Context

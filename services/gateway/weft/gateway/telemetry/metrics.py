@@ -14,6 +14,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from weft.contract.codec.pairs import FILL_SOURCES, TRANSPORTS
 from weft.v1 import common_pb2
 
 _TTFT_BUCKETS_S = (
@@ -30,17 +31,6 @@ DURATION_BUCKETS_S = (
 )
 _TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 _TARGET_OUTCOMES = ("met", "late_first_token", "slow_tokens", "refused", "failed", "cancelled")
-_SOURCES = {
-    common_pb2.FILL_SOURCE_PREFILL: "prefill",
-    common_pb2.FILL_SOURCE_KVSTORE: "kvstore",
-    common_pb2.FILL_SOURCE_HOST: "host",
-    common_pb2.FILL_SOURCE_DISK: "disk",
-}
-_TRANSPORTS = {
-    common_pb2.TRANSPORT_KIND_DATA: "data",
-    common_pb2.TRANSPORT_KIND_NIXL: "nixl",
-    common_pb2.TRANSPORT_KIND_SHARED: "shared",
-}
 
 
 class LoopCounter(Collector):
@@ -253,10 +243,10 @@ class GatewayMetrics:
         self.request_prompt_tokens.observe(num_prompt_tokens)
         self.request_generation_tokens.observe(num_generated)
         for fill in timeline.fills:
-            source = _SOURCES.get(fill.source, "unknown")
+            source = FILL_SOURCES[fill.source] or "unknown"
             self.fills.labels(source, "failed" if fill.failure else "ok").inc()
             if fill.bytes:
-                transport = _TRANSPORTS.get(fill.transport, "unknown")
+                transport = TRANSPORTS[fill.transport] or "unknown"
                 self.fill_bytes.labels(source, transport).inc(fill.bytes)
         if not timeline.HasField("finish_time"):
             return

@@ -8,6 +8,7 @@ from functools import partial
 
 from tokenizers import Tokenizer
 from weft.common.telemetry.request_log import LoggedPrompt, LoggedSample, RequestLog, terms
+from weft.contract.codec.pairs import FINISH_REASONS
 from weft.contract.request import StopCriteria
 from weft.gateway.generation.answer import Answer
 from weft.gateway.generation.generation import Generation
@@ -15,12 +16,6 @@ from weft.gateway.generation.submit import sampling_to_proto
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.tokens import decode
 from weft.v1 import common_pb2
-
-_REASONS = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
-}
 
 
 class GatewayRequestLog:
@@ -104,7 +99,7 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _reason(reason: common_pb2.FinishReason.ValueType | None) -> str:
-    return "" if reason is None else _REASONS.get(reason, "")
+    return "" if reason is None else FINISH_REASONS[reason]
 
 
 def _stop(stop: StopCriteria, max_tokens: int) -> common_pb2.StopCriteria:

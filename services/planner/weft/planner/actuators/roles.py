@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from weft.contract.codec.pairs import MEMBER_ROLES
 from weft.contract.errors import PeerUnavailable, WeftError
 from weft.planner.actuators.base import Members
 from weft.planner.forecast import Counts
 from weft.planner.gateways import GatewayCalls
 from weft.planner.observe import DECODES, PREFILLS
 from weft.v1 import mesh_pb2
-
-_NAMES = {mesh_pb2.MEMBER_ROLE_PREFILL: "prefill", mesh_pb2.MEMBER_ROLE_DECODE: "decode"}
 
 
 class RoleOrder(NamedTuple):
@@ -81,5 +80,6 @@ def role_orders(members: Iterable[mesh_pb2.MeshMember], wanted: Counts | None) -
     now = {one.member_id: one.role for one in able}
     # A worker begins to decode before another one ceases to.
     return sorted(
-        orders, key=lambda one: (_NAMES.get(now[one.member_id]) == one.role, one.role == "prefill")
+        orders,
+        key=lambda one: (MEMBER_ROLES[now[one.member_id]] == one.role, one.role == "prefill"),
     )

@@ -18,7 +18,6 @@ from weft.contract.messages import Inbox
 from weft.contract.request import Constraint, SamplingParams, StopCriteria, TokenLogprob
 from weft.contract.submits import SampleProgress, Submit
 from weft.engine.loop.engine import Engine
-from weft.engine.loop.llm import to_error
 from weft.testing.engine.random_schemas import Schema
 from weft.testing.models.tiny_models import EOS_TOKEN_ID
 
@@ -129,7 +128,7 @@ class Desk:
                     sample.num_accepted = finished.timeline.num_accepted_tokens
                     num_open -= 1
                 for failed in batch.failed:
-                    errors[failed.request_id] = to_error(failed.failure)
+                    errors[failed.request_id] = failed.failure.to_error()
                     num_open -= len(groups[failed.request_id])
         while self.engine.pipeline.num_steps:
             self.engine.turn()

@@ -23,7 +23,6 @@ from weft.contract.timeline import FillCandidate
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
-from weft.engine.loop.llm import to_error
 
 _NEEDS_NIXL = pytest.mark.needs("nixl")
 WAYS = [
@@ -243,7 +242,7 @@ class EnginePair:
     def _take_owner(self, outbox: Outbox) -> None:
         for batch in outbox.gateways:
             for failed in batch.failed:
-                raise to_error(failed.failure)
+                raise failed.failure.to_error()
             for request_id, _ in batch.computed_here:
                 self.answers[request_id].num_told_here += 1
             for tokens in batch.all_tokens():

@@ -21,7 +21,6 @@ from weft.contract.store import (
 )
 from weft.contract.submits import Cancel, Submit
 from weft.engine.loop.engine import Engine
-from weft.engine.loop.llm import to_error
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, num_quarantined
 
 NUM_SESSIONS = 3
@@ -224,7 +223,7 @@ class Storm(EnginePair):
         for batch in outbox.gateways:
             for failed in batch.failed:
                 if (sent := self._open.get((batch.gateway, failed.request_id))) is not None:
-                    sent.failures.append(str(to_error(failed.failure)))
+                    sent.failures.append(str(failed.failure.to_error()))
             for tokens in batch.all_tokens():
                 if (sent := self._open.get((batch.gateway, tokens.request_id))) is not None:
                     known = sent.tokens.setdefault(tokens.sample, [])

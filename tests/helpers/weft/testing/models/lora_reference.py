@@ -14,7 +14,7 @@ from weft.contract.adapters import AdapterOrder
 from weft.contract.messages import Inbox
 from weft.contract.request import TokenLogprob
 from weft.engine.loop.engine import Engine
-from weft.engine.loop.llm import GeneratedSample, to_error
+from weft.engine.loop.llm import GeneratedSample
 from weft.testing.models.choices import NEAR_TIE, Choices, check_choices, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_adapters import peft_model
@@ -161,7 +161,7 @@ def order(engine: Engine, message: AdapterOrder, timeout_s: float = 60.0) -> Non
         replies = engine.turn(inbox).adapter_replies
         for reply in (r for r in replies if r.query == message.query):
             if reply.failure is not None:
-                raise to_error(reply.failure)
+                raise reply.failure.to_error()
             return
         inbox = None
         assert time.monotonic() < deadline, "the order was not answered"
