@@ -10,6 +10,7 @@ from string import ascii_letters
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from weft.checkpoint.byte_pairs import byte_letters, byte_pair_tokenizer
 
 TINY_NAME = "tiny"
 VOCAB_SIZE = 320
@@ -114,41 +115,15 @@ def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> N
     """
     num_pairs = max(0, vocab_size - len(SPECIAL_TOKENS) - 256)
     pairs = list(product(ascii_letters, ascii_letters))[:num_pairs]
-    symbols = [*SPECIAL_TOKENS, *_byte_symbols(), *("".join(pair) for pair in pairs)]
+    symbols = [*SPECIAL_TOKENS, *byte_letters(), *("".join(pair) for pair in pairs)]
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": index,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for index, token in enumerate(SPECIAL_TOKENS)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {**byte_level, "add_prefix_space": False},
-        "post_processor": None,
-        "decoder": {**byte_level, "add_prefix_space": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {symbol: index for index, symbol in enumerate(symbols)},
-            "merges": [list(pair) for pair in pairs],
-        },
-    }
+    tokenizer = byte_pair_tokenizer(
+        {symbol: index for index, symbol in enumerate(symbols)},
+        pairs,
+        enumerate(SPECIAL_TOKENS),
+        pre_tokenizer={**byte_level, "add_prefix_space": False},
+        decoder={**byte_level, "add_prefix_space": True},
+    )
     settings = {
         "bos_token": SPECIAL_TOKENS[1],
         "chat_template": _CHAT_TEMPLATE,
@@ -160,9 +135,3 @@ def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> N
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def _byte_symbols() -> list[str]:
-    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

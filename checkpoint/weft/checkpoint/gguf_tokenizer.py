@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.checkpoint.byte_pairs import byte_pair_tokenizer
 from weft.checkpoint.gguf_metadata import GgufMetadata
 from weft.contract.errors import ModelError
 
@@ -96,50 +97,23 @@ def _smollm(metadata: GgufMetadata) -> dict[str, Any]:
     kinds: list[int] = metadata["tokenizer.ggml.token_type"]
     merges: list[str] = metadata["tokenizer.ggml.merges"]
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            _special_token(index, token)
+    return byte_pair_tokenizer(
+        {token: index for index, token in enumerate(tokens)},
+        [merge.split(" ") for merge in merges],
+        [
+            (index, token)
             for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
             if kind == _CONTROL_TOKEN
         ],
-        "normalizer": None,
-        "pre_tokenizer": {
+        pre_tokenizer={
             "type": "Sequence",
             "pretokenizers": [
                 {"type": "Digits", "individual_digits": True},
                 {**byte_level, "add_prefix_space": False},
             ],
         },
-        "post_processor": None,
-        "decoder": {**byte_level, "add_prefix_space": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in merges],
-        },
-    }
-
-
-def _special_token(index: int, token: str) -> dict[str, Any]:
-    return {
-        "id": index,
-        "content": token,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+        decoder={**byte_level, "add_prefix_space": True},
+    )
 
 
 def _tokenizer_config(metadata: GgufMetadata) -> dict[str, Any]:

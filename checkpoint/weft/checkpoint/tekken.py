@@ -13,10 +13,11 @@ from __future__ import annotations
 import base64
 import binascii
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.byte_pairs import byte_letters, byte_pair_tokenizer
 from weft.checkpoint.fields import Fields, read_json_file
 
 TEKKEN_FILE = "tekken.json"
@@ -48,31 +49,13 @@ def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
     if len(vocabulary) != num_special + len(tokens):
         raise fields.error("special_tokens", "the name of one is a token of text")
     merges = [pair for token in tokens if (pair := last_merge(token, ranks)) is not None]
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,
-        "vocab": vocabulary,
-        "merges": [[text(first), text(second)] for first, second in merges],
-    }
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     levels = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pattern = config.text("pattern", "")
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": content, **flags, "special": True}
-            for number, content in enumerate(special)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
+    tokenizer = byte_pair_tokenizer(
+        vocabulary,
+        [[text(first), text(second)] for first, second in merges],
+        enumerate(special),
+        pre_tokenizer={
             "type": "Sequence",
             "pretokenizers": [
                 {
@@ -84,7 +67,7 @@ def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
                 {"type": "ByteLevel", **levels},
             ],
         },
-        "post_processor": {
+        post_processor={
             "type": "TemplateProcessing",
             "single": [_mark(_BEGIN), _sequence("A")],
             "pair": [_mark(_BEGIN), _sequence("A"), _sequence("B")],
@@ -92,9 +75,9 @@ def tekken_files(path: Path) -> dict[str, Mapping[str, Any]]:
                 _BEGIN: {"id": _BEGIN, "ids": [special.index(_BEGIN)], "tokens": [_BEGIN]}
             },
         },
-        "decoder": {"type": "ByteLevel", **levels},
-        "model": model,
-    }
+        decoder={"type": "ByteLevel", **levels},
+        ignores_merges=True,
+    )
     named = {"bos_token": _BEGIN, "eos_token": _END, "unk_token": special[0]}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": named}
 
@@ -111,15 +94,6 @@ def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] 
         place = min(found)[1]
         parts[place : place + 2] = [pairs[place]]
     return None
-
-
-def byte_letters() -> Sequence[str]:
-    """The letter for each byte in byte-level vocabularies (GPT-2's)."""
-    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    letters = {byte: chr(byte) for byte in own}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
-    return [letters[byte] for byte in range(256)]
 
 
 def _special_tokens(fields: Fields, count: int) -> list[str]:
