@@ -343,7 +343,7 @@ class StepSampler:
             return self._sampler.begin(
                 logits.compute(), slots, positions, drafted=drafted, slot_override=slot_override
             )
-        # The row of a request that has ended since uses an unused slot.
+        # Rows of requests that have ended since are sampled with a slot that no request has.
         has_slots = slot_override is None and np.array_equal(slots, logits.slots)
         on_device = partial(logits.on_device, has_slots=has_slots)
         return self._sampler.begin(
@@ -390,7 +390,8 @@ class StepSampler:
 
     def _set_mask(self, request: Request, masks: Masks) -> None:
         if self._sampler.is_on_device:
-            # The sampler does not know how many drafts of earlier steps were accepted.
+            # The sampler counts a request's tokens, but only the host knows how many drafts of
+            # earlier steps were accepted.
             self._sampler.advance(request.slot, request.num_generated)
         self._sampler.set_mask(request.slot, masks[0])
 

@@ -99,7 +99,7 @@ class Engine:
         self.weights = wired.weights
         self.experts = wired.experts
         self._weight_commands: list[WeightCommand] = []
-        """They wait while ranks copy experts."""
+        """Commands that came while ranks copy experts, to be carried out when these are done."""
         self.stats = wired.stats
         self._pace, self._fill_pace = wired.pace, wired.fill_pace
         self._look_up, self._fail = wired.look_up, wired.fail
@@ -249,7 +249,9 @@ class Engine:
         return self._out.take(with_batches=goes)
 
     def _turn_experts(self) -> None:
-        """The turn of weights and experts, of which one at a time gives ranks work on weights."""
+        """Goes on with updates of weights and with moves of experts. Both write weights on all
+        ranks, so one begins only when the other has ended.
+        """
         if not self.experts.is_busy:
             for command in self._weight_commands:
                 self.weights.obey(command, has_moved_experts=self.experts.has_moved)
@@ -451,13 +453,12 @@ class Engine:
         if wipes or any(of_companions):
             is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
-                # From now on fills and loads may write to these pages, so the device must have
-                # zeroed them.
+                # Fills and loads write to pages without waiting for steps. A page must not be
+                # zeroed after such a write.
                 self._executor.mark().wait()
         if self.tiers is not None:
             if self.tiers.num_due and self.store is not None:
-                # Loads do not wait for steps. A copy for the store may still read a page that was
-                # since lent to a load, and the zeroing may be of pages that a load writes to.
+                # A copy for the store may still read a page that a load has been given since.
                 self.store.settle()
             self.tiers.begin_loads()
 

@@ -139,10 +139,10 @@ class StepPipeline:
         self._ends = StepEnds(lead_s)
         self.leaves = False
         """Whether a turn may return while a step is under way, to be called again."""
-        self._flying: _Step | None = None
-        self._behind: _Step | None = None
-        """The step that follows the one under way, and whose sampling has not begun. None after a
-        turn that waited.
+        self._under_way: _Step | None = None
+        self._next: _Step | None = None
+        """The step that follows `_under_way` on the device. Its sampling begins once that one is
+        committed. None after a turn that waited for a step.
         """
         self._num_lanes = executor.facts.num_lanes
         self._in_lanes = deque[_Step]()
@@ -157,7 +157,7 @@ class StepPipeline:
 
     @property
     def num_steps(self) -> int:
-        few = (self._flying is not None) + (self._behind is not None)
+        few = (self._under_way is not None) + (self._next is not None)
         return few + len(self._in_lanes)
 
     @property
@@ -165,18 +165,18 @@ class StepPipeline:
         """Prompt tokens that the device has still to compute in steps that have begun. The step
         under way counts half, as it is half done on average.
         """
-        behind = self._behind.plan.num_chunk_tokens if self._behind is not None else 0
-        flying = self._flying.plan.num_chunk_tokens if self._flying is not None else 0
+        of_next = self._next.plan.num_chunk_tokens if self._next is not None else 0
+        current = self._under_way.plan.num_chunk_tokens if self._under_way is not None else 0
         in_lanes = sum(step.plan.num_chunk_tokens for step in self._in_lanes)
-        return behind + flying // 2 + in_lanes
+        return of_next + current // 2 + in_lanes
 
     def may_begin(self) -> bool:
         """Whether this turn may begin a step: none follows the one under way, and that one ends
         soon or at an unknown time. None follows a step that reads pages which are being loaded,
         since what that step computes may have to be dropped.
         """
-        step = self._flying
-        if self._behind is not None or (step is not None and step.incoming):
+        step = self._under_way
+        if self._next is not None or (step is not None and step.incoming):
             return False
         if step is None or not self.leaves:
             return True
@@ -186,14 +186,14 @@ class StepPipeline:
         """Seconds that the caller may wait after a turn that left a step under way. It may return
         earlier to look whether the step has ended.
         """
-        step = self._flying
+        step = self._under_way
         if step is None:
             return 0.0
         return self._ends.rest_s(
             self._passed_s(step),
             step.plan.num_tokens,
             is_plain=step.is_plain,
-            is_followed=self._behind is not None,
+            is_followed=self._next is not None,
         )
 
     def _passed_s(self, step: _Step) -> float:
@@ -229,23 +229,23 @@ class StepPipeline:
             return self._turn_lanes(plan)
         if len(plan):
             # With no step under way, tokens that masks depend on are known before the forward pass.
-            self._behind = self._start(plan, is_ready=self._flying is None)
-        before = self._flying
+            self._next = self._start(plan, is_ready=self._under_way is None)
+        before = self._under_way
         if before is not None:
             if self.leaves and self._is_left(before):
                 return False
-            self._flying = None
+            self._under_way = None
             self._end(before)
-        step, self._behind = self._behind, None
+        step, self._next = self._next, None
         if step is not None:
             self._draw(step, is_ready=step.is_ready)
             if self._is_overlapped:
-                self._flying = step
+                self._under_way = step
             else:
                 self._end(step)
         has_worked = step is not None or before is not None
         self._goes_on = has_worked and self._scheduler.has_work
-        if self.flight is not None and has_worked and self._flying is None:
+        if self.flight is not None and has_worked and self._under_way is None:
             self.flight.end()
         return has_worked
 
@@ -265,8 +265,8 @@ class StepPipeline:
             self._draw(step, is_ready=step.is_ready)
         self._end(step)
         if self._is_asynchronous and steps:
-            # A device computes the next step's rows meanwhile. Draws share their memory, so each
-            # begins when the one before has been read.
+            # All steps sample into the same memory, so the next one's sampling begins only now that
+            # the tokens of this step have been read.
             self._draw(steps[0], is_ready=False)
         self._goes_on = bool(steps) or self._scheduler.has_work
         if self.flight is not None and not steps:
@@ -279,7 +279,8 @@ class StepPipeline:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
             drawing += [item.request for item in plan.drawing_chunks]
         started_at = self._clock() if self.leaves else 0.0
-        # Without overlap, a step's cost includes the time since the step before. Gates compare it.
+        # Without overlap, a step's duration includes the time since the step before. The gate of
+        # drafts compares the durations of steps.
         began_at = self._last_ended_at if self._goes_on else self._clock()
         step = _Step(self._scheduler.launch(plan), plan, began_at, drawing, is_ready=is_ready)
         if self.leaves:
@@ -346,11 +347,11 @@ class StepPipeline:
                 if not step.pending.are_kept:
                     self._executor.keep(step.pending.tokens)
                 if step.plan.has_trees or self._executor.facts.writes_after_draw:
-                    # After the sampling, K and V of accepted drafts are moved in trees, or another
-                    # rank's device may still write to pages.
+                    # Pages are still written after the sampling: K and V of the drafts that were
+                    # accepted in trees are moved, or other ranks write theirs.
                     step.mark = self._executor.mark()
             if self.leaves:
-                # Nothing of this step has been enqueued after its mark.
+                # The step has no work after its mark, which therefore also marks its end.
                 step.end = step.mark or self._executor.mark()
         except Exception as error:
             self._fail(step, error)
@@ -390,7 +391,7 @@ class StepPipeline:
         for request in step.incoming:
             incoming = request.held.incoming
             if incoming is None:
-                continue  # They were whole before, or the request has ended.
+                continue  # All pages came before the step, or the request has ended.
             if incoming.wait(INCOMING_TIMEOUT_S):
                 request.held.end_load()
                 self._scheduler.publish(request)

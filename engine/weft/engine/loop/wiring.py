@@ -50,7 +50,9 @@ from weft.pages.memory.events import KvEvents
 from weft.pages.tiers.policy import TierPolicy
 
 LEAST_PIECE_ON_GPU, LEAST_PIECE = 512, 64
-"""Prompt tokens of a step that stages compute about as fast by the token as more of them."""
+"""Fewest prompt tokens of a step in a pipeline of stages: a step of more tokens takes hardly less
+time for each of them.
+"""
 
 
 class EngineWiring:
@@ -352,7 +354,8 @@ class EngineWiring:
         )
         is_on_host = parts.transport.memory_type == "DRAM"
         shipper = parts.transport.shipper
-        # Rows that are computed again for companions alone write no pages.
+        # Pages may be read early where each step of a fill writes some. Rows that are computed
+        # again for companions alone write none.
         has_rerun = self.pages.allows_rerun
         return Filler(
             config.page_size,

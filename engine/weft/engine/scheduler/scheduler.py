@@ -262,10 +262,11 @@ class Scheduler:
         if self._limits.num_lanes > 1:
             budget = min(budget, self._level_tokens())
         self._admit_ahead(now)
-        # The few tokens left after a fill go first: they delay no other prompt.
+        # Prompts whose pages were filled elsewhere go first: the few tokens that are left of them
+        # hardly delay other prompts.
         for request in sorted(self.prefilling, key=self._is_behind_fill, reverse=True):
             if not request.num_pending:
-                continue  # All of it is under way, and no token follows it.
+                continue  # Steps under way compute all that is left of it.
             taken = self._plan_chunk(request, budget, chunks)
             # A prompt for which there is no room ends the search, or shorter ones might overtake it
             # for ever.
@@ -440,8 +441,8 @@ class Scheduler:
         self.waitlist.step_ended(number)
         if self._media is not None:
             self._media.end_step(number)
-        # A local name: the attribute lookup would take as long as everything else done for a
-        # decode.
+        # A local name, since looking up the attribute for each decode would double the time that
+        # this loop takes.
         running = State.RUNNING
         for request in plan.decodes:
             request.num_launched -= 1
@@ -519,7 +520,8 @@ class Scheduler:
                 on_computed(request, known, request.held.num_published)
         self.pages.committed(request)
         if request.is_fill and known == request.held.num_published:
-            self.progressed.append(request)  # Its pages were cached; it computed states.
+            # Its pages were cached before; the step has computed states alone.
+            self.progressed.append(request)
 
     def publish(self, request: Request) -> None:
         if request.held.is_private:
@@ -777,7 +779,7 @@ class Scheduler:
             end_token = request.sources.candidates[0].match_tokens
         self.pages.take_uncontinuable(request, end_token)
         if request.sources.candidates and not self._fills.has_room(request):
-            # Without these pages the fill can be cut into pieces that do have room.
+            # Without these pages, smaller pieces of the prompt can be filled one after another.
             self.pages.untake_uncontinuable(request)
         state = self._fills.next_state(request)
         if state is State.PREFILLING:
