@@ -112,9 +112,12 @@ def test_slots_that_had_images_then_have_text(case: Case) -> None:
 
 
 def test_preempted_requests_go_on(case: Case) -> None:
-    """Pages for hardly two requests: some are preempted, and compute their images' pages anew."""
+    """There is room for the first three prompts, and not for their answers: some requests are
+    preempted, and compute their images' pages anew.
+    """
     prompts = [case.prompt(2) for _ in range(5)]
-    num_pages = 2 * ((max(len(prompt.ids) for prompt in prompts) + 60) // 16 + 1) + 2
+    pages = [-(-len(prompt.ids) // 16) for prompt in prompts]
+    num_pages = max(sum(pages[:3]), max(pages)) + 5
     with engine(case.folder, num_pages=num_pages, prefix_cache=False) as llm:
         found = run(llm, prompts, StopCriteria(max_tokens=60, ignore_eos=True))
         assert llm.engine.scheduler.num_preemptions
