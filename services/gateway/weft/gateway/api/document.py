@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from google.api import annotations_pb2
+from google.protobuf.descriptor import ServiceDescriptor
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from weft.gateway.api.anthropic import answers as anthropic
@@ -64,6 +66,7 @@ from weft.gateway.api.trainer.bodies import (
 )
 from weft.gateway.api.trainer.token_answers import ContinuedAnswer, TokensAnswer
 from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTokensBody
+from weft.v1 import dialects_pb2
 
 _EVENTS, _LINES, _JSON = "text/event-stream", "application/x-ndjson", "application/json"
 _REF = "#/components/schemas/{name}"
@@ -74,10 +77,9 @@ Model = type[BaseModel]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path."""
+    """One rpc of a dialect, whose paths are those of the protos."""
 
-    method: str
-    path: str
+    rpc: str
     summary: str
     answer: Model
     body: Model | None = None
@@ -85,74 +87,75 @@ class Route:
     """Model of the messages of a streamed answer; None: it is never streamed."""
     event_kind: str = _EVENTS
     answer_kind: str = _JSON
-    is_alias: bool = False
-    """Whether the path also exists with the API's version in front."""
     query: tuple[str, ...] = ()
     """Names of its query parameters, all of them texts that may be absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The routes that share names of schemas and the shape of failures."""
+    """The routes of a service, which share names of schemas and the shape of failures."""
 
-    name: str
     failure: Model
+    service: ServiceDescriptor
     routes: Sequence[Route]
 
+    @property
+    def name(self) -> str:
+        return str(self.service.name).removesuffix("Service")
 
-_RESPONSE = "/v1/responses/{response_id}"
+    def paths_of(self, route: Route) -> list[tuple[str, str]]:
+        """Methods, such as `get`, and paths of a route."""
+        rule = self.service.methods_by_name[route.rpc].GetOptions().Extensions[annotations_pb2.http]
+        bindings = [(one.WhichOneof("pattern"), one) for one in (rule, *rule.additional_bindings)]
+        return [(method, getattr(one, method)) for method, one in bindings]
+
+
 _DIALECTS = (
     Dialect(
-        "Responses",
         ErrorAnswer,
+        dialects_pb2.DESCRIPTOR.services_by_name["ResponsesService"],
         (
             Route(
-                "post",
-                "/v1/responses",
+                "CreateResponse",
                 "Answers a conversation, given as items or continued.",
                 responses.ResponseAnswer,
                 ResponsesBody,
                 responses.ResponseEvent,
             ),
-            Route("get", _RESPONSE, "Returns a stored response.", responses.ResponseAnswer),
+            Route("RetrieveResponse", "Returns a stored response.", responses.ResponseAnswer),
             Route(
-                "get",
-                f"{_RESPONSE}/input_items",
+                "ListInputItems",
                 "Lists the items that a stored response answered.",
                 responses.ItemsAnswer,
                 query=("after", "limit", "order"),
             ),
             Route(
-                "post",
-                "/v1/responses/input_tokens",
+                "CountInputTokens",
                 "Counts the tokens of a conversation.",
                 responses.CountAnswer,
                 ResponsesBody,
             ),
-            Route("delete", _RESPONSE, "Forgets a stored response.", responses.DeletedAnswer),
+            Route("DeleteResponse", "Forgets a stored response.", responses.DeletedAnswer),
             Route(
-                "post",
-                f"{_RESPONSE}/cancel",
+                "CancelResponse",
                 "Ends a response that is being generated.",
                 responses.ResponseAnswer,
             ),
         ),
     ),
     Dialect(
-        "Anthropic",
         anthropic.ErrorAnswer,
+        dialects_pb2.DESCRIPTOR.services_by_name["AnthropicService"],
         (
             Route(
-                "post",
-                "/v1/messages",
+                "CreateMessage",
                 "Answers a conversation, as Anthropic's API does.",
                 anthropic.MessageAnswer,
                 MessagesBody,
                 anthropic.MessageEvent,
             ),
             Route(
-                "post",
-                "/v1/messages/count_tokens",
+                "CountTokens",
                 "Counts the tokens of a conversation.",
                 anthropic.CountAnswer,
                 CountTokensBody,
@@ -160,12 +163,11 @@ _DIALECTS = (
         ),
     ),
     Dialect(
-        "Ollama",
         ollama.ErrorAnswer,
+        dialects_pb2.DESCRIPTOR.services_by_name["OllamaService"],
         (
             Route(
-                "post",
-                "/api/chat",
+                "Chat",
                 "Answers a conversation, as Ollama does.",
                 ollama.ChatAnswer,
                 ChatBody,
@@ -173,82 +175,54 @@ _DIALECTS = (
                 _LINES,
             ),
             Route(
-                "post",
-                "/api/generate",
+                "Generate",
                 "Answers one prompt, or continues a text.",
                 ollama.GenerateAnswer,
                 GenerateBody,
                 ollama.GenerateAnswer,
                 _LINES,
             ),
-            Route("post", "/api/embed", "Turns texts into vectors.", ollama.EmbedAnswer, EmbedBody),
+            Route("Embed", "Turns texts into vectors.", ollama.EmbedAnswer, EmbedBody),
             Route(
-                "post",
-                "/api/embeddings",
+                "EmbedPrompt",
                 "Turns a text into a vector.",
                 ollama.EmbeddingsAnswer,
                 EmbedPromptBody,
             ),
-            Route("get", "/api/tags", "Lists the served models.", ollama.ModelsAnswer),
-            Route("get", "/api/ps", "Lists the models that are ready.", ollama.ModelsAnswer),
-            Route("post", "/api/show", "Describes a model.", ollama.ShowAnswer, ShowBody),
-            Route("get", "/api/version", "This server's version.", ollama.VersionAnswer),
+            Route("ListTags", "Lists the served models.", ollama.ModelsAnswer),
+            Route("ListRunning", "Lists the models that are ready.", ollama.ModelsAnswer),
+            Route("ShowModel", "Describes a model.", ollama.ShowAnswer, ShowBody),
+            Route("GetVersion", "This server's version.", ollama.VersionAnswer),
         ),
     ),
     Dialect(
-        "Pooling",
         ErrorAnswer,
+        dialects_pb2.DESCRIPTOR.services_by_name["PoolingService"],
         (
             Route(
-                "post",
-                "/v1/embeddings",
+                "CreateEmbeddings",
                 "Turns texts into vectors.",
                 pooling.EmbeddingsAnswer,
                 EmbeddingsBody,
             ),
             Route(
-                "post",
-                "/v2/embed",
+                "EmbedTexts",
                 "Turns texts into vectors, as Cohere's API has it.",
                 pooling.CohereEmbedAnswer,
                 CohereEmbedBody,
             ),
-            *(
-                Route(
-                    "post",
-                    path,
-                    "Orders documents by their relevance to a query.",
-                    pooling.RerankAnswer,
-                    RerankBody,
-                    is_alias=path == "/rerank",
-                )
-                for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+            Route(
+                "RerankDocuments",
+                "Orders documents by their relevance to a query.",
+                pooling.RerankAnswer,
+                RerankBody,
             ),
-            *(
-                Route(
-                    "post",
-                    path,
-                    "Scores pairs of texts.",
-                    pooling.ScoreAnswer,
-                    ScoreBody,
-                    is_alias=path == "/score",
-                )
-                for path in ("/v1/score", "/score")
-            ),
-            *(
-                Route(
-                    "post",
-                    path,
-                    "Gives the classes of texts.",
-                    pooling.ClassifyAnswer,
-                    ClassifyBody,
-                    is_alias=path == "/classify",
-                )
-                for path in ("/v1/classify", "/classify")
+            Route("ScorePairs", "Scores pairs of texts.", pooling.ScoreAnswer, ScoreBody),
+            Route(
+                "ClassifyTexts", "Gives the classes of texts.", pooling.ClassifyAnswer, ClassifyBody
             ),
             Route(
-                "post",
-                "/pooling",
+                "PoolTexts",
                 "Gives what the model makes of texts.",
                 pooling.PoolingAnswer,
                 PoolingBody,
@@ -256,57 +230,52 @@ _DIALECTS = (
         ),
     ),
     Dialect(
-        "Server",
         ErrorAnswer,
+        dialects_pb2.DESCRIPTOR.services_by_name["ServerService"],
         (
-            Route("get", "/version", "This server's version.", server.VersionAnswer),
-            Route("get", "/ping", "200 when requests can be served.", server.PingAnswer),
-            Route("post", "/ping", "200 when requests can be served.", server.PingAnswer),
+            Route("ShowVersion", "This server's version.", server.VersionAnswer),
+            Route("Ping", "200 when requests can be served.", server.PingAnswer),
             Route(
-                "get",
-                "/health_generate",
-                "200 once every model has generated a token.",
-                server.HealthAnswer,
+                "HealthGenerate", "200 once every model has generated a token.", server.HealthAnswer
             ),
             Route(
-                "get",
-                "/tokenizer_info",
+                "TokenizerInfo",
                 "Describes a model's tokenizer.",
                 server.TokenizerAnswer,
                 query=("model",),
             ),
             Route(
-                "post",
-                "/start_profile",
+                "StartProfile",
                 "Begins a profile of all workers, for operators.",
                 server.ProfileAnswer,
                 ProfileBody,
             ),
             Route(
-                "post",
-                "/stop_profile",
+                "StopProfile",
                 "Ends the profile, for operators.",
                 server.ProfileAnswer,
                 StopProfileBody,
             ),
-            *(
-                Route(method, f"/{action}_expert_distribution_record", text, server.ExpertsAnswer)
-                for action, text in (
-                    ("start", "Counts anew what experts tokens choose, for operators."),
-                    ("stop", "Counts experts no longer, for operators."),
-                    ("dump", "Tells what was counted of experts, for operators."),
-                )
-                for method in ("get", "post")
+            Route(
+                "StartExpertRecord",
+                "Counts anew what experts tokens choose, for operators.",
+                server.ExpertsAnswer,
             ),
             Route(
-                "post",
-                "/balance_experts",
+                "StopExpertRecord", "Counts experts no longer, for operators.", server.ExpertsAnswer
+            ),
+            Route(
+                "DumpExpertRecord",
+                "Tells what was counted of experts, for operators.",
+                server.ExpertsAnswer,
+            ),
+            Route(
+                "BalanceExperts",
                 "Divides experts among ranks by what was counted, for operators.",
                 server.ExpertsAnswer,
             ),
             Route(
-                "get",
-                "/metrics",
+                "Metrics",
                 "The gateway's metrics, if its settings allow it.",
                 server.MetricsAnswer,
                 answer_kind="text/plain",
@@ -314,209 +283,167 @@ _DIALECTS = (
         ),
     ),
     Dialect(
-        "Trainer",
         ErrorAnswer,
+        dialects_pb2.DESCRIPTOR.services_by_name["TrainerService"],
         (
             Route(
-                "post",
-                "/pause",
+                "PauseWorkers",
                 "Pauses all workers, for trainers.",
                 TrainerAnswer,
                 query=("mode", "clear_cache"),
             ),
-            Route("post", "/resume", "Ends a pause, for trainers.", TrainerAnswer),
-            Route("get", "/is_paused", "Tells whether a worker is paused.", PausedAnswer),
+            Route("ResumeWorkers", "Ends a pause, for trainers.", TrainerAnswer),
+            Route("IsPaused", "Tells whether a worker is paused.", PausedAnswer),
             Route(
-                "post",
-                "/pause_generation",
+                "PauseGeneration",
                 "Pauses all workers, as SGLang has it.",
                 TrainerAnswer,
                 PauseGenerationBody,
             ),
             Route(
-                "post",
-                "/continue_generation",
+                "ContinueGeneration",
                 "Ends a pause, as SGLang has it.",
                 TrainerAnswer,
                 ContinueGenerationBody,
             ),
             Route(
-                "post",
-                "/update_weights_from_disk",
+                "UpdateWeightsFromDisk",
                 "Changes the weights of all workers.",
                 TrainerAnswer,
                 UpdateFromDiskBody,
             ),
             Route(
-                "post",
-                "/init_weights_update_group",
+                "InitWeightsUpdateGroup",
                 "Joins a trainer's process group, as SGLang has it.",
                 TrainerAnswer,
                 InitGroupBody,
             ),
             Route(
-                "post",
-                "/destroy_weights_update_group",
+                "DestroyWeightsUpdateGroup",
                 "Leaves a trainer's process group, as SGLang has it.",
                 TrainerAnswer,
                 DestroyGroupBody,
             ),
             Route(
-                "post",
-                "/begin_weight_update",
+                "BeginWeightUpdate",
                 "Begins an update that a group brings, as SGLang has it.",
                 TrainerAnswer,
                 BeginUpdateBody,
             ),
             Route(
-                "post",
-                "/update_weights_from_distributed",
+                "UpdateWeightsFromDistributed",
                 "Receives tensors from a group, as SGLang has it.",
                 TrainerAnswer,
                 UpdateFromDistributedBody,
             ),
             Route(
-                "post",
-                "/end_weight_update",
-                "Ends an update, as SGLang has it.",
-                TrainerAnswer,
-                EndUpdateBody,
+                "EndWeightUpdate", "Ends an update, as SGLang has it.", TrainerAnswer, EndUpdateBody
             ),
             Route(
-                "post",
-                "/update_weights_from_tensor",
+                "UpdateWeightsFromTensor",
                 "Takes tensors that a trainer on the workers' machine lends.",
                 TrainerAnswer,
                 UpdateFromTensorBody,
             ),
             Route(
-                "post",
-                "/update_weights_from_peer",
+                "UpdateWeightsFromPeer",
                 "Copies the weights of one of the mesh's workers to the others of its model.",
                 TrainerAnswer,
                 UpdateFromPeerBody,
             ),
             Route(
-                "post",
-                "/update_weights_from_ipc",
+                "UpdateWeightsFromIpc",
                 "Refused: its handles are pickled.",
                 TrainerAnswer,
                 PickledBody,
             ),
             Route(
-                "post",
-                "/init_weight_transfer_engine",
+                "InitWeightTransferEngine",
                 "Joins a trainer's process group, as vLLM has it.",
                 TrainerAnswer,
                 InitTransferBody,
             ),
             Route(
-                "post",
-                "/start_weight_update",
+                "StartWeightUpdate",
                 "Begins an update that a group brings, as vLLM has it.",
                 TrainerAnswer,
                 StartUpdateBody,
             ),
             Route(
-                "post",
-                "/update_weights",
+                "UpdateWeights",
                 "Receives tensors from the group, as vLLM has it.",
                 TrainerAnswer,
                 UpdateBody,
             ),
             Route(
-                "post",
-                "/finish_weight_update",
+                "FinishWeightUpdate",
                 "Ends an update, as vLLM has it.",
                 TrainerAnswer,
                 FinishUpdateBody,
             ),
             Route(
-                "post",
-                "/shutdown_weight_transfer_engine",
+                "ShutdownWeightTransferEngine",
                 "Leaves the group, as vLLM has it.",
                 TrainerAnswer,
                 NoBody,
             ),
             Route(
-                "post",
-                "/abort_request",
+                "AbortRequests",
                 "Ends all requests of all workers, as SGLang has it.",
                 TrainerAnswer,
                 AbortRequestsBody,
             ),
             Route(
-                "get",
-                "/v1/loads",
+                "ShowLoads",
                 "Counts the requests of each worker, as SGLang has it.",
                 LoadsAnswer,
                 query=("include",),
             ),
             Route(
-                "get",
-                "/get_world_size",
+                "GetWorldSize",
                 "Counts the ranks of all workers, for trainers.",
                 WorldSizeAnswer,
                 query=("include_dp",),
             ),
+            Route("GetWeightVersion", "Names the version that all workers serve.", VersionAnswer),
             Route(
-                "get",
-                "/get_weight_version",
-                "Names the version that all workers serve.",
-                VersionAnswer,
-            ),
-            Route(
-                "post",
-                "/sleep",
+                "SleepWorkers",
                 "All workers give memory back.",
                 TrainerAnswer,
                 query=("level", "mode", "tags"),
             ),
-            Route("post", "/wake_up", "All workers wake.", TrainerAnswer, query=("tags",)),
-            Route("get", "/is_sleeping", "Tells whether a worker sleeps.", SleepingAnswer),
+            Route("WakeWorkers", "All workers wake.", TrainerAnswer, query=("tags",)),
+            Route("IsSleeping", "Tells whether a worker sleeps.", SleepingAnswer),
             Route(
-                "post",
-                "/release_memory_occupation",
+                "ReleaseMemory",
                 "All workers give memory back, as SGLang has it.",
                 TrainerAnswer,
                 MemoryBody,
             ),
+            Route("ResumeMemory", "All workers wake, as SGLang has it.", TrainerAnswer, MemoryBody),
+            Route("FlushCache", "Drops cached pages.", FlushedAnswer),
             Route(
-                "post",
-                "/resume_memory_occupation",
-                "All workers wake, as SGLang has it.",
-                TrainerAnswer,
-                MemoryBody,
-            ),
-            Route("post", "/flush_cache", "Drops cached pages.", FlushedAnswer),
-            Route("get", "/flush_cache", "Drops cached pages.", FlushedAnswer),
-            Route("post", "/reset_prefix_cache", "Drops cached pages.", FlushedAnswer),
-            Route(
-                "post",
-                "/weights_checker",
+                "CheckWeights",
                 "Gives digests of what the workers have in memory.",
                 TrainerAnswer,
                 CheckWeightsBody,
             ),
             Route(
-                "post",
-                "/generate",
+                "GenerateTokens",
                 "Continues texts or tokens, as SGLang has it.",
                 TokensAnswer,
                 GenerateTokensBody,
                 TokensAnswer,
             ),
             Route(
-                "post",
-                "/inference/v1/generate",
+                "ContinueTokens",
                 "Continues tokens, as vLLM has it.",
                 ContinuedAnswer,
                 ContinueTokensBody,
                 ContinuedAnswer,
             ),
             Route(
-                "get",
-                "/server_info",
+                "ShowServer",
                 "Tells which weights each worker serves, for trainers.",
                 ServerInfoAnswer,
                 query=("config_format",),
@@ -536,26 +463,27 @@ def dialect_paths() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
             modes += [(one, "serialization") for one in (route.answer, route.event) if one]
             if route.body is not None:
                 modes.append((route.body, "validation"))
-            paths.setdefault(route.path, {})[route.method] = _operation(dialect, route)
+            for method, path in dialect.paths_of(route):
+                paths.setdefault(path, {})[method] = _operation(dialect, route, method, path)
         template = _REF.format(name=f"{dialect.name}.{{model}}")
         _, made = models_json_schema(list(dict.fromkeys(modes)), ref_template=template)
         schemas |= {f"{dialect.name}.{name}": value for name, value in made["$defs"].items()}
     return paths, schemas
 
 
-def _operation(dialect: Dialect, route: Route) -> dict[str, Any]:
+def _operation(dialect: Dialect, route: Route, method: str, path: str) -> dict[str, Any]:
     def content(model: Model, kind: str = _JSON) -> dict[str, Any]:
         return {kind: {"schema": {"$ref": _REF.format(name=f"{dialect.name}.{model.__name__}")}}}
 
     answers = content(route.answer, route.answer_kind)
     if route.event is not None:
         answers |= content(route.event, route.event_kind)
-    words = [word.strip("{}") for word in route.path.replace("/v1", "").split("/") if word]
-    if route.is_alias:
+    words = [word.strip("{}") for word in path.replace("/v1", "").split("/") if word]
+    if (method, f"/v1{path}") in dialect.paths_of(route):
         words.insert(0, "alias")
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "operationId": "_".join([route.method, *words]),
+        "operationId": "_".join([method, *words]),
         "responses": {
             "200": {"description": "Success.", "content": answers},
             "default": {"description": "Failure.", "content": content(dialect.failure)},
@@ -565,8 +493,7 @@ def _operation(dialect: Dialect, route: Route) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": content(route.body)}
     text = {"schema": {"type": "string"}}
     parameters = [
-        {"name": name, "in": "path", "required": True, **text}
-        for name in _PARAMETER.findall(route.path)
+        {"name": name, "in": "path", "required": True, **text} for name in _PARAMETER.findall(path)
     ]
     parameters += [{"name": name, "in": "query", **text} for name in route.query]
     if parameters:
