@@ -1,9 +1,9 @@
-"""The part of the OpenAPI document that describes the dialects."""
+"""The routes of the dialects beside OpenAI's, and what an OpenAPI document says of routes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ from weft.gateway.api.trainer.token_bodies import ContinueTokensBody, GenerateTo
 from weft.v1 import dialects_pb2
 
 _EVENTS, _LINES, _JSON = "text/event-stream", "application/x-ndjson", "application/json"
-_REF = "#/components/schemas/{name}"
+_REF = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
 Model = type[BaseModel]
@@ -87,6 +87,9 @@ class Route:
     """Model of the messages of a streamed answer; None: it is never streamed."""
     event_kind: str = _EVENTS
     answer_kind: str = _JSON
+    body_kind: str = _JSON
+    has_text: bool = False
+    """Whether the answer may also be plain text."""
     query: tuple[str, ...] = ()
     """Names of its query parameters, all of them texts that may be absent."""
 
@@ -100,17 +103,22 @@ class Dialect:
     routes: Sequence[Route]
 
     @property
-    def name(self) -> str:
-        return str(self.service.name).removesuffix("Service")
+    def schema_ref(self) -> str:
+        """Reference to the schema of a `model`. Names of other dialects' schemas than OpenAI's
+        begin with the dialect's.
+        """
+        name = str(self.service.name).removesuffix("Service")
+        return _REF + ("{model}" if name == "OpenAI" else f"{name}.{{model}}")
 
     def paths_of(self, route: Route) -> list[tuple[str, str]]:
         """Methods, such as `get`, and paths of a route."""
         rule = self.service.methods_by_name[route.rpc].GetOptions().Extensions[annotations_pb2.http]
         bindings = [(one.WhichOneof("pattern"), one) for one in (rule, *rule.additional_bindings)]
-        return [(method, getattr(one, method)) for method, one in bindings]
+        # A parameter may be of several parts of a path.
+        return [(method, getattr(one, method).replace("=**", "")) for method, one in bindings]
 
 
-_DIALECTS = (
+DIALECTS = (
     Dialect(
         ErrorAnswer,
         dialects_pb2.DESCRIPTOR.services_by_name["ResponsesService"],
@@ -453,11 +461,13 @@ _DIALECTS = (
 )
 
 
-def dialect_paths() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The paths of all dialects, and the schemas that they refer to."""
+def dialect_paths(
+    dialects: Iterable[Dialect],
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The paths of dialects, and the schemas that they refer to."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {}
-    for dialect in _DIALECTS:
+    for dialect in dialects:
         modes: list[tuple[Model, JsonSchemaMode]] = [(dialect.failure, "serialization")]
         for route in dialect.routes:
             modes += [(one, "serialization") for one in (route.answer, route.event) if one]
@@ -465,19 +475,22 @@ def dialect_paths() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
                 modes.append((route.body, "validation"))
             for method, path in dialect.paths_of(route):
                 paths.setdefault(path, {})[method] = _operation(dialect, route, method, path)
-        template = _REF.format(name=f"{dialect.name}.{{model}}")
-        _, made = models_json_schema(list(dict.fromkeys(modes)), ref_template=template)
-        schemas |= {f"{dialect.name}.{name}": value for name, value in made["$defs"].items()}
+        _, made = models_json_schema(list(dict.fromkeys(modes)), ref_template=dialect.schema_ref)
+        prefix = dialect.schema_ref.format(model="").removeprefix(_REF)
+        schemas |= {f"{prefix}{name}": value for name, value in made["$defs"].items()}
     return paths, schemas
 
 
 def _operation(dialect: Dialect, route: Route, method: str, path: str) -> dict[str, Any]:
     def content(model: Model, kind: str = _JSON) -> dict[str, Any]:
-        return {kind: {"schema": {"$ref": _REF.format(name=f"{dialect.name}.{model.__name__}")}}}
+        return {kind: {"schema": {"$ref": dialect.schema_ref.format(model=model.__name__)}}}
 
     answers = content(route.answer, route.answer_kind)
     if route.event is not None:
         answers |= content(route.event, route.event_kind)
+    text = {"schema": {"type": "string"}}
+    if route.has_text:
+        answers["text/plain"] = text
     words = [word.strip("{}") for word in path.replace("/v1", "").split("/") if word]
     if (method, f"/v1{path}") in dialect.paths_of(route):
         words.insert(0, "alias")
@@ -490,8 +503,10 @@ def _operation(dialect: Dialect, route: Route, method: str, path: str) -> dict[s
         },
     }
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": content(route.body)}
-    text = {"schema": {"type": "string"}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": content(route.body, route.body_kind),
+        }
     parameters = [
         {"name": name, "in": "path", "required": True, **text} for name in _PARAMETER.findall(path)
     ]

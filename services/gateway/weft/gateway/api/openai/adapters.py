@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from weft.common.adapters.manifest import Entry
 from weft.contract.errors import WeftError
 from weft.gateway.adapters.manager import LoadOrder
@@ -58,21 +58,6 @@ BOUNDS: Bounds = {
     "UnloadAdapterBody": {"lora_name": _NAME},
 }
 """Keywords of JSON schema by body and field, as in `weft.gateway.api.openai.bounds`."""
-POSTS: Mapping[str, tuple[str, type[BaseModel], type[BaseModel], None]] = {
-    "/v1/load_lora_adapter": (
-        "Loads a LoRA adapter on all workers.",
-        LoadAdapterBody,
-        AdapterAnswer,
-        None,
-    ),
-    "/v1/unload_lora_adapter": (
-        "Takes a LoRA adapter away.",
-        UnloadAdapterBody,
-        AdapterAnswer,
-        None,
-    ),
-}
-"""The calls, for the OpenAPI document."""
 
 
 def load_order(body: LoadAdapterBody) -> LoadOrder:
