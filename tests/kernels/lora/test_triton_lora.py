@@ -50,7 +50,7 @@ def check(
     if hasattr(module, "add_lora"):
         module.add_lora(out, x, added)
     else:
-        add_by(module, out, x, added, {"IS_DEPENDENT": False})
+        add_by(module, out, x, added, {})
     for case in cases:
         exact = case.add(exact, x.double(), slots, 0)
         peer = case.add(peer, x, slots, 0)
@@ -135,7 +135,7 @@ def test_sums_of_gate_and_up_before_the_activation(monkeypatch: pytest.MonkeyPat
     cases = parts_of((inner, inner), 24, torch.float32)
     x, both = torch.randn(21, 24), torch.randn(21, 2 * inner)
     added = LoraAddition(tuple(c.weights for c in cases), 0, segments_of(slots))
-    options = {"IS_DEPENDENT": False}
+    options = {}
     ranks = lora_shrink.shrink_tiles(x, added, options)
     out = lora_tiles.expand_tiles_silu(both, ranks, added, options).out
     exact, peer = both.double(), both.clone()

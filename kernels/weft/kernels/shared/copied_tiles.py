@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
-from weft.kernels.shared.dependent_launch import is_dependent
+from weft.kernels.shared.sm90 import is_sm90
 
 _ALIGNMENT_BYTES = 16
 
@@ -15,7 +15,7 @@ def can_copy(matrix: torch.Tensor) -> bool:
     """Whether the GPU has such an engine that can fetch tiles of `matrix`, [rows, columns]."""
     itemsize = matrix.dtype.itemsize
     return (
-        is_dependent(matrix.device)
+        is_sm90(matrix.device)
         and itemsize <= 2
         and matrix.numel() > 0
         and matrix.stride(1) == 1

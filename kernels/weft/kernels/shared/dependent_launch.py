@@ -11,7 +11,6 @@ since the next kernel waits for this launch only.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,9 +18,10 @@ from contextvars import ContextVar
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.shared.sm90 import is_sm90, on_sm90
 
 LaunchOptions = dict[str, bool]
-"""Keyword arguments of a launch, for the kernel and for Triton."""
+"""Keyword arguments of a launch, for Triton."""
 
 _are_ordinary: ContextVar[bool] = ContextVar("are_ordinary", default=False)
 
@@ -36,32 +36,27 @@ def ordinary_launches() -> Iterator[None]:
         _are_ordinary.reset(token)
 
 
-@functools.cache
-def is_dependent(device: torch.device) -> bool:
-    """Whether kernels on this device use dependent launches."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def launch_options(device: torch.device, *, is_alone: bool = False) -> LaunchOptions:
     """Launch options of a kernel that starts while its predecessor ends.
 
     `is_alone`: the kernel begins only after its predecessor has ended; the next one may still begin
     early.
     """
-    if _are_ordinary.get() or not is_dependent(device):
-        return {"IS_DEPENDENT": False}
-    return {"IS_DEPENDENT": True} if is_alone else {"IS_DEPENDENT": True, "launch_pdl": True}
+    is_ordinary = is_alone or _are_ordinary.get() or not is_sm90(device)
+    return {} if is_ordinary else {"launch_pdl": True}
 
 
 @triton.jit
-def wait_for_last(IS_DEPENDENT: tl.constexpr) -> None:
-    """Returns once all earlier launches are complete."""
-    if IS_DEPENDENT:
+def wait_for_last() -> None:
+    """Returns once all earlier launches are complete, at once if the launch was not dependent."""
+    if on_sm90():
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def release_next(IS_DEPENDENT: tl.constexpr) -> None:
-    """Lets the next kernel start as soon as all programs of this one are running."""
-    if IS_DEPENDENT:
+def release_next() -> None:
+    """Lets the next kernel, if it is launched as dependent, start as soon as all programs of this
+    one are running.
+    """
+    if on_sm90():
         tl.extra.cuda.gdc_launch_dependents()

@@ -28,11 +28,10 @@ def _silu_and_mul_kernel(
     out: tl.tensor,
     x: tl.tensor,
     width: int,
-    IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -285,7 +285,6 @@ def _decode_kernel(
     table_stride: int,
     splits: int,
     earlier_rows: int,
-    IS_DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     IS_EARLY: tl.constexpr,
@@ -302,9 +301,9 @@ def _decode_kernel(
     BLOCK_DIM: tl.constexpr = FORM.block_dim
     PAGE_SIZE: tl.constexpr = FORM.page_size
     TILE: tl.constexpr = FORM.tile
-    release_next(IS_DEPENDENT)
+    release_next()
     if not IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
@@ -345,7 +344,7 @@ def _decode_kernel(
         first_keys = tl.load(k_at, mask=is_old, other=0.0)
         first_values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_old, other=0.0)
     if IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     if (q_len <= block) | (q_len > ROWS):
         return
     if IS_SPLIT & (begin >= end):
@@ -406,8 +405,8 @@ def _decode_kernel(
             k_scales = tl.load(scale_at, mask=is_seen, other=0.0) * unit_of_query
             to_v: tl.constexpr = PAGE_SIZE * (DIM + MORE) // MORE
             v_scales = tl.load(scale_at + to_v, mask=is_seen, other=0.0)
-            keys = widened(keys, query.dtype, FORM.is_native)
-            values = widened(values, query.dtype, FORM.is_native, True)
+            keys = widened(keys, query.dtype)
+            values = widened(values, query.dtype, True)
         largest, total, shrink, weights = _weigh_keys(
             largest, total, query, keys, k_scales, position, is_seen, scale, start, last_seen,
             at, words, root, IS_SUMMED, IS_ALIKE, ROWS, FORM,
@@ -536,7 +535,6 @@ def _merge_kernel(
     splits: int,
     heads: int,
     requests: int,
-    IS_DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
@@ -546,9 +544,9 @@ def _merge_kernel(
 ) -> None:
     DIM: tl.constexpr = FORM.dim
     TILE: tl.constexpr = FORM.tile
-    release_next(IS_DEPENDENT)
+    release_next()
     if not IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     if IS_BY_TOKEN:
         request = request_of(tl.program_id(0), cu_q_lens, requests)
         member = tl.program_id(0) - tl.load(cu_q_lens + request)
@@ -564,7 +562,7 @@ def _merge_kernel(
         row += member
     kv_len = _context(tl.load(kv_lens + request), FORM)
     if IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     if (q_len > ROWS) | (member >= q_len):
         return
     # The splits that had positions to walk, as in _decode_kernel.

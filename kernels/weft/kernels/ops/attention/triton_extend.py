@@ -192,7 +192,6 @@ def _extend_kernel(
     requests: int,
     most_several: int,
     tokens: int,
-    IS_DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
     MIN_ROWS: tl.constexpr,
@@ -201,8 +200,8 @@ def _extend_kernel(
     BLOCK_DIM: tl.constexpr = FORM.block_dim
     PAGE_SIZE: tl.constexpr = FORM.page_size
     TILE: tl.constexpr = FORM.tile
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     head = tl.program_id(0)
     index, request = several_rows(
         tl.program_id(1), cu_q_lens, requests, first_several, most_several, ROWS

@@ -126,7 +126,6 @@ def _fixed_kernel(
     table_stride: int,
     requests: int,
     segments: int,
-    IS_DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -139,8 +138,8 @@ def _fixed_kernel(
     DIM: tl.constexpr = FORM.dim
     BLOCK_DIM: tl.constexpr = FORM.block_dim
     TILE: tl.constexpr = FORM.tile
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     kv_head = tl.program_id(0)
     index = tl.program_id(1)
     Q_ROWS: tl.constexpr = ROWS // GROUP
@@ -237,13 +236,12 @@ def _merge_kernel(
     sinks: tl.tensor,
     scale: float,
     segments: int,
-    IS_DEPENDENT: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
     """The segments of one row for one head, merged as _fixed_kernel merges them."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     column = tl.arange(0, BLOCK_DIM)
     in_dim = column < DIM

@@ -151,15 +151,14 @@ def _merge_kernel(
     most_several: int,
     tokens: int,
     most_parts: int,
-    IS_DEPENDENT: tl.constexpr,
     MIN_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
     """Merges up to ROWS rows of one request, for one head."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     head, heads = tl.program_id(0), tl.num_programs(0)
     index, request = several_rows(
         tl.program_id(1), cu_q_lens, requests, first_several, most_several, ROWS

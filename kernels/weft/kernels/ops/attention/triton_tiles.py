@@ -14,7 +14,6 @@ from weft.kernels.ops.pages.triton_entries import (
     weights_in_units,
     widened,
 )
-from weft.kernels.shared.dependent_launch import is_dependent
 from weft.kernels.shared.launch_sizes import block_dim
 from weft.kernels.shared.softmax import capped, weigh_tile
 
@@ -43,8 +42,6 @@ class AttentionForm(NamedTuple):
     first_position: int
     is_fused: bool
     """Whether weights take one instruction a score (`weigh_tile`)."""
-    is_native: bool
-    """Whether the device converts 8 bits in hardware: compute capability 9.0 or above."""
 
     @classmethod
     def of(
@@ -57,7 +54,6 @@ class AttentionForm(NamedTuple):
             kv_heads, heads // kv_heads, dim, block_dim(dim), pool.shape[2], pool.shape[4],
             pool.stride(0), tile, spec.window or 0, spec.is_chunked,
             (spec.softcap or 0.0) / spec.scale, spec.first_position, is_fused,
-            is_dependent(q.device),
         )  # fmt: skip
 
 
@@ -200,8 +196,8 @@ def _attend_in_units(
     else:
         keys = tl.load(k_at)
         values = tl.load(k_at + OF_ROWS)
-    keys = widened(keys, query.dtype, FORM.is_native)
-    values = widened(values, query.dtype, FORM.is_native, True)
+    keys = widened(keys, query.dtype)
+    values = widened(values, query.dtype, True)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     scores = capped(scores * (k_scales * unit_of_query)[None, :], FORM.softcap)
     if IS_PARTIAL:

@@ -105,17 +105,16 @@ def _join_kernel(
     requests: int,
     width: int,
     eps: float,
-    IS_DEPENDENT: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < width
     input_gain = tl.load(input_norm + column, mask=mask, other=0.0).to(tl.float32)
     hidden_gain = tl.load(hidden_norm + column, mask=mask, other=0.0).to(tl.float32)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     at = row.to(tl.int64) * width + column
     token = tl.load(token_ids + row)
     embedded = tl.load(embedding + token * width + column, mask=mask, other=0.0).to(tl.float32)
@@ -166,11 +165,10 @@ def _keep_kernel(
     cu_q_lens: tl.tensor,
     request_slots: tl.tensor,
     width: int,
-    IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     request = tl.program_id(0)
     end = tl.load(cu_q_lens + request + 1)
     if end == tl.load(cu_q_lens + request):

@@ -124,7 +124,6 @@ def _encoder_kernel(
     k_stride: int,
     v_stride: int,
     requests: int,
-    IS_DEPENDENT: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -135,8 +134,8 @@ def _encoder_kernel(
     REACH: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     head = tl.program_id(0)
     index = tl.program_id(1)
     # Steps are captured for more requests than they have. Request r at the end without rows has one

@@ -57,10 +57,9 @@ def _norm_kernel(
     INNER: tl.constexpr,
     IS_SILU: tl.constexpr,
     GATES_FIRST: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     number = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     element = tl.arange(0, BLOCK)
     mask = (number < count)[:, None] & (element < WIDTH)[None]

@@ -75,11 +75,10 @@ def _largest_kernel(
     names: tl.tensor,
     stride: int,
     vocab_size: int,
-    IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     _, token = _largest(logits + row * stride, 0, vocab_size, BLOCK)
     tl.store(tokens + row, _name(token, token < 0, names))
@@ -92,11 +91,10 @@ def _largest_of_tile_kernel(
     logits: tl.tensor,
     stride: int,
     vocab_size: int,
-    IS_DEPENDENT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     best, token = _largest(logits + row * stride, tile * TILE, vocab_size, TILE)
@@ -112,11 +110,10 @@ def _largest_of_row_kernel(
     ids: tl.tensor,
     names: tl.tensor,
     tiles: int,
-    IS_DEPENDENT: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     token = tl.load(ids + row * tiles + tile, mask=tile < tiles, other=2147483647)

@@ -26,7 +26,6 @@ from weft.kernels.ops.pages.triton_entries import (
     widened,
 )
 from weft.kernels.shared.dependent_launch import (
-    is_dependent,
     launch_options,
     release_next,
     wait_for_last,
@@ -117,7 +116,6 @@ def _attend(
     _latent_kernel[(rows, blocks, parts)](
         out, partial, lse, q, pool, step.page_table, step.cu_q_lens, step.kv_lens, step.ancestors,
         requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0), parts,
-        IS_NATIVE=is_dependent(device),
         FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
         BLOCK_WIDTH=max(16, next_power_of_2(width)),
         BLOCK_REST=max(16, next_power_of_2(rest)),
@@ -153,7 +151,6 @@ def _write_scaled_kernel(
     row_stride: int,
     layer: int,
     page_stride: int,
-    IS_DEPENDENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
@@ -161,8 +158,8 @@ def _write_scaled_kernel(
     BLOCK_REST: tl.constexpr,
 ) -> None:
     """One row's vector."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0)
     place = tl.load(places + row)
     offset = (place % PAGE_SIZE).to(tl.int32)
@@ -217,8 +214,6 @@ def _latent_kernel(
     scale: float,
     page_stride: int,
     parts: int,
-    IS_DEPENDENT: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
     FIRST: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -234,8 +229,8 @@ def _latent_kernel(
     IS_EXACT: tl.constexpr,
 ) -> None:
     """HEADS heads of one row, for one part of the positions that the row sees."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0)
     request = tl.zeros([], tl.int32)
     for start in range(0, requests, REQUESTS):
@@ -295,8 +290,8 @@ def _latent_kernel(
             both = tl.load(scale_at.to(tl.pointer_type(tl.int32)), mask=exists, other=0)
             value_scale = (both << 16).to(tl.float32, bitcast=True)
             rest_scale = ((both >> 16) << 16).to(tl.float32, bitcast=True)
-            values = widened(values, asked.dtype, IS_NATIVE, True)
-            rest = widened(rest, asked.dtype, IS_NATIVE)
+            values = widened(values, asked.dtype, True)
+            rest = widened(rest, asked.dtype)
             scores = tl.dot(asked, tl.trans(values), input_precision="ieee")
             scores *= (value_scale * unit_of_asked)[None, :]
             of_rest = tl.dot(asked_rest, tl.trans(rest), input_precision="ieee")
@@ -351,14 +346,13 @@ def _merge_latents_kernel(
     all_sums: tl.tensor,
     heads: int,
     parts: int,
-    IS_DEPENDENT: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ) -> None:
     """Merges the parts of one head of one row."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     at = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
     part = tl.arange(0, BLOCK_PARTS)
     column = tl.arange(0, BLOCK_WIDTH)

@@ -148,13 +148,12 @@ def _in_floats_kernel(
     columns: int,
     width: int,
     stride: int,
-    IS_DEPENDENT: tl.constexpr,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """ROWS rows of a block of columns."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     HALF: tl.constexpr = FORM.half
     scales, offsets = weight.scales, weight.offsets
     block = tl.program_id(0)
@@ -171,13 +170,13 @@ def _in_floats_kernel(
     if weight.factors is not None:
         factor = tl.load(weight.factors + last)[:, None]
         words = tl.load(scales + at_scale)
-        lower, upper = unpacked_scaled(tile, words, out.dtype.element_ty, FORM.is_native)
+        lower, upper = unpacked_scaled(tile, words, out.dtype.element_ty)
         wide = (lower.to(tl.float32) * factor).to(out.dtype.element_ty)
         tl.store(at, wide, mask=is_row & (column < columns)[None, :])
         wide = (upper.to(tl.float32) * factor).to(out.dtype.element_ty)
         tl.store(at + HALF, wide, mask=is_in)
         return
-    lower, upper = unpacked(tile, out.dtype.element_ty, FORM.is_e2m1, FORM.is_native)
+    lower, upper = unpacked(tile, out.dtype.element_ty, FORM.is_e2m1)
     wide = _scaled(lower, scales, offsets, at_scale, FORM.is_e2m1)
     tl.store(at, wide.to(out.dtype.element_ty), mask=is_row & (column < columns)[None, :])
     if FORM.unit == HALF:

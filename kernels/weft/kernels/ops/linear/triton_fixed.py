@@ -109,14 +109,13 @@ def _fixed_linear_kernel(
     rows: int,
     columns: int,
     depth: int,
-    IS_DEPENDENT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row_tiles = tl.cdiv(rows, ROWS)
     per_group = GROUP * tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // per_group

@@ -16,6 +16,7 @@ from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Matrix, Int8Channels
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
+from weft.kernels.shared.sm90 import on_sm90
 
 MAX_ROWS = 2
 """Most rows; from three on, rounded rows and tensor cores are faster."""
@@ -119,7 +120,7 @@ def few_rows(
         COLUMNS=launch.columns,
         GROUPS=launch.groups,
         num_warps=launch.warps,
-        **scales.arguments(x.device),
+        **scales.arguments(),
         **launch_options(x.device),
     )
 
@@ -138,8 +139,6 @@ def _fp8_spread_kernel(
     rows: int,
     columns: int,
     scales: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -150,7 +149,7 @@ def _fp8_spread_kernel(
     """Each thread has elements of K in all of the program's columns; the threads' parts are summed
     at the end.
     """
-    release_next(IS_DEPENDENT)
+    release_next()
     STEP: tl.constexpr = GROUPS * GROUP
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -162,7 +161,7 @@ def _fp8_spread_kernel(
     # Eight numbers a thread, both of the weight and of the rows, so that neither moves between
     # threads.
     in_group = tl.arange(0, GROUP)
-    if IS_NATIVE:
+    if on_sm90():
         in_group = tl.max_contiguous(in_group, 8)
     part = group[:, None] * GROUP + in_group[None, :]
     row = tl.arange(0, ROWS)
@@ -177,7 +176,7 @@ def _fp8_spread_kernel(
         first = tl.program_id(0) * COLUMNS
         at_scale = scales + first // SCALE_ROWS * NUM_GROUPS
         at_scale_up = scales + (first + columns) // SCALE_ROWS * NUM_GROUPS
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     before = residual_of(residual, row, column, rows, columns, IS_GATED)
     spread, spread_second, spread_up, spread_second_up = 0.0, 0.0, 0.0, 0.0
     for start in tl.static_range(0, K, STEP):

@@ -78,14 +78,13 @@ def _fp8_rows_kernel(
     x: tl.tensor,
     rows: int,
     groups: int,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

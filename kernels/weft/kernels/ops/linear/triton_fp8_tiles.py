@@ -155,7 +155,6 @@ def _fp8_tiles_kernel(
     rows: int,
     whole_rows: int,
     columns: int,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -167,7 +166,7 @@ def _fp8_tiles_kernel(
     TOGETHER: tl.constexpr,
 ) -> None:
     """If programs share K, `out` is [SPLITS, M, N] float32 and receives each program's part."""
-    release_next(IS_DEPENDENT)
+    release_next()
     NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     OWN: tl.constexpr = ((K + TILE - 1) // TILE + SPLITS - 1) // SPLITS * TILE
     row_tiles = tl.cdiv(rows, ROWS)
@@ -190,7 +189,7 @@ def _fp8_tiles_kernel(
     if SCALE_ROWS > 0:
         at_scale = scales + first // SCALE_ROWS * NUM_GROUPS
         at_scale_up = scales + (first + columns) // SCALE_ROWS * NUM_GROUPS
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     if IS_TURNED:
         product = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.shared import dependent_launch
 from weft.kernels.shared.formats.quantised import (
     FP8_GROUP,
     Fp8Blocks,
@@ -16,11 +15,12 @@ from weft.kernels.shared.formats.quantised import (
     Fp8Matrix,
     Int8Channels,
 )
+from weft.kernels.shared.sm90 import on_sm90
 
 GROUP = tl.constexpr(FP8_GROUP)
 """Elements of K that share a scale where scales lie in blocks."""
 
-FOUR_TO_BFLOAT16 = tl.constexpr(
+_FOUR_TO_BFLOAT16 = tl.constexpr(
     """
     {
     .reg .b32 lower, upper, sign, power;
@@ -62,9 +62,8 @@ class WeightScales(NamedTuple):
             case Fp8Blocks(_, scales, rows) | Fp8Experts(_, scales, rows):
                 return cls(scales, rows)
 
-    def arguments(self, device: torch.device) -> dict[str, Any]:
-        is_native = dependent_launch.is_dependent(device)
-        return {"scales": self.scales, "SCALE_ROWS": self.rows, "IS_NATIVE": is_native}
+    def arguments(self) -> dict[str, Any]:
+        return {"scales": self.scales, "SCALE_ROWS": self.rows}
 
 
 def data_of(
@@ -74,25 +73,16 @@ def data_of(
     FP8.
     """
     if isinstance(weight, torch.Tensor):
-        return weight, {"scales": None, "SCALE_ROWS": 0, "IS_NATIVE": False}
-    return weight.data, WeightScales.of(weight).arguments(weight.data.device)
-
-
-def scaled_data(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[str, Any]]:
-    """`data_of` for kernels that do not convert numbers with their own instructions."""
-    data, scaling = data_of(weight)
-    return data, {name: scaling[name] for name in ("scales", "SCALE_ROWS")}
+        return weight, {"scales": None, "SCALE_ROWS": 0}
+    return weight.data, WeightScales.of(weight).arguments()
 
 
 @triton.jit
-def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.tensor:
-    """A tile of FP8 in the 16-bit floats `like`, without its scales; exact.
-
-    IS_NATIVE: the device has compute capability 9.0 or above.
-    """
-    if IS_NATIVE and like == tl.bfloat16:
+def widened(tile: tl.tensor, like: tl.constexpr) -> tl.tensor:
+    """A tile of FP8 in the 16-bit floats `like`, without its scales; exact."""
+    if on_sm90() and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
-            FOUR_TO_BFLOAT16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
+            _FOUR_TO_BFLOAT16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
         wide = tile.to(like)

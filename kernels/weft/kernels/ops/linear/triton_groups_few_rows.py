@@ -32,6 +32,7 @@ from weft.kernels.shared.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
+from weft.kernels.shared.sm90 import on_sm90
 
 MAX_ROWS = 2
 """Most rows; tensor cores are faster from three on."""
@@ -152,7 +153,6 @@ def _few_kernel(
     columns: int,
     own: int | None,
     width: int,
-    IS_DEPENDENT: tl.constexpr,
     GATING: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -171,9 +171,9 @@ def _few_kernel(
     that weights can be loaded while it still runs.
     """
     if not IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     # Released only now, since a settled kernel reads the ids before its own wait.
-    release_next(IS_DEPENDENT)
+    release_next()
     BLOCKS: tl.constexpr = (K + 2 * FORM.half - 1) // (2 * FORM.half)
     WORDS: tl.constexpr = FORM.half // 4
     weight_rows = columns * 2 if IS_GATED else columns
@@ -186,7 +186,7 @@ def _few_kernel(
         if own is not None:  # noqa: SIM102 - known when compiled, unlike the other
             if expert >= own:
                 if IS_SETTLED:
-                    wait_for_last(IS_DEPENDENT)
+                    wait_for_last()
                 return
         first_row = expert * weight_rows
         at_data, at_scale = begin_of_expert(expert, weight_rows, width, BLOCKS, FORM)
@@ -208,7 +208,7 @@ def _few_kernel(
         IS_GATED,
     )  # fmt: skip
     if IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
     for first in tl.static_range(0, BLOCKS, STEP):
@@ -330,7 +330,7 @@ def _numbers(tile: tl.tensor, FORM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]
     """
     if not FORM.is_e2m1:
         return tile & 0x0F0F0F0F, (tile >> 4) & 0x0F0F0F0F
-    if FORM.is_native:
+    if on_sm90():
         lower, upper = tl.inline_asm_elementwise(
             _E2M1_BYTES, "=&r,=&r,r", [tile], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
@@ -387,7 +387,6 @@ def _integers(
     """
     HALF: tl.constexpr = FORM.half
     WORDS: tl.constexpr = HALF // 4
-    IS_NATIVE: tl.constexpr = FORM.is_native
     word = block[:, None] * (2 * WORDS) + tl.arange(0, WORDS)[None, :]
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     at = row_at.to(tl.pointer_type(tl.int64)) + word
@@ -415,8 +414,8 @@ def _integers(
     h0, h1, h2, h3 = _rounded(h0 * up), _rounded(h1 * up), _rounded(h2 * up), _rounded(h3 * up)
     l0, l1, h0, h1 = _pair(l0, l1), _pair(l2, l3), _pair(h0, h1), _pair(h2, h3)
     ones = tl.full(l0.shape, 0x01010101, tl.int32)
-    sum_low = tl.sum(_by_thread(_dot(ones, l0, l1, 0, IS_NATIVE)), axis=2).to(tl.float32)
-    sum_high = tl.sum(_by_thread(_dot(ones, h0, h1, 0, IS_NATIVE)), axis=2).to(tl.float32)
+    sum_low = tl.sum(_by_thread(_dot(ones, l0, l1, 0)), axis=2).to(tl.float32)
+    sum_high = tl.sum(_by_thread(_dot(ones, h0, h1, 0)), axis=2).to(tl.float32)
     return l0, l1, h0, h1, down, sum_low, sum_high
 
 
@@ -484,23 +483,22 @@ def _sums(
     `numbers` are from `_numbers`, `values` from `_integers`, `given` from `stored_scales`.
     """
     IS_E2M1: tl.constexpr = FORM.is_e2m1
-    IS_NATIVE: tl.constexpr = FORM.is_native
     low, high = numbers
     l0, l1, h0, h1, x_scale, sum_low, sum_high = values
     scale, offset, scale_high, offset_high = given
     l0, l1, h0, h1 = l0[None, :, :], l1[None, :, :], h0[None, :, :], h1[None, :, :]
-    sums = _dot(low, l0, l1, 0, IS_NATIVE)
+    sums = _dot(low, l0, l1, 0)
     if IS_E2M1 and scale.dtype == tl.int32:
-        upper = _dot(high, h0, h1, 0, IS_NATIVE)
+        upper = _dot(high, h0, h1, 0)
         # The four scales of a word are those of two threads' lower and upper numbers.
         words = scale[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :]
         total = _shifted(sums, sum_low) * (0.5 * byte_scale(words))
         total += _shifted(upper, sum_high) * (0.5 * byte_scale(words >> 8))
     elif FORM.unit != FORM.half:
-        sums = _dot(high, h0, h1, sums, IS_NATIVE)
+        sums = _dot(high, h0, h1, sums)
         total = _finished(sums, sum_low + sum_high, scale, offset, HAS_OFFSETS, IS_E2M1)
     else:
-        upper = _dot(high, h0, h1, 0, IS_NATIVE)
+        upper = _dot(high, h0, h1, 0)
         total = _finished(sums, sum_low, scale, offset, HAS_OFFSETS, IS_E2M1)
         total += _finished(upper, sum_high, scale_high, offset_high, HAS_OFFSETS, IS_E2M1)
     return total * x_scale[None, :, :]
@@ -512,10 +510,9 @@ def _dot(
     first: tl.tensor,
     second: tl.tensor,
     total: tl.tensor,
-    IS_NATIVE: tl.constexpr,
 ) -> tl.tensor:
     """total + the four bytes of each of `numbers` times the integers of two pairs."""
-    if IS_NATIVE:
+    if on_sm90():
         return tl.inline_asm_elementwise(
             "dp2a.lo.s32.s32 $0, $2, $1, $4; dp2a.hi.s32.s32 $0, $3, $1, $0;", "=&r,r,r,r,r",
             [numbers, first, second, total], dtype=tl.int32, is_pure=True, pack=1,

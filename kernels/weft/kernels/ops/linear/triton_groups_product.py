@@ -37,6 +37,7 @@ from weft.kernels.shared.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
+from weft.kernels.shared.sm90 import on_sm90
 
 
 class GroupsLaunchConfig(NamedTuple):
@@ -240,7 +241,6 @@ def _groups_kernel(
     columns: int,
     width: int,
     experts: int,
-    IS_DEPENDENT: tl.constexpr,
     GATING: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -255,8 +255,8 @@ def _groups_kernel(
     IS_ROUNDED: tl.constexpr,
 ) -> None:
     """Parts of a split product are written as they are, to [SPLITS, M, N] float32."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     BLOCKS: tl.constexpr = (K + 2 * FORM.half - 1) // (2 * FORM.half)
     weight_rows = columns * 2 if IS_GATED else columns
     block = tl.program_id(1)
@@ -430,12 +430,12 @@ def _add_block(
     scale, offset, scale_high, offset_high = given
     IS_E2M1: tl.constexpr = FORM.is_e2m1
     if IS_E2M1 and scale.dtype == tl.int32:
-        lower, upper = unpacked_scaled(tile, scale, low.dtype, FORM.is_native)
+        lower, upper = unpacked_scaled(tile, scale, low.dtype)
         return tl.dot(upper, high, tl.dot(lower, low, total))
-    lower, upper = unpacked(tile, low.dtype, IS_E2M1, FORM.is_native)
+    lower, upper = unpacked(tile, low.dtype, IS_E2M1)
     zeros = tl.zeros(total.shape, tl.float32)
     if IS_ROUNDED:
-        if IS_E2M1 and FORM.is_native and low.dtype == tl.bfloat16:
+        if IS_E2M1 and on_sm90() and low.dtype == tl.bfloat16:
             # Exact: a power of two changes the exponent alone.
             lower *= _wide(scale, IS_E2M1).to(tl.bfloat16)
             upper *= _wide(scale_high, IS_E2M1).to(tl.bfloat16)
@@ -485,13 +485,12 @@ def _sum_kernel(
     residual: tl.tensor,
     columns: int,
     stride: int,
-    IS_DEPENDENT: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """Sums the parts of a row's product in order, and adds bias and residual."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from weft.kernels.ops.linear.triton_groups_product import sum_parts
 from weft.kernels.shared.dependent_launch import LaunchOptions, launch_options
 from weft.kernels.shared.formats.packed_groups import LONG_UNIT, PackedGroups
+from weft.kernels.shared.sm90 import on_sm90
 
 MAX_ROWS = 128
 """Most rows; for more, `triton_groups_product` takes less time."""
@@ -466,7 +467,6 @@ def _tensor_cores_kernel(
     rows: int,
     columns: int,
     width: int,
-    IS_DEPENDENT: gl.constexpr,
     K: gl.constexpr,
     IS_GATED: gl.constexpr,
     IS_PAIRED: gl.constexpr,
@@ -480,7 +480,7 @@ def _tensor_cores_kernel(
     HALF: gl.constexpr,
 ) -> None:
     """Parts of a split product are written as they are, to [SPLITS, rows, columns] float32."""
-    if IS_DEPENDENT:
+    if on_sm90():
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
@@ -541,7 +541,7 @@ def _tensor_cores_kernel(
     if HAS_SECOND:
         given_up = _given(scales, offsets, own_up, begin, width, GROUPS, PER_STEP)
         given_up_next = _given(scales, offsets, own_up, begin + 1, width, GROUPS, PER_STEP)
-    if IS_DEPENDENT:
+    if on_sm90():
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.shared.dependent_launch import is_dependent
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups
+from weft.kernels.shared.sm90 import on_sm90
 
 _FOUR_INTEGERS = tl.constexpr(
     """
@@ -92,8 +92,6 @@ class GroupsForm(NamedTuple):
     half: int
     unit: int
     is_e2m1: bool
-    is_native: bool
-    """Whether the device has compute capability 9.0."""
 
 
 class GroupsTensors(NamedTuple):
@@ -111,7 +109,7 @@ def groups_arguments(weight: PackedGroups | PackedExperts) -> dict[str, Any]:
     return {
         "weight": GroupsTensors(weight.data, weight.scales, weight.offsets, weight.factors),
         "width": weight.scales.shape[-1],
-        "FORM": GroupsForm(first.half, first.unit, first.is_e2m1, is_dependent(weight.data.device)),
+        "FORM": GroupsForm(first.half, first.unit, first.is_e2m1),
     }
 
 
@@ -152,14 +150,12 @@ def stored_scales(
 
 @triton.jit
 def unpacked(
-    tile: tl.tensor, like: tl.constexpr, IS_E2M1: tl.constexpr, IS_NATIVE: tl.constexpr
+    tile: tl.tensor, like: tl.constexpr, IS_E2M1: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The numbers in the lower and in the upper bits of bytes, in floats `like`: e2m1, or the
     stored number less 8; exact.
-
-    IS_NATIVE: the device has compute capability 9.0.
     """
-    if IS_NATIVE and like == tl.bfloat16:
+    if on_sm90() and like == tl.bfloat16:
         if IS_E2M1:
             lower, upper = tl.inline_asm_elementwise(
                 _FOUR_E2M1, "=&r,=&r,=&r,=&r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16),
@@ -190,7 +186,7 @@ def _plain(number: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def unpacked_scaled(
-    tile: tl.tensor, words: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr
+    tile: tl.tensor, words: tl.tensor, like: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The lower and upper numbers of blocks of NVFP4, times their scales; exact, as these have few
     bits.
@@ -203,7 +199,7 @@ def unpacked_scaled(
     shift = column // 16 * 16
     shift = shift[None, None, :] if len(tile.shape) == 3 else shift[None, :]
     wide = tl.expand_dims(words, -1)
-    if IS_NATIVE and like == tl.bfloat16:
+    if on_sm90() and like == tl.bfloat16:
         lower, upper = tl.inline_asm_elementwise(
             _FOUR_SCALED,
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",

@@ -95,12 +95,11 @@ def _round_kernel(
     scales: tl.tensor,
     x: tl.tensor,
     rows: int,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
     length = tl.where(row < rows, K, 0)
@@ -130,12 +129,11 @@ def _finish_kernel(
     bias: tl.tensor,
     residual: tl.tensor,
     columns: int,
-    IS_DEPENDENT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """A row's products in floats, with bias and residual."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns

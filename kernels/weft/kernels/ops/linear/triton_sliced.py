@@ -103,7 +103,6 @@ def _sliced_linear_kernel(
     columns: int,
     added: ToColumns | None,
     layer: int,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
     ADDED: tl.constexpr,
@@ -112,7 +111,7 @@ def _sliced_linear_kernel(
     TILE: tl.constexpr,
     SLICES: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     STEP: tl.constexpr = SLICES * TILE
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # [SLICES, 1, TILE]: the elements of K that the slices take at once.
@@ -126,11 +125,9 @@ def _sliced_linear_kernel(
         tile_up = _tile(begin_up, part, 0, K, STEP)
     row = tl.arange(0, ROWS)
     if added is not None:
-        given, given_up = wait_for_ranks(
-            added, layer, row, rows, column, columns, IS_DEPENDENT, IS_GATED, ADDED
-        )
+        given, given_up = wait_for_ranks(added, layer, row, rows, column, columns, IS_GATED, ADDED)
     else:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     before = residual_of(residual, row, column, rows, columns, IS_GATED)
     values = _rows_turned(x, row, rows, part, K)
     product = tl.dot(tile, values, tl.zeros([SLICES, COLUMNS, ROWS], tl.float32))

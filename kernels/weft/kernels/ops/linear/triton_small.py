@@ -179,7 +179,6 @@ def _small_linear_kernel(
     columns: int,
     added: ToColumns | None,
     layer: int,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
     ADDED: tl.constexpr,
@@ -190,7 +189,7 @@ def _small_linear_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     # Columns beyond the last one read the last one, which is cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64) * K
@@ -201,11 +200,9 @@ def _small_linear_kernel(
         tile_up = _weight_tile(begin_up, 0, K, TILE)
     row = tl.arange(0, BLOCK_ROWS)
     if added is not None:
-        given, given_up = wait_for_ranks(
-            added, layer, row, rows, column, columns, IS_DEPENDENT, IS_GATED, ADDED
-        )
+        given, given_up = wait_for_ranks(added, layer, row, rows, column, columns, IS_GATED, ADDED)
     else:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     before = residual_of(residual, row, column, rows, columns, IS_GATED)
     product, scale = _product(
         tile, x, gain, eps, begin, rows, K, BLOCK_ROWS, IS_SPREAD, BLOCK_COLUMNS, TILE, STAGES

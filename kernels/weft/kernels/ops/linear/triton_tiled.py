@@ -89,14 +89,13 @@ def _tiled_linear_kernel(
     bias: tl.tensor,
     rows: int,
     columns: int,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, TILE)
@@ -105,7 +104,7 @@ def _tiled_linear_kernel(
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64)[:, None] * K + part[None, :]
     begin_up = begin + tl.cast(columns, tl.int64) * K
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     product = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, K, TILE):

@@ -37,10 +37,9 @@ def _gather_kernel(
     layer: int,
     slots: int,
     vocabulary: int,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     token, index = tl.program_id(0), tl.program_id(1)
     slot = tl.load(token_slots + token)
     at = layer * slots + slot

@@ -112,7 +112,6 @@ def wait_for_ranks(
     rows: int,
     column: tl.tensor,
     columns: int,
-    IS_DEPENDENT: tl.constexpr,
     IS_GATED: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tuple]:
@@ -120,13 +119,13 @@ def wait_for_ranks(
     then the same for those `columns` further where gated. B is read before the wait if it may be.
     """
     if not SHAPE.is_early:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     given = rows_of_b(added, layer, row, rows, column, SHAPE)
     given_up = given
     if IS_GATED:
         given_up = rows_of_b(added, layer, row, rows, column + columns, SHAPE)
     if SHAPE.is_early:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     given += (some_ranks(added, given[0], given[2], row, rows, 0, SHAPE),)
     if IS_GATED:
         given_up += (some_ranks(added, given_up[0], given_up[2], row, rows, 0, SHAPE),)

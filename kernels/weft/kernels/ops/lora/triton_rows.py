@@ -202,7 +202,6 @@ def _shrink_kernel(
     entry_width: int,
     gain: tl.tensor,
     eps: float,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -214,9 +213,9 @@ def _shrink_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """The ranks of some of a slot's rows for one row of x, over a part of K."""
-    release_next(IS_DEPENDENT)
+    release_next()
     if not IS_EARLY:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     token, split = tl.program_id(0), tl.program_id(2)
     part, first = tl.program_id(1) // PROGRAMS, tl.program_id(1) % PROGRAMS
     slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
@@ -235,7 +234,7 @@ def _shrink_kernel(
     tile = _tile_of_a(a, one, rank, column, K, count > first)
     if IS_EARLY:
         # Before the wait it reads only data from before the step, and writes nothing.
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     if entries is not None:
         entry = entries + (part * tl.num_programs(0) + token) * entry_width
         tl.store(entry, count)
@@ -311,7 +310,6 @@ def _expand_kernel(
     tokens: int,
     width: int,
     out_width: int,
-    IS_DEPENDENT: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     ARE_EQUAL: tl.constexpr,
@@ -322,8 +320,8 @@ def _expand_kernel(
     ALIGNMENT: tl.constexpr,
 ) -> None:
     """A row's ranks times some columns of one part."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     token, block = tl.program_id(0), tl.program_id(1)
     slot = slot_of(token, token_slots, ids, EXPERTS, TOP_K, ARE_EQUAL)
     if (slot == 0) & (not IS_NEW):

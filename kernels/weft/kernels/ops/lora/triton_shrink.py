@@ -215,7 +215,6 @@ def _shrink_kernel(
     width: int,
     most: int,
     entry_width: int,
-    IS_DEPENDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     K: tl.constexpr,
     TILE: tl.constexpr,
@@ -232,12 +231,12 @@ def _shrink_kernel(
     IS_EXACT: tl.constexpr,
 ) -> None:
     """Computes all ranks of a part for a tile's tokens, over a part of K."""
-    release_next(IS_DEPENDENT)
+    release_next()
     # A and the tables that say where it is existed before the step, so they are fetched while the
     # preceding kernel still writes x. Nothing is written before the wait, since other kernels may
     # still read that memory.
     if not IS_EARLY:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     part, job = tl.program_id(1), tl.program_id(2)
     place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = place < tokens
@@ -258,11 +257,11 @@ def _shrink_kernel(
         if entries is not None:
             entry = entries + ((part - FIRST) * tokens + token) * entry_width
             is_listed = tl.where(is_token, part, -1) >= FIRST
-            _list(entry, table + slot * max_rows, count, is_listed, IS_EARLY, IS_DEPENDENT)
+            _list(entry, table + slot * max_rows, count, is_listed, IS_EARLY)
         if not IS_FOLDED:
             _note(
                 num_units + at, rows + at * most, owners + at * (most // RANKS), table, max_rows,
-                slot, count, begin, units, total_units, RANKS, NOTED, IS_EARLY, IS_DEPENDENT,
+                slot, count, begin, units, total_units, RANKS, NOTED, IS_EARLY,
             )  # fmt: skip
         return
     split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
@@ -282,7 +281,7 @@ def _shrink_kernel(
         ahead = a + row.to(tl.int64)[:, None] * K + depth[None, :]
         tile = tl.load(ahead, mask=(row >= 0)[:, None] & inside, other=0.0)
         if IS_EARLY:
-            wait_for_last(IS_DEPENDENT)
+            wait_for_last()
         values = tl.load(given + depth[None, :], mask=is_token[:, None] & inside, other=0.0)
         total = dot(values, tl.trans(tile), tl.zeros([TOKENS, GROUP], tl.float32), IS_EXACT)
         store_units(to, slot, owner, total, RANKS)
@@ -315,12 +314,11 @@ def _note(
     RANKS: tl.constexpr,
     NOTED: tl.constexpr,
     IS_EARLY: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Writes the units of a tile's part."""
     owner, row = units_of(table, max_rows, slot, count, begin, units, 0, RANKS, NOTED)
     if IS_EARLY:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     tl.store(num_units, total_units)
     # Written even where there are no units, since the first ones are always read.
     to_rows, to_owners = rows + tl.arange(0, NOTED), owners + tl.arange(0, NOTED // RANKS)
@@ -339,7 +337,6 @@ def _list(
     count: tl.tensor,
     is_listed: tl.tensor,
     IS_EARLY: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Writes the entries of a tile's tokens, [TOKENS] pointers, from their rows of the table."""
     count = tl.where(is_listed, count, 0)
@@ -347,7 +344,7 @@ def _list(
     listed = at_row[:, None] + index
     some = tl.load(listed, mask=index < count[:, None], other=0)
     if IS_EARLY:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     tl.store(entry, count, mask=is_listed)
     to_list = entry[:, None] + 1 + index
     tl.store(to_list, some, mask=index < count[:, None])

@@ -195,7 +195,6 @@ def _expand_kernel(
     width: int,
     most: int,
     out_width: int,
-    IS_DEPENDENT: tl.constexpr,
     COLUMNS: tl.constexpr,
     EACH: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -207,8 +206,8 @@ def _expand_kernel(
     IS_EXACT: tl.constexpr,
 ) -> None:
     """The ranks of a tile's tokens times some columns of one part."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     block, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     blocks0, blocks1 = tl.cdiv(out0, COLUMNS * EACH), tl.cdiv(out1, COLUMNS * EACH)
     part = part_of(block, blocks0, blocks1)
@@ -268,7 +267,6 @@ def _expand_silu_kernel(
     width: int,
     down_width: int,
     most: int,
-    IS_DEPENDENT: tl.constexpr,
     COLUMNS: tl.constexpr,
     EACH: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -278,8 +276,8 @@ def _expand_silu_kernel(
     IS_EXACT: tl.constexpr,
 ) -> None:
     """silu(gate) * up of a tile's tokens, some columns, for tokens without adapters too."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     inner = aligned(inner, ALIGNMENT)
     block, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     units0, units1 = tl.load(num_units + tile), tl.load(num_units + tiles + tile)

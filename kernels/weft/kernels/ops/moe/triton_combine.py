@@ -99,7 +99,6 @@ def _combine_kernel(
     slots: int,
     rank_width: int,
     places: int,
-    IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_ADDED_BY_PAIR: tl.constexpr,
@@ -112,7 +111,7 @@ def _combine_kernel(
     token's ranks, the sum of SUMS parts, times B. With a stream, the sum is added to the stream as
     the norms' kernel does it, and `out` is the norm of the result.
     """
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
@@ -123,7 +122,7 @@ def _combine_kernel(
         count = rows_of(of_b.counts, group, slot)
         table = of_b.table + group * most
         tile = unit_of(of_b.pool, table, count, 0, most, hidden, column, mask, UNIT)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     total = tl.zeros([BLOCK], tl.float32)
     for number in range(TOP_K):
         at = (row * TOP_K + number) * hidden + column

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.linear.triton_fp8_weights import (
+    data_of,
     scaled,
-    scaled_data,
     scaled_experts,
     scales_of_expert,
     summed_row,
@@ -91,7 +91,7 @@ def direct_moe(
         # The average number of pairs whose experts are on this rank.
         own_pairs = max(1, pairs * experts // more.num_routed(experts))
         parts = min(width, max(1, programs // (own_pairs + num_shared)))
-    data, scaling = scaled_data(w13)
+    data, scaling = data_of(w13)
     _direct_inner_kernel[(pairs + num_shared, parts)](
         inner, x, data, gate_up, ids, added, more.gate_up_bias, width, experts, pairs, K=hidden,
         TOP_K=top_k, TILE=tile, IS_SHARE=is_share, num_warps=warps, GATING=more.gating.in_kernels,
@@ -99,7 +99,7 @@ def direct_moe(
     )  # fmt: skip
     tile, at_once = next_power_of_2(width), next_power_of_2(top_k + (num_shared > 0))
     if x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE:
-        data, scaling = scaled_data(w2)
+        data, scaling = data_of(w2)
         _direct_out_kernel[(rows, cdiv(hidden, _OUT_COLUMNS))](
             out, inner, x, data, down, gate, ids, shares, residual, more.down_bias, hidden, experts,
             pairs, K=width, TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once, COLUMNS=_OUT_COLUMNS,
@@ -126,7 +126,6 @@ def _direct_inner_kernel(
     experts: int,
     pairs: int,
     scales: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     GATING: tl.constexpr,
     K: tl.constexpr,
@@ -139,9 +138,9 @@ def _direct_inner_kernel(
     While a column is summed, the weights of the next one are loaded. Weights are read once and
     bypass the cache, which keeps data that is read again.
     """
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     # Released only now, since `_direct_out_kernel` reads ids and shares before its own wait.
-    release_next(IS_DEPENDENT)
+    release_next()
     pair = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
     own_row = pair // TOP_K
@@ -208,7 +207,6 @@ def _direct_out_kernel(
     experts: int,
     pairs: int,
     scales: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -221,7 +219,7 @@ def _direct_out_kernel(
     """out[row] = residual[row] + share * down of inner, over the row's experts. All their weights
     are loaded before `inner` is complete.
     """
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     last = tl.minimum(column, hidden - 1)
@@ -252,7 +250,7 @@ def _direct_out_kernel(
         given = tl.load(x + row * hidden + element, mask=is_there, other=0.0).to(tl.float32)
         given *= tl.load(shared_gate + element, mask=is_there, other=0.0).to(tl.float32)
         share = tl.where(is_shared, tl.sigmoid(tl.sum(given, axis=0)), share)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     at = (pair[:, None] * K + part[None, :])[:, None, :]
     values = tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)
     products = tiles.to(tl.float32) * (values * share[:, None, None])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.linear.triton_fp8_weights import GROUP, scaled_data, scales_of_expert
+from weft.kernels.ops.linear.triton_fp8_weights import GROUP, data_of, scales_of_expert
 from weft.kernels.ops.moe.spec import ExpertParts
 from weft.kernels.ops.moe.triton_parts import once, with_row_parts
 from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
@@ -47,7 +47,7 @@ def listed_down(
         residual: [T, H] or None.
     """
     (rows, hidden), width = out.shape, inner.shape[1]
-    data, scaling = scaled_data(w2)
+    data, scaling = data_of(w2)
     # Columns of a program share their scales.
     columns = min(_COLUMNS, scaling["SCALE_ROWS"] or _COLUMNS)
     _listed_out_kernel[(rows, cdiv(hidden, columns))](
@@ -86,7 +86,6 @@ def _listed_out_kernel(
     hidden: int,
     experts: int,
     scales: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -101,7 +100,7 @@ def _listed_out_kernel(
     SIZE: tl.constexpr = min(GROUP, TILE)
     GROUPS: tl.constexpr = TILE // SIZE
     STEPS: tl.constexpr = (K + TILE - 1) // TILE
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     last = tl.minimum(column, hidden - 1)
@@ -123,7 +122,7 @@ def _listed_out_kernel(
     tile = once(
         of_column + expert * hidden * K + part[None], (part < tl.where(end > 0, K, 0))[None]
     )
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     values = tl.load(inner + (row * TOP_K + pair) * K + part, mask=part < K, other=0.0)
     total = tl.zeros([COLUMNS, GROUPS, SIZE], tl.float32)
     for step in range(end):

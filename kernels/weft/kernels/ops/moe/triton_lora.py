@@ -149,7 +149,6 @@ def _weigh_kernel(
     pairs: int,
     width: int,
     hidden: int,
-    IS_DEPENDENT: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_SHARED: tl.constexpr,
@@ -159,8 +158,8 @@ def _weigh_kernel(
     ALIGNMENT: tl.constexpr,
 ) -> None:
     """Adds all pairs of a row, for some columns."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     hidden = aligned(hidden, ALIGNMENT)
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

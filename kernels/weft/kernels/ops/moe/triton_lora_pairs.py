@@ -236,7 +236,6 @@ def _activate_kernel(
     layer: int,
     slots: int,
     places: int,
-    IS_DEPENDENT: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     RANKS_TOP_K: tl.constexpr,
@@ -244,7 +243,7 @@ def _activate_kernel(
     UNIT: tl.constexpr,
 ) -> None:
     """Some columns of one pair, and their part of its ranks for down."""
-    release_next(IS_DEPENDENT)
+    release_next()
     pair, part = tl.program_id(0), tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
@@ -274,7 +273,7 @@ def _activate_kernel(
         up_tile = unit_of(of_up.pool, table1, count1, start, most1, WIDTH, column, inside, UNIT)
         gate += times_unit(_given_to(gate_ranks, count0, start, UNIT), gate_tile)
         up += times_unit(_given_to(up_ranks, count1, start, UNIT), up_tile)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     gate_at = both + pair.to(tl.int64) * 2 * WIDTH + column
     gate += tl.load(gate_at, mask=inside, other=0.0)
     up += tl.load(gate_at + WIDTH, mask=inside, other=0.0)

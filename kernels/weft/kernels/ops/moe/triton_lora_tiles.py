@@ -237,7 +237,6 @@ def _shrink_kernel(
     slots: int,
     items: int,
     width: int,
-    IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EACH: tl.constexpr,
@@ -251,8 +250,8 @@ def _shrink_kernel(
     IS_EXACT: tl.constexpr,
 ) -> None:
     """The ranks of a tile's items for one part."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     expert = 0
     if blocks is not None:
         expert = tl.load(blocks.expert + tl.program_id(0) // TILES_EACH)
@@ -309,7 +308,6 @@ def _expand_kernel(
     items: int,
     width: int,
     out_width: int,
-    IS_DEPENDENT: tl.constexpr,
     EXPERTS: tl.constexpr,
     EACH: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -325,8 +323,8 @@ def _expand_kernel(
     IS_EXACT: tl.constexpr,
 ) -> None:
     """A tile's ranks times some columns of one part, adapter by adapter, a few blocks at a time."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     expert = 0
     if blocks is not None:
         expert = tl.load(blocks.expert + tl.program_id(0) // TILES_EACH)

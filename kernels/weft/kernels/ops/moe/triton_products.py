@@ -112,7 +112,7 @@ def multiply_sorted(
         weight_tiles = copied_tiles(flat, tile.columns, inner)
     form = SortedForm(
         depth, top_k, tile.columns, inner, is_gated, is_raw, x.dtype == torch.float32,
-        scaling["SCALE_ROWS"], scaling["IS_NATIVE"],
+        scaling["SCALE_ROWS"],
     )  # fmt: skip
     # Programs that run at the same time share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(cdiv(columns, tile.columns), blocks.expert.shape[0])](
@@ -142,8 +142,6 @@ class SortedForm(NamedTuple):
     """Whether float32 is multiplied without being rounded to TF32."""
     scale_rows: int
     """As `WeightScales.rows`."""
-    is_native: bool
-    """Whether the device has compute capability 9.0."""
 
 
 def _columns(weight: StackedWeight, tile: Tile) -> int:
@@ -172,7 +170,6 @@ def _sorted_kernel(
     x_scales: tl.tensor,
     scale_places: int,
     scales: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
     GATING: tl.constexpr,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -181,8 +178,8 @@ def _sorted_kernel(
     """Multiplies one block of pairs by one tile of columns; pair p reads row p // top_k of x. What
     is not gated is multiplied by the pair's share.
     """
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     block = tl.program_id(1)
     expert = tl.load(blocks.expert + block).to(tl.int64)
     if expert >= experts:
@@ -296,7 +293,7 @@ def _dot(
 ) -> tl.tensor:
     """Adds a product to `total`; for FP8 in blocks, the product of one group times its scales."""
     if IS_FP8 and values.dtype != tile.dtype:
-        tile = widened(tile, values.dtype, FORM.is_native)
+        tile = widened(tile, values.dtype)
     if FORM.scale_rows > 0:
         total += tl.dot(values, tl.trans(tile)) * (of_rows * tl.load(at_scale + group))
     elif FORM.is_exact:

@@ -95,14 +95,13 @@ def _route_kernel(
     placement: tl.tensor,
     chosen: tl.tensor,
     experts: int,
-    IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     RULE: tl.constexpr,
     CYCLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)[None, :]
     exists = expert < experts
@@ -291,7 +290,6 @@ def _route_and_sort_kernel(
     experts: int,
     own: int,
     bound: int,
-    IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     RULE: tl.constexpr,
     CYCLES: tl.constexpr,
@@ -300,8 +298,8 @@ def _route_and_sort_kernel(
     BLOCK: tl.constexpr,
     BOUND: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.arange(0, ROWS)
     expert = tl.arange(0, BINS)
     is_row = (row < rows)[:, None]

@@ -88,13 +88,12 @@ def _count_kernel(
     ids: tl.tensor,
     pairs: int,
     experts: int,
-    IS_DEPENDENT: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
 ) -> None:
     """counts[chunk, e] = pairs of the chunk that have expert e."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     chunk = tl.program_id(0)
     chosen = _experts_of(ids, chunk, pairs, experts, CHUNK)
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(chosen, BINS))
@@ -104,7 +103,6 @@ def _count_kernel(
 def _scan_kernel(
     counts: tl.tensor,
     chunks: int,
-    IS_DEPENDENT: tl.constexpr,
     BINS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PART: tl.constexpr,
@@ -112,8 +110,8 @@ def _scan_kernel(
     """counts[chunk, e] becomes the number of pairs before the chunk, and after the last chunk the
     total.
     """
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     number = tl.program_id(0) * PART + tl.arange(0, PART)
     before = tl.zeros([PART], tl.int32)
     for start in range(0, chunks, CHUNKS):
@@ -136,15 +134,14 @@ def _place_kernel(
     bound: int,
     experts: int,
     block: int,
-    IS_DEPENDENT: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     IS_ONE: tl.constexpr,
     IS_SCANNED: tl.constexpr,
 ) -> None:
     """Puts a chunk's pairs in their places, and describes some of the blocks."""
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     chunk = tl.program_id(0)
     chosen = _experts_of(ids, chunk, pairs, experts, CHUNK)
     number = tl.arange(0, BINS)

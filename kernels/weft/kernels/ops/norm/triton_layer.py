@@ -46,15 +46,14 @@ def _add_layer_norm_kernel(
     bias: tl.tensor,
     width: int,
     eps: float,
-    IS_DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     begin = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     mask = column < width
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     row = tl.load(x + begin + column, mask=mask, other=0.0).to(tl.float32)
     row += tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(row, axis=0) / width

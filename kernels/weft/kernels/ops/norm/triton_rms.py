@@ -114,19 +114,18 @@ def _rms_norm_kernel(
     rounded: tl.tensor,
     rounded_scales: tl.tensor,
     whole_rows: int,
-    IS_DEPENDENT: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     begin = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     mask = column < width
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     row = tl.load(x + begin + column, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         stream = tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from weft.kernels.ops.linear.triton_fp8_weights import FOUR_TO_BFLOAT16
 from weft.kernels.ops.pages.scaled_kv import INT8_MAX
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES as _SCALE_BYTES
 from weft.kernels.shared.formats.fp8 import FP8_MAX
+from weft.kernels.shared.sm90 import on_sm90
 
 FP8_MOST = tl.constexpr(FP8_MAX)
 INT8_MOST = tl.constexpr(INT8_MAX)
@@ -43,12 +43,7 @@ LEAST_UNIT = tl.constexpr(1e-30)
 
 @triton.jit
 def dequantised(
-    numbers: tl.tensor,
-    at: tl.tensor,
-    exists: tl.tensor,
-    like: tl.constexpr,
-    IS_NATIVE: tl.constexpr = False,
-    IS_FIRST: tl.constexpr = False,
+    numbers: tl.tensor, at: tl.tensor, exists: tl.tensor, like: tl.constexpr
 ) -> tl.tensor:
     """Numbers in 8 bits times their scales, rounded once to the float dtype `like`.
 
@@ -56,9 +51,6 @@ def dequantised(
         numbers: [TILE, D], uint8 (FP8) or int8.
         at: [TILE] pointers to float32 scales.
         exists: [TILE]: which scales may be read; the others count as 0. None: all.
-        IS_NATIVE: Whether the device has compute capability 9.0.
-        IS_FIRST: Whether numbers become floats before threads exchange them: exchanging the bytes
-            of a transposed tile is slow.
 
     Returns:
         [TILE, D].
@@ -66,25 +58,20 @@ def dequantised(
     scale = tl.load(at) if exists is None else tl.load(at, mask=exists, other=0.0)
     if numbers.dtype == tl.int8:
         wide = numbers.to(tl.float32)
-    elif IS_NATIVE and like == tl.bfloat16:
-        wide = tl.inline_asm_elementwise(
-            FOUR_TO_BFLOAT16, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=not IS_FIRST, pack=4
-        ).to(tl.float32)
     else:
         wide = numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return (wide * scale[:, None]).to(like)
 
 
 @triton.jit
-def widened(
-    numbers: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr, IS_FIRST: tl.constexpr = False
-) -> tl.tensor:
+def widened(numbers: tl.tensor, like: tl.constexpr, IS_FIRST: tl.constexpr = False) -> tl.tensor:
     """Vectors [TILE, D] in floats `like`, float16 or float32, exactly, without their scales.
 
-    IS_NATIVE and IS_FIRST are as in `dequantised`.
+    IS_FIRST: whether numbers become floats before threads exchange them, since exchanging the bytes
+    of a transposed tile is slow.
     """
     IS_INT8: tl.constexpr = numbers.dtype == tl.int8
-    if IS_NATIVE and like == tl.float16:
+    if on_sm90() and like == tl.float16:
         FOUR: tl.constexpr = _FOUR_INTEGERS_TO_FLOAT16 if IS_INT8 else _FOUR_TO_FLOAT16
         wide = tl.inline_asm_elementwise(
             FOUR, "=r,=r,r", [numbers], dtype=tl.float16, is_pure=not IS_FIRST, pack=4

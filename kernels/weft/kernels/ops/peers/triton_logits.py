@@ -108,9 +108,8 @@ def _gather_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TIMER: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -118,7 +117,7 @@ def _gather_kernel(
     base = tl.load(bases)
     counts = (base + counts_at).to(tl.pointer_type(tl.int32)) + row * SIZE
     logits = tl.multiple_of(base.to(tl.pointer_type(tl.float32)), 16)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     values = tl.load(part + row.to(tl.int64) * width + column, mask=mask)
     tl.store(logits + row.to(tl.int64) * columns + first + column, values, mask=mask)
     if RANK != 0:

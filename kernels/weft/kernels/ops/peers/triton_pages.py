@@ -180,16 +180,15 @@ def _queries_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     HAS_TIMER: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0)
     number = row * tl.num_programs(1) + tl.program_id(1)
     kind: tl.constexpr = q.dtype.element_ty
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, BLOCK_DIM)
     mask = (head < heads)[:, None] & (column < DIM)[None, :]
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     turn = tl.load(turns + number) + 1
     parity = (turn & 1).to(tl.int64)
     in_row = head[:, None] * DIM + column[None, :]
@@ -234,9 +233,8 @@ def _results_kernel(
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     HAS_TIMER: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0)
     number = row * tl.num_programs(1) + tl.program_id(1)
     kind: tl.constexpr = values.dtype.element_ty
@@ -244,7 +242,7 @@ def _results_kernel(
     is_head = head < heads
     column = tl.arange(0, BLOCK_WIDTH)
     mask = is_head[:, None] & (column < WIDTH)[None, :]
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     turn = tl.load(turns + number) + 1
     parity = (turn & 1).to(tl.int64)
     here = row.to(tl.int64) * heads + head

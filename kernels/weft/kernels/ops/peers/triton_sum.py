@@ -268,9 +268,8 @@ def _sum_kernel(
     IS_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TIMER: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     number = tl.program_id(0)
     begin = number.to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -282,7 +281,7 @@ def _sum_kernel(
     all_bases = tl.load(bases + lane, mask=lane < SIZE, other=0)
     if weight is not None:
         gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    wait_for_last(IS_DEPENDENT)
+    wait_for_last()
     turn = tl.load(turns + number) + 1
     parity = (turn & 1).to(tl.int64)
     row = tl.load(x + begin + column, mask=mask, other=0.0)
@@ -376,10 +375,9 @@ def _share_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TIMER: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     number = tl.program_id(0)
     turn = tl.load(turns + number) + 1
     at = number * BLOCK + tl.arange(0, BLOCK)

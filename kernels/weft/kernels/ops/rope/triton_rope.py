@@ -82,7 +82,6 @@ def _rope_and_cache_kernel(
     k_norm: tl.tensor,
     layer: int,
     eps: float,
-    IS_DEPENDENT: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -94,19 +93,19 @@ def _rope_and_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
+    release_next()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, BLOCK_HALF)
     in_half = column < HALF
     if not IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     turn_at = cos_sin + tl.load(positions + row) * (2 * HALF) + column
     cos = tl.load(turn_at, mask=in_half, other=0.0)[None, :]
     sin = tl.load(turn_at + HALF, mask=in_half, other=0.0)[None, :]
     slot = tl.load(slots + row)
     if IS_SETTLED:
-        wait_for_last(IS_DEPENDENT)
+        wait_for_last()
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
@@ -201,14 +200,13 @@ def _rotate_kernel(
     positions: tl.tensor,
     cos_sin: tl.tensor,
     row_stride: int,
-    IS_DEPENDENT: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, BLOCK_HALF)

@@ -198,7 +198,6 @@ def _prepare_kernel(
     BLOCK_VALUES: tl.constexpr,
     AT_A_TIME: tl.constexpr,
     GATES_SHARED: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Does the work of `slot_states._conv_kernel` and `slot_states._shares_kernel` for `AT_ONCE`
     heads of one key head, and computes the gates of `delta_gates` first.
@@ -209,8 +208,8 @@ def _prepare_kernel(
     KEYS: tl.constexpr = FORM.keys
     VALUES: tl.constexpr = FORM.values
     ROWS: tl.constexpr = FORM.rows
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     GROUPS: tl.constexpr = HEADS // AT_ONCE
     WIDTH: tl.constexpr = (RING_ROWS + ROWS - 1) // ROWS * ROWS
     request = tl.program_id(0) // GROUPS

@@ -325,7 +325,6 @@ def _shares_kernel(
     queries: Channels,
     keys: Channels,
     FORM: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """For each row that a head has not taken, writes three things. `shares`: products of its key
     and of its query with the keys since the border, decayed up to the row. `factors`: factors by
@@ -338,8 +337,8 @@ def _shares_kernel(
     KEYS: tl.constexpr = FORM.keys
     BLOCK_KEYS: tl.constexpr = FORM.block_keys
     ROWS: tl.constexpr = FORM.rows
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     given, of_keys = plan + request * 9, head // FORM.shared
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
@@ -430,7 +429,6 @@ def _heads_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     RING_ROWS: tl.constexpr = FORM.ring_rows
     HEADS: tl.constexpr = FORM.heads
@@ -438,8 +436,8 @@ def _heads_kernel(
     KEYS: tl.constexpr = FORM.keys
     VALUES: tl.constexpr = FORM.values
     ROWS: tl.constexpr = FORM.rows
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     tile, of_keys = tl.program_id(1), head // SHARED
     given = plan + request * 9
@@ -571,13 +569,12 @@ def _conv_kernel(
     TAPS: tl.constexpr,
     FOR_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Convolves new rows; with `FOR_HEADS` all rows that heads have not taken, with SiLU, into
     their rows of the ring.
     """
-    release_next(IS_DEPENDENT)
-    wait_for_last(IS_DEPENDENT)
+    release_next()
+    wait_for_last()
     request = tl.program_id(0)
     given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)

@@ -105,7 +105,7 @@ from weft.kernels.ops.step_rows import triton_rows as step_rows
 from weft.kernels.ops.step_rows.spec import SlotTokens, StepRows, Verified
 from weft.kernels.ops.stream.taps import Taps
 from weft.kernels.ops.tree_rows import triton_rows as tree_rows
-from weft.kernels.shared import dependent_launch
+from weft.kernels.shared import sm90
 from weft.kernels.shared.formats.fp8 import FP8
 from weft.kernels.shared.formats.packed_groups import PackedExperts, pack_groups
 from weft.kernels.shared.formats.quantised import (
@@ -685,10 +685,10 @@ def main(is_full: bool, texts: Path | None) -> None:
         mock.patch.object(groups_tensor_cores, "has_kernel", return_value=True),
     ):
         # Modules that are imported later get it from its own module.
-        own = dependent_launch.is_dependent
+        own = sm90.is_sm90
         for module in list(sys.modules.values()):
-            if vars(module).get("is_dependent") is own:
-                stack.enter_context(mock.patch.object(module, "is_dependent", return_value=True))
+            if vars(module).get("is_sm90") is own:
+                stack.enter_context(mock.patch.object(module, "is_sm90", return_value=True))
         for name, compile_group in groups(is_full).items():
             earlier |= launched
             launched.clear()
