@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.pages.scaled_kv import dequantised
-
-if TYPE_CHECKING:
-    pass
 
 
 def paged_attention_reference(

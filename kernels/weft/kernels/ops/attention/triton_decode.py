@@ -377,6 +377,7 @@ def _decode_kernel(
         words = tl.load(ancestors + row, mask=is_there, other=-1).to(tl.int32)
         if FORM.window > 0:
             at = root + _depth(words, last_seen - root)
+    rows = query, last_seen, at, words, root, scale
     if IS_EARLY:
         # The condition always holds: with a branch the compiler needs fewer registers.
         if begin < end:
@@ -385,8 +386,8 @@ def _decode_kernel(
             keys = tl.load(k_at, mask=is_new, other=first_keys)
             values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
             largest, total, shrink, weights = _weigh_keys(
-                largest, total, query, keys, None, first, is_seen, scale, begin, last_seen,
-                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, FORM,
+                largest, total, rows, keys, None, begin, first, is_seen, IS_SUMMED, IS_ALIKE, ROWS,
+                FORM,
             )  # fmt: skip
             mixed = mixed * shrink[:, None]
             mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -408,8 +409,8 @@ def _decode_kernel(
             keys = widened(keys, query.dtype)
             values = widened(values, query.dtype, True)
         largest, total, shrink, weights = _weigh_keys(
-            largest, total, query, keys, k_scales, position, is_seen, scale, start, last_seen,
-            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, FORM,
+            largest, total, rows, keys, k_scales, start, position, is_seen, IS_SUMMED, IS_ALIKE,
+            ROWS, FORM,
         )  # fmt: skip
         if IS_SCALED:
             weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
@@ -442,17 +443,12 @@ def _decode_kernel(
 def _weigh_keys(
     largest: tl.tensor,
     total: tl.tensor,
-    query: tl.tensor,
+    rows: tl.tuple,
     keys: tl.tensor,
     k_scales: tl.tensor,
+    start: tl.tensor,
     position: tl.tensor,
     is_seen: tl.tensor,
-    scale: float,
-    start: tl.tensor,
-    last_seen: tl.tensor,
-    at: tl.tensor,
-    words: tl.tensor,
-    root: tl.tensor,
     IS_SUMMED: tl.constexpr,
     IS_ALIKE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -461,6 +457,7 @@ def _weigh_keys(
     """Each member's largest score and sum of weights with one more tile, the factor on its earlier
     sums, and the tile's weights. `k_scales`: of keys in 8 bits, or None.
     """
+    query, _, _, _, root, scale = rows
     if IS_SUMMED:
         # Summed as a tree: a product's chain over the head would lose too much of float32.
         scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
@@ -476,26 +473,24 @@ def _weigh_keys(
     elif IS_ALIKE:
         # Tiles before all of the rows are seen by each of them.
         if start + FORM.tile > root:
-            scores = _hide(scores, position, is_seen, last_seen, at, words, root, FORM)
+            scores = _hide(scores, rows, position, is_seen, FORM)
     else:
-        scores = _hide(scores, position, is_seen, last_seen, at, words, root, FORM)
+        scores = _hide(scores, rows, position, is_seen, FORM)
     return weigh_tile(largest, total, scores, scale, False, False)  # type: ignore[no-any-return]
 
 
 @triton.jit
 def _hide(
     scores: tl.tensor,
+    rows: tl.tuple,
     position: tl.tensor,
     is_seen: tl.tensor,
-    last_seen: tl.tensor,
-    at: tl.tensor,
-    words: tl.tensor,
-    root: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tensor:
     """Hides positions of a tile that a row does not see: with `words`, also the rows from `root` on
     that its word does not name.
     """
+    _, last_seen, at, words, root, _ = rows
     is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
     if FORM.is_chunked:
         is_hidden |= position[None, :] < (at // FORM.window * FORM.window)[:, None]

@@ -28,17 +28,17 @@ from weft.kernels.ops.attention.triton_tiles import (
     AttentionForm,
     attend_pages,
     attend_tile,
-    mix_tile,
+    empty_softmax,
     seen_behind,
     window_of_rows,
 )
-from weft.kernels.ops.pages.triton_entries import LEAST_UNIT, query_in_units
+from weft.kernels.ops.pages.triton_entries import query_in_units
 from weft.kernels.shared.copied_tiles import can_copy, copied_tiles
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.launch_sizes import cdiv
 from weft.kernels.shared.multiprocessors import num_multiprocessors
 from weft.kernels.shared.request_tiles import several_rows
-from weft.kernels.shared.softmax import capped, with_sink
+from weft.kernels.shared.softmax import capped, weigh_tile, with_sink
 
 
 class ExtendLaunchConfig(NamedTuple):
@@ -225,12 +225,10 @@ def _extend_kernel(
     q_at = ((first_row + row).to(tl.int64) * (FORM.kv_heads * FORM.group) + head)[:, None] * DIM
     q_at += column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
-    unit, unit_of_query = LEAST_UNIT, 1.0
+    unit_of_query = 1.0
     if IS_SCALED:
         query, unit_of_query = query_in_units(query)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    softmax = empty_softmax(ROWS, BLOCK_DIM)
 
     own_at = cached + row
     last_seen = own_at
@@ -245,6 +243,8 @@ def _extend_kernel(
     else:
         end = cached
         common = cached // TILE * TILE
+    rows = query, unit_of_query, last_seen, own_at, scale
+    pages = pool, table, kv_head, layer
     first, full, tail, walked = 0, 0, common, table
     own_begin, own_end = begin, tl.minimum(begin + ROWS, q_len)
     if mixed_of_parts is not None:
@@ -263,20 +263,13 @@ def _extend_kernel(
         first, full = window_of_rows(cached + begin, ROWS, common, 0, FORM)
         tail = tl.maximum(common, first // TILE * TILE)
         for start in range(first // TILE * TILE, full, TILE):
-            largest, total, mixed, unit = attend_pages(
-                largest, total, mixed, unit, query, unit_of_query, pool, table, start, end,
-                first, last_seen, own_at, kv_head, layer, scale, True, True, FORM,
-            )  # fmt: skip
+            softmax = attend_pages(softmax, rows, pages, start, first, end, True, True, FORM)
     for start in range(full, common, TILE):
-        largest, total, mixed, unit = attend_pages(
-            largest, total, mixed, unit, query, unit_of_query, pool, walked, start, end,
-            first, last_seen, own_at, kv_head, layer, scale, False, True, FORM,
-        )  # fmt: skip
+        of_part = pool, walked, kv_head, layer
+        softmax = attend_pages(softmax, rows, of_part, start, first, end, False, True, FORM)
     for start in range(tail, end, TILE):
-        largest, total, mixed, unit = attend_pages(
-            largest, total, mixed, unit, query, unit_of_query, pool, table, start, end,
-            first, last_seen, own_at, kv_head, layer, scale, True, True, FORM,
-        )  # fmt: skip
+        softmax = attend_pages(softmax, rows, pages, start, first, end, True, True, FORM)
+    largest, total, mixed, unit = softmax
     if IS_SCALED:
         mixed = mixed * unit
         if own_k is not None:
@@ -285,39 +278,45 @@ def _extend_kernel(
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
         v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
+        softmax, rows = (largest, total, mixed, unit), (query, 1.0, row, row, scale)
         first, full = 0, 0
         if FORM.window > 0:
             first, full = window_of_rows(begin, ROWS, begin, cached, FORM)
             for start in range(first // TILE * TILE, full, TILE):
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]
-                largest, total, mixed = attend_tile(
-                    largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                    position, q_len, row, row, scale, True, FORM, first, cached,
+                softmax = attend_tile(
+                    softmax, rows, k_at + at * k_stride, v_at + at * v_stride, position, first,
+                    q_len, True, FORM, cached,
                 )  # fmt: skip
         # Before the diagonal, then across it.
         for start in range(full, own_begin, TILE):
             if k_tiles is not None:
                 keys = k_tiles.load([first_row + start, kv_head * DIM])
                 values = v_tiles.load([first_row + start, kv_head * DIM])
+                largest, total, mixed, unit = softmax
                 scores = capped(tl.dot(query, tl.trans(keys)), FORM.softcap)
-                largest, total, mixed = mix_tile(
-                    largest, total, mixed, scores, values, scale, FORM.is_fused
+                largest, total, shrink, weights = weigh_tile(
+                    largest, total, scores, scale, FORM.is_fused, False
                 )
+                mixed = mixed * shrink[:, None]
+                mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+                softmax = largest, total, mixed, unit
             else:
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]
-                largest, total, mixed = attend_tile(
-                    largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                    position, q_len, row, row, scale, False, FORM,
+                softmax = attend_tile(
+                    softmax, rows, k_at + at * k_stride, v_at + at * v_stride, position, 0, q_len,
+                    False, FORM,
                 )  # fmt: skip
         for start in range(own_begin, own_end, TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
-            largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, row, scale, True, FORM, first, cached,
+            softmax = attend_tile(
+                softmax, rows, k_at + at * k_stride, v_at + at * v_stride, position, first, q_len,
+                True, FORM, cached,
             )  # fmt: skip
+        largest, total, mixed, _ = softmax
     if mixed_of_parts is not None:
         # The result of a context with one part is complete; the code below writes it.
         is_shared = parts > 1

@@ -20,6 +20,7 @@ from weft.kernels.ops.attention.triton_extend import launch_config
 from weft.kernels.ops.attention.triton_tiles import (
     AttentionForm,
     attend_pages,
+    empty_softmax,
     seen_behind,
     window_of_rows,
 )
@@ -166,7 +167,7 @@ def _fixed_kernel(
     cached = tl.load(kv_lens + request) - q_len
     own_at = cached + row
     last_seen = own_at
-    table = page_table + request.to(tl.int64) * table_stride
+    pages = pool, page_table + request.to(tl.int64) * table_stride, kv_head, layer
     # Every row sees [full, common), no row sees anything before `first` or from `end` on.
     end = cached + tl.minimum(begin + Q_ROWS, q_len)
     if key_ends is not None:
@@ -177,35 +178,26 @@ def _fixed_kernel(
         first, full = window_of_rows(cached + begin, Q_ROWS, common, 0, FORM)
         walk = first // TILE * TILE
         tail = tl.maximum(common, walk)
+    rows = query, 1.0, last_seen, own_at, scale
     first_segment = first // SEGMENT
     end_segment = tl.cdiv(end, SEGMENT)
     if IS_SPLIT:
         first_segment = tl.program_id(2)
         end_segment = tl.minimum(first_segment + 1, end_segment)
     for segment in range(first_segment, end_segment):
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        softmax = empty_softmax(ROWS, BLOCK_DIM)
         segment_end = tl.minimum((segment + 1) * SEGMENT, end)
         start_fully = segment * SEGMENT
         if FORM.window > 0:
             start_fully = tl.maximum(full, segment * SEGMENT)
             start_partly = tl.maximum(walk, segment * SEGMENT)
             for start in range(start_partly, tl.minimum(full, segment_end), TILE):
-                largest, total, mixed, _ = attend_pages(
-                    largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
-                    last_seen, own_at, kv_head, layer, scale, True, False, FORM,
-                )  # fmt: skip
+                softmax = attend_pages(softmax, rows, pages, start, first, end, True, False, FORM)
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
-            largest, total, mixed, _ = attend_pages(
-                largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
-                last_seen, own_at, kv_head, layer, scale, False, False, FORM,
-            )  # fmt: skip
+            softmax = attend_pages(softmax, rows, pages, start, first, end, False, False, FORM)
         for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
-            largest, total, mixed, _ = attend_pages(
-                largest, total, mixed, 1.0, query, 1.0, pool, table, start, end, first,
-                last_seen, own_at, kv_head, layer, scale, True, False, FORM,
-            )  # fmt: skip
+            softmax = attend_pages(softmax, rows, pages, start, first, end, True, False, FORM)
+        largest, total, mixed, _ = softmax
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0
         all_total = tl.fma(all_total, keep, tl.where(is_seen, total * share, 0.0))

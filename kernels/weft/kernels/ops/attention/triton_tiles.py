@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from weft.kernels.ops.attention.spec import AttentionSpec
 from weft.kernels.ops.pages.triton_entries import (
+    LEAST_UNIT,
     SCALE_BYTES,
     dequantised,
+    load_scales,
     weights_in_units,
     widened,
 )
@@ -58,33 +60,35 @@ class AttentionForm(NamedTuple):
 
 
 @triton.jit
+def empty_softmax(ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr) -> tl.tuple:
+    """The running softmax of rows that have seen nothing, as `attend_tile` takes it."""
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    return largest, total, mixed, tl.full([], LEAST_UNIT, tl.float32)
+
+
+@triton.jit
 def attend_pages(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    unit: tl.tensor,
-    query: tl.tensor,
-    unit_of_query: tl.tensor,
-    pool: tl.tensor,
-    table: tl.tensor,
+    softmax: tl.tuple,
+    rows: tl.tuple,
+    pages: tl.tuple,
     start: tl.tensor,
-    end: tl.tensor,
     first: tl.tensor,
-    last_seen: tl.tensor,
-    at: tl.tensor,
-    kv_head: tl.tensor,
-    layer: int,
-    scale: float,
+    end: tl.tensor,
     IS_PARTIAL: tl.constexpr,
     IN_UNITS: tl.constexpr,
     FORM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tl.tuple:
     """Adds a tile of positions in pages, from `start` on, to a running softmax, as `attend_tile`
     does.
 
-    Numbers in 8 bits are multiplied by their scales; with IN_UNITS instead the scores and weights
-    are, and `mixed` is in the `unit` of `weights_in_units`.
+    Args:
+        pages: The pool, the pages of the rows' request, the KV head, and the layer.
+        IN_UNITS: Whether numbers in 8 bits are multiplied as they are; else they are multiplied by
+            their scales first.
     """
+    pool, table, kv_head, layer = pages
     IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
     PAGE_SIZE: tl.constexpr = FORM.page_size
     OF_ROWS: tl.constexpr = PAGE_SIZE * (FORM.dim + (SCALE_BYTES if IS_SCALED else 0))
@@ -98,48 +102,49 @@ def attend_pages(
         scale_at = scales_at(pool, page, position, kv_head, layer, FORM)
     column = tl.arange(0, FORM.block_dim)
     k_at = k_of_pages(pool, page, position, kv_head, layer, column, FORM)
-    if IS_SCALED and IN_UNITS:
-        largest, total, mixed, unit = _attend_in_units(
-            largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
-            last_seen, at, scale, first, OF_ROWS, IS_PARTIAL, FORM,
-        )  # fmt: skip
-    else:
-        largest, total, mixed = attend_tile(
-            largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end, last_seen, at, scale,
-            IS_PARTIAL, FORM, first, 0, scale_at, OF_ROWS // SCALE_BYTES if IS_SCALED else 0,
-        )  # fmt: skip
-    return largest, total, mixed, unit
+    return attend_tile(  # type: ignore[no-any-return]
+        softmax, rows, k_at, k_at + OF_ROWS, position, first, end, IS_PARTIAL, FORM, 0, scale_at,
+        OF_ROWS // SCALE_BYTES if IS_SCALED else 0, IS_SCALED and IN_UNITS,
+    )  # fmt: skip
 
 
 @triton.jit
 def attend_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    query: tl.tensor,
+    softmax: tl.tuple,
+    rows: tl.tuple,
     k_at: tl.tensor,
     v_at: tl.tensor,
     position: tl.tensor,
+    first: int,
     end: tl.tensor,
-    last_seen: tl.tensor,
-    at: tl.tensor,
-    scale: float,
     IS_PARTIAL: tl.constexpr,
     FORM: tl.constexpr,
-    first: int = 0,
     before: int = 0,
     scale_at: tl.tensor = None,
     TO_V: tl.constexpr = 0,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    IN_UNITS: tl.constexpr = False,
+) -> tl.tuple:
     """Adds a tile of positions to a running softmax. With IS_PARTIAL each row adds what it sees of
     the tile.
 
-    In 8 bits `scale_at` points to the scales of K, and those of V are TO_V further. `at`: positions
-    of the rows, from which windows count.
+    Args:
+        softmax: Each row's largest score, its sum of weights, the values times their weights, and
+            the unit of the latter (`weights_in_units`) with IN_UNITS.
+        rows: The queries, their unit with IN_UNITS, the last position that each row sees, the
+            rows' positions, from which windows count, and the factor on scores.
+        scale_at: For numbers in 8 bits: where the scales of K are; those of V are TO_V further.
+        IN_UNITS: Whether scores and weights are multiplied by the scales, instead of K and V.
     """
+    largest, total, mixed, unit = softmax
+    query, unit_of_query, last_seen, at, scale = rows
     in_dim = (tl.arange(0, FORM.block_dim) < FORM.dim)[None, :]
+    exists = None
     if IS_PARTIAL:
         is_there = in_reach(position, end, first, FORM)
+        exists = is_there
+    if IN_UNITS:
+        k_scales, v_scales = load_scales(scale_at, exists), load_scales(scale_at + TO_V, exists)
+    if IS_PARTIAL:
         keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0)
         values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0)
     elif FORM.dim == FORM.block_dim:
@@ -148,87 +153,26 @@ def attend_tile(
     else:
         keys = tl.load(k_at, mask=in_dim, other=0)
         values = tl.load(v_at, mask=in_dim, other=0)
-    if TO_V > 0:
-        exists = is_there if IS_PARTIAL else None
+    if IN_UNITS:
+        keys = widened(keys, query.dtype)
+        values = widened(values, query.dtype, True)
+    elif TO_V > 0:
         keys = dequantised(keys, scale_at, exists, query.dtype)
         values = dequantised(values, scale_at + TO_V, exists, query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if IN_UNITS:
+        scores = scores * (k_scales * unit_of_query)[None, :]
     scores = capped(scores, FORM.softcap)
     if IS_PARTIAL:
         scores = _seen_alone(scores, position, is_there, last_seen, at, before, FORM)
-    return mix_tile(  # type: ignore[no-any-return]
-        largest, total, mixed, scores, values, scale, FORM.is_fused, IS_PARTIAL and FORM.window > 0
-    )
-
-
-@triton.jit
-def _attend_in_units(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    unit: tl.tensor,
-    query: tl.tensor,
-    unit_of_query: tl.tensor,
-    k_at: tl.tensor,
-    scale_at: tl.tensor,
-    position: tl.tensor,
-    end: tl.tensor,
-    last_seen: tl.tensor,
-    at: tl.tensor,
-    scale: float,
-    first: int,
-    OF_ROWS: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,
-    FORM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    is_there = in_reach(position, end, first, FORM)
-    mask = (tl.arange(0, FORM.block_dim) < FORM.dim)[None, :]
-    if IS_PARTIAL:
-        mask &= is_there[:, None]
-        k_scales = tl.load(scale_at, mask=is_there, other=0.0)
-        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES, mask=is_there, other=0.0)
-    else:
-        k_scales = tl.load(scale_at)
-        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES)
-    if IS_PARTIAL or FORM.dim < FORM.block_dim:
-        keys = tl.load(k_at, mask=mask, other=0)
-        values = tl.load(k_at + OF_ROWS, mask=mask, other=0)
-    else:
-        keys = tl.load(k_at)
-        values = tl.load(k_at + OF_ROWS)
-    keys = widened(keys, query.dtype)
-    values = widened(values, query.dtype, True)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    scores = capped(scores * (k_scales * unit_of_query)[None, :], FORM.softcap)
-    if IS_PARTIAL:
-        scores = _seen_alone(scores, position, is_there, last_seen, at, 0, FORM)
     largest, total, shrink, weights = weigh_tile(
         largest, total, scores, scale, FORM.is_fused, IS_PARTIAL and FORM.window > 0
     )
-    weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
+    if IN_UNITS:
+        weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
     mixed = mixed * shrink[:, None]
     mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return largest, total, mixed, unit
-
-
-@triton.jit
-def mix_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    scores: tl.tensor,
-    values: tl.tensor,
-    scale: float,
-    IS_FUSED: tl.constexpr,
-    MAY_SEE_NONE: tl.constexpr = False,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds values, weighed by their scores, to a running softmax."""
-    largest, total, shrink, weights = weigh_tile(
-        largest, total, scores, scale, IS_FUSED, MAY_SEE_NONE
-    )
-    mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return largest, total, mixed
 
 
 @triton.jit

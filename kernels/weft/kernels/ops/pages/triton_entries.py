@@ -42,6 +42,12 @@ LEAST_UNIT = tl.constexpr(1e-30)
 
 
 @triton.jit
+def load_scales(at: tl.tensor, exists: tl.tensor) -> tl.tensor:
+    """Scales at `at`, where those that do not exist count as 0; all exist if `exists` is None."""
+    return tl.load(at) if exists is None else tl.load(at, mask=exists, other=0.0)
+
+
+@triton.jit
 def dequantised(
     numbers: tl.tensor, at: tl.tensor, exists: tl.tensor, like: tl.constexpr
 ) -> tl.tensor:
@@ -49,13 +55,12 @@ def dequantised(
 
     Args:
         numbers: [TILE, D], uint8 (FP8) or int8.
-        at: [TILE] pointers to float32 scales.
-        exists: [TILE]: which scales may be read; the others count as 0. None: all.
+        at: [TILE] pointers to float32 scales, with `exists` as `load_scales` takes them.
 
     Returns:
         [TILE, D].
     """
-    scale = tl.load(at) if exists is None else tl.load(at, mask=exists, other=0.0)
+    scale = load_scales(at, exists)
     if numbers.dtype == tl.int8:
         wide = numbers.to(tl.float32)
     else:
