@@ -162,9 +162,7 @@ def _encoder_kernel(
     if slopes is not None:
         # For scores that are not scaled yet; `scale` is for powers of 2.
         slope = tl.load(slopes + head) * 1.4426950408889634 / scale
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
     # Without a second part these are never used.
     more = column
     more_query = query
@@ -173,6 +171,11 @@ def _encoder_kernel(
         more = COLUMNS + tl.arange(0, MORE_COLUMNS)[None, :]
         more_query = tl.load(q_at + more, mask=is_row & (more < DIM), other=0.0)
         more_mixed = tl.zeros([ROWS, MORE_COLUMNS], tl.float32)
+    softmax = (
+        tl.full([ROWS], float("-inf"), tl.float32), total, tl.zeros([ROWS, COLUMNS], tl.float32),
+        more_mixed,
+    )  # fmt: skip
+    rows = query, more_query, row, slope, scale
 
     seen = tl.arange(0, TILE)
     k_at = k + first_row.to(tl.int64) * k_stride + head // GROUP * DIM
@@ -185,21 +188,18 @@ def _encoder_kernel(
     for start in range(low, full, TILE):
         position = start + seen
         to = position.to(tl.int64)[:, None]
-        largest, total, mixed, more_mixed = _add_tile(
-            largest, total, mixed, more_mixed, query, more_query,
-            k_at + to * k_stride, v_at + to * v_stride, column, more,
-            row, position, length, scale, slope,
-            slopes is not None, REACH, IS_FUSED, DIM, COLUMNS, MORE_COLUMNS, False,
+        softmax = _add_tile(
+            softmax, rows, k_at + to * k_stride, v_at + to * v_stride, column, more, position,
+            length, slopes is not None, REACH, IS_FUSED, DIM, COLUMNS, MORE_COLUMNS, False,
         )  # fmt: skip
     for start in range(full, high, TILE):
         position = start + seen
         to = position.to(tl.int64)[:, None]
-        largest, total, mixed, more_mixed = _add_tile(
-            largest, total, mixed, more_mixed, query, more_query,
-            k_at + to * k_stride, v_at + to * v_stride, column, more,
-            row, position, length, scale, slope,
-            slopes is not None, REACH, IS_FUSED, DIM, COLUMNS, MORE_COLUMNS, True,
+        softmax = _add_tile(
+            softmax, rows, k_at + to * k_stride, v_at + to * v_stride, column, more, position,
+            length, slopes is not None, REACH, IS_FUSED, DIM, COLUMNS, MORE_COLUMNS, True,
         )  # fmt: skip
+    _, total, mixed, more_mixed = softmax
     # Rows after the sequence's last one may see nothing; they are not stored.
     whole = tl.where(total > 0.0, total, 1.0)[:, None]
     out_at = out + (at * HEADS + head) * DIM
@@ -211,21 +211,14 @@ def _encoder_kernel(
 
 @triton.jit
 def _add_tile(
-    largest: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    more_mixed: tl.tensor,
-    query: tl.tensor,
-    more_query: tl.tensor,
+    softmax: tl.tuple,
+    rows: tl.tuple,
     k_at: tl.tensor,
     v_at: tl.tensor,
     column: tl.tensor,
     more: tl.tensor,
-    row: tl.tensor,
     position: tl.tensor,
     length: tl.tensor,
-    scale: float,
-    slope: tl.tensor,
     HAS_SLOPES: tl.constexpr,
     REACH: tl.constexpr,
     IS_FUSED: tl.constexpr,
@@ -233,8 +226,10 @@ def _add_tile(
     COLUMNS: tl.constexpr,
     MORE_COLUMNS: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tl.tuple:
     """Adds a tile of visible rows to a running softmax of base 2."""
+    largest, total, mixed, more_mixed = softmax
+    query, more_query, row, slope, scale = rows
     is_there = (position < length)[:, None]
     keys = _part(k_at, column, is_there, DIM, COLUMNS <= DIM, IS_PARTIAL)
     values = _part(v_at, column, is_there, DIM, COLUMNS <= DIM, IS_PARTIAL)

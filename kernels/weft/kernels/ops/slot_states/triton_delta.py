@@ -68,24 +68,20 @@ def step_delta(
 
 @triton.jit
 def _input(
-    new: tl.tensor,
-    ring: tl.tensor,
-    tail: tl.tensor,
-    new_row: int,
-    ring_row: int,
+    inputs: tl.tuple,
     position: tl.tensor,
-    start: tl.tensor,
-    border: tl.tensor,
     channel: tl.tensor,
     in_tail: tl.tensor,
-    between: tl.tensor,
     mask: tl.tensor,
     RING_ROWS: tl.constexpr,
     BEFORE: tl.constexpr,
 ) -> tl.tensor:
-    """The convolution's input at a position, by one load: from a new row, whose channels are
-    `between` further, from the ring, or from the block.
+    """The convolution's input at a position, by one load: from a new row, the ring, or the block.
+
+    Args:
+        inputs: As in `triton_states`; then by how much further the channels of new rows are.
     """
+    new, ring, tail, new_row, ring_row, start, border, between = inputs
     own = new + (position - start) * new_row + between
     base = tl.where(position >= start, own, ring + position % RING_ROWS * ring_row)
     base = tl.where(position >= border, base, tail)
@@ -104,20 +100,13 @@ def _places_in_tails(in_tails: tl.tensor, channel: tl.tensor, mask: tl.tensor) -
 
 @triton.jit
 def _convolved(
-    new: tl.tensor,
-    ring: tl.tensor,
-    tail: tl.tensor,
+    inputs: tl.tuple,
     conv: tl.tensor,
     in_tails: tl.tensor,
     to: tl.tensor,
-    new_row: int,
-    ring_row: int,
     channels: int,
     position: tl.tensor,
-    start: tl.tensor,
-    border: tl.tensor,
     channel: tl.tensor,
-    between: tl.tensor,
     mask: tl.tensor,
     RING_ROWS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -125,11 +114,11 @@ def _convolved(
     """Some channels of a position after the convolution and SiLU, rounded as they are stored at
     `to`. The ring receives the channels of a new row.
     """
+    _, ring, _, _, ring_row, start, _, _ = inputs
     in_tail = _places_in_tails(in_tails, channel, mask)
     total = tl.zeros(channel.shape, tl.float32)
     for back in tl.static_range(TAPS):
-        raw = _input(new, ring, tail, new_row, ring_row, position - back, start, border, channel,
-                     in_tail, between, mask, RING_ROWS, TAPS - 1)  # fmt: skip
+        raw = _input(inputs, position - back, channel, in_tail, mask, RING_ROWS, TAPS - 1)
         factor = conv + (TAPS - 1 - back) * channels + channel
         total += raw.to(tl.float32) * tl.load(factor, mask=mask, other=0.0)
         if back == 0:
@@ -142,18 +131,11 @@ def _convolved(
 
 @triton.jit
 def _store_tail(
-    new: tl.tensor,
-    ring: tl.tensor,
-    tail: tl.tensor,
+    inputs: tl.tuple,
     in_tails: tl.tensor,
-    new_row: int,
-    ring_row: int,
-    start: tl.tensor,
-    border: tl.tensor,
     border_to: tl.tensor,
     tail_to: tl.tensor,
     channel: tl.tensor,
-    between: tl.tensor,
     mask: tl.tensor,
     RING_ROWS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -161,8 +143,8 @@ def _store_tail(
     BEFORE: tl.constexpr = TAPS - 1
     in_tail = _places_in_tails(in_tails, channel, mask)
     for index in tl.static_range(BEFORE):
-        raw = _input(new, ring, tail, new_row, ring_row, border_to - BEFORE + index, start, border,
-                     channel, in_tail, between, mask, RING_ROWS, BEFORE)  # fmt: skip
+        position = border_to - BEFORE + index
+        raw = _input(inputs, position, channel, in_tail, mask, RING_ROWS, BEFORE)
         tl.store(tail_to + in_tail * BEFORE + index, raw, mask=mask)
 
 
@@ -237,18 +219,19 @@ def _prepare_kernel(
     v_channel = values.first + of_keys * values.step + head % SHARED * VALUES + value
     k_channel = keys.first + of_keys * keys.step + element
     q_channel = queries.first + of_keys * queries.step + element
-    between = of_keys * new_between
+    inputs = new, ring, tail, new_row, ring_row, start, border, of_keys * new_between
     for position in tl.range(known, end, disable_licm=True):
         behind, ring_at = position - start, position % RING_ROWS
         row = mixed + (request * RING_ROWS + ring_at) * channels
-        _convolved(new, ring, tail, conv, in_tails, row, new_row, ring_row, channels, position,
-                   start, border, v_channel, between, is_value, RING_ROWS, TAPS)  # fmt: skip
-        key = _convolved(new, ring, tail, conv, in_tails, row, new_row, ring_row, channels,
-                         position, start, border, k_channel, between, is_key, RING_ROWS,
-                         TAPS)  # fmt: skip
-        query = _convolved(new, ring, tail, conv, in_tails, row, new_row, ring_row, channels,
-                           position, start, border, q_channel, between, is_key, RING_ROWS,
-                           TAPS)  # fmt: skip
+        _convolved(
+            inputs, conv, in_tails, row, channels, position, v_channel, is_value, RING_ROWS, TAPS
+        )
+        key = _convolved(
+            inputs, conv, in_tails, row, channels, position, k_channel, is_key, RING_ROWS, TAPS
+        )
+        query = _convolved(
+            inputs, conv, in_tails, row, channels, position, q_channel, is_key, RING_ROWS, TAPS
+        )
         of_key = tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
         of_query = scale * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
         key, query = key * of_key, query * of_query
@@ -294,9 +277,6 @@ def _prepare_kernel(
         tl.store(factor_to + 1, of_query * tl.exp(left))
         tl.store(factor_to + 2, own + tl.zeros((AT_ONCE,), tl.float32))
     if border_to >= 0:
-        _store_tail(new, ring, tail, in_tails, new_row, ring_row, start, border, border_to, tail_to,
-                    v_channel, between, is_value, RING_ROWS, TAPS)  # fmt: skip
-        _store_tail(new, ring, tail, in_tails, new_row, ring_row, start, border, border_to, tail_to,
-                    k_channel, between, is_key, RING_ROWS, TAPS)  # fmt: skip
-        _store_tail(new, ring, tail, in_tails, new_row, ring_row, start, border, border_to, tail_to,
-                    q_channel, between, is_key, RING_ROWS, TAPS)  # fmt: skip
+        _store_tail(inputs, in_tails, border_to, tail_to, v_channel, is_value, RING_ROWS, TAPS)
+        _store_tail(inputs, in_tails, border_to, tail_to, k_channel, is_key, RING_ROWS, TAPS)
+        _store_tail(inputs, in_tails, border_to, tail_to, q_channel, is_key, RING_ROWS, TAPS)

@@ -236,20 +236,21 @@ def _plan_kernel(
 
 @triton.jit
 def _input(
-    new: tl.tensor,
-    ring: tl.tensor,
-    tail: tl.tensor,
-    new_row: int,
-    ring_row: int,
+    inputs: tl.tuple,
     position: tl.tensor,
-    start: tl.tensor,
-    border: tl.tensor,
     channel: tl.tensor,
     in_tail: tl.tensor,
     mask: tl.tensor,
     RING_ROWS: tl.constexpr,
     BEFORE: tl.constexpr,
 ) -> tl.tensor:
+    """The convolution's input at a position: from a new row, the ring, or the block.
+
+    Args:
+        inputs: The request's new rows, the slot's ring, the block's tail, the strides of the first
+            two, the first new position, and the border.
+    """
+    new, ring, tail, new_row, ring_row, start, border = inputs
     at = position + channel * 0
     own = new + (at - start) * new_row + channel
     old = ring + at % RING_ROWS * ring_row + channel
@@ -590,14 +591,14 @@ def _conv_kernel(
     new += first * new_row
     ring, ring_row = own_ring.data + slot * own_ring.first, own_ring.second
     tail = tails + block * tail_block
+    inputs = new, ring, tail, new_row, ring_row, start, border
     BEFORE: tl.constexpr = TAPS - 1
     for position in range(begin, start + count):
         total = tl.zeros((BLOCK,), tl.float32)
         if bias is not None:
             total += tl.load(bias + channel, mask=mask, other=0.0)
         for back in tl.static_range(TAPS):
-            raw = _input(new, ring, tail, new_row, ring_row, position - back, start, border,
-                         channel, in_tail, mask, RING_ROWS, BEFORE)  # fmt: skip
+            raw = _input(inputs, position - back, channel, in_tail, mask, RING_ROWS, BEFORE)
             factor = weight + (TAPS - 1 - back) * channels + channel
             total += raw * tl.load(factor, mask=mask, other=0.0)
         behind = position - start
@@ -612,7 +613,7 @@ def _conv_kernel(
         tl.store(kept, raw.to(ring.dtype.element_ty), mask=is_new)
     if border_to >= 0:
         for index in tl.static_range(BEFORE):
-            raw = _input(new, ring, tail, new_row, ring_row, border_to - BEFORE + index, start,
-                         border, channel, in_tail, mask, RING_ROWS, BEFORE)  # fmt: skip
+            position = border_to - BEFORE + index
+            raw = _input(inputs, position, channel, in_tail, mask, RING_ROWS, BEFORE)
             to = tails + block_to * tail_block + in_tail * BEFORE + index
             tl.store(to, raw.to(tails.dtype.element_ty), mask=mask)
