@@ -43,19 +43,16 @@ def grow(
     )
     tokens, paths, state_rows = torch.empty((3, requests * width), dtype=torch.int64, device=device)
     scores = torch.empty(requests * width, dtype=torch.float32, device=device)
+    expanded = Expanded(tokens, scores, paths, state_rows)
     num_parents = rows // requests
     _level_kernel[(requests,)](
-        *nodes,
-        tokens,
-        scores,
-        paths,
-        state_rows,
+        nodes,
+        expanded,
         values,
         ids,
         *of_tiles,
         target_ids,
-        parents.scores,
-        parents.paths,
+        parents,
         trees.is_whole,
         trees.max_depths,
         nodes.tokens.stride(0),
@@ -72,7 +69,7 @@ def grow(
         CHILDREN=next_power_of_2(num_parents * width),
         num_warps=1,
     )
-    return Expanded(tokens, scores, paths, state_rows)
+    return expanded
 
 
 def keep_best(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +80,7 @@ def keep_best(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]
     _keep_kernel[(requests,)](
         tokens,
         words,
-        *nodes,
+        nodes,
         num_grown,
         num_expanded,
         num_nodes,
@@ -132,21 +129,14 @@ def _tile_kernel(
 
 @triton.jit(do_not_specialize=["begin", "depth"])
 def _level_kernel(
-    node_tokens: tl.tensor,
-    node_scores: tl.tensor,
-    node_paths: tl.tensor,
-    chosen: tl.tensor,
-    tokens: tl.tensor,
-    scores: tl.tensor,
-    paths: tl.tensor,
-    state_rows: tl.tensor,
+    nodes: Nodes,
+    expanded: Expanded,
     values: tl.tensor,
     ids: tl.tensor,
     largest: tl.tensor,
     sums: tl.tensor,
     target_ids: tl.tensor,
-    parent_scores: tl.tensor,
-    parent_paths: tl.tensor,
+    parents: Expanded,
     is_whole: tl.tensor,
     max_depths: tl.tensor,
     node_stride: int,
@@ -177,8 +167,8 @@ def _level_kernel(
         highest = tl.max(most, axis=0)
         total = tl.sum(tl.where(share > 0.0, share * tl.exp(most - highest), 0.0), axis=0)
         log_total = tl.log(total)
-        parent_score = tl.load(parent_scores + row)
-        parent_path = tl.load(parent_paths + row)
+        parent_score = tl.load(parents.scores + row)
+        parent_path = tl.load(parents.paths + row)
         is_there = place < tiles * WIDTH
         at = row * tiles * WIDTH + place
         value = tl.load(values + at, mask=is_there, other=float("-inf"))
@@ -199,9 +189,9 @@ def _level_kernel(
     is_child = child < PARENTS * WIDTH
     token = tl.load(target_ids + column, mask=is_child, other=0)
     at = request * node_stride + begin + child
-    tl.store(node_tokens + at, token, mask=is_child)
-    tl.store(node_scores + at, score, mask=is_child)
-    tl.store(node_paths + at, path, mask=is_child)
+    tl.store(nodes.tokens + at, token, mask=is_child)
+    tl.store(nodes.scores + at, score, mask=is_child)
+    tl.store(nodes.paths + at, path, mask=is_child)
     if not IS_LAST:
         is_kept = tl.load(is_whole + request) & (tl.load(max_depths + request) > depth + 1)
         left = is_child
@@ -214,21 +204,18 @@ def _level_kernel(
             own_path = tl.sum(tl.where(is_own, path, 0), axis=0)
             one = tl.full([], 1, tl.int64)
             at = request * WIDTH + number
-            tl.store(tokens + at, tl.sum(tl.where(is_own, token, 0), axis=0))
-            tl.store(scores + at, tl.where(is_kept, best, float("-inf")))
-            tl.store(paths + at, own_path | (one << bit))
-            tl.store(state_rows + at, request * PARENTS + index // WIDTH)
-            tl.store(chosen + request * chosen_stride + bit, (begin + index).to(tl.int64))
+            tl.store(expanded.tokens + at, tl.sum(tl.where(is_own, token, 0), axis=0))
+            tl.store(expanded.scores + at, tl.where(is_kept, best, float("-inf")))
+            tl.store(expanded.paths + at, own_path | (one << bit))
+            tl.store(expanded.rows + at, request * PARENTS + index // WIDTH)
+            tl.store(nodes.chosen + request * chosen_stride + bit, (begin + index).to(tl.int64))
 
 
 @triton.jit
 def _keep_kernel(
     tokens: tl.tensor,
     words: tl.tensor,
-    node_tokens: tl.tensor,
-    node_scores: tl.tensor,
-    node_paths: tl.tensor,
-    chosen: tl.tensor,
+    nodes: Nodes,
     num_grown: int,
     num_expanded: int,
     num_nodes: int,
@@ -241,27 +228,27 @@ def _keep_kernel(
     node = tl.arange(0, GROWN)
     is_node = node < num_grown
     at = request * num_grown + node
-    score = tl.load(node_scores + at, mask=is_node, other=float("-inf"))
+    score = tl.load(nodes.scores + at, mask=is_node, other=float("-inf"))
     is_before = (score[None, :] > score[:, None]) | (
         (score[None, :] == score[:, None]) & (node[None, :] < node[:, None])
     )
     rank = tl.sum((is_before & is_node[None, :]).to(tl.int32), axis=1)
     place = tl.arange(0, EXPANDED)
     is_place = place < num_expanded
-    index = tl.load(chosen + request * num_expanded + place, mask=is_place, other=0)
-    own = tl.load(node_scores + request * num_grown + index, mask=is_place, other=float("-inf"))
+    index = tl.load(nodes.chosen + request * num_expanded + place, mask=is_place, other=0)
+    own = tl.load(nodes.scores + request * num_grown + index, mask=is_place, other=float("-inf"))
     is_before = (score[None, :] > own[:, None]) | (
         (score[None, :] == own[:, None]) & (node[None, :] < index[:, None])
     )
     own_rank = tl.sum((is_before & is_node[None, :]).to(tl.int32), axis=1)
     one = tl.full([], 1, tl.int64)
     bits = one << tl.minimum(own_rank + 1, 62)
-    path = tl.load(node_paths + at, mask=is_node, other=0)
+    path = tl.load(nodes.paths + at, mask=is_node, other=0)
     path = tl.where(score > float("-inf"), path, 0)
     follows = ((path[:, None] >> place[None, :]) & 1 == 1) & is_place[None, :]
     word = 1 + (one << tl.minimum(rank + 1, 62))
     word += tl.sum(tl.where(follows, bits[None, :], 0), axis=1)
     is_kept = is_node & (rank < num_nodes)
     to = rank * requests + request
-    tl.store(tokens + to, tl.load(node_tokens + at, mask=is_node, other=0), mask=is_kept)
+    tl.store(tokens + to, tl.load(nodes.tokens + at, mask=is_node, other=0), mask=is_kept)
     tl.store(words + to, word, mask=is_kept)

@@ -45,7 +45,7 @@ def top_logits(
         DIVIDES=divides, **exact,
     )  # fmt: skip
     _top_of_row_kernel[(count,)](
-        *result, packed, masses, logits, logits.stride(0), rows, tokens, heats, tiles, kept,
+        result, packed, masses, logits, logits.stride(0), rows, tokens, heats, tiles, kept,
         num_top, DIVIDES=divides,
         TILES=next_power_of_2(tiles), PACKED=next_power_of_2(tiles * kept),
         num_warps=8, **exact,
@@ -97,10 +97,7 @@ def _top_of_tile_kernel(
 
 @triton.jit
 def _top_of_row_kernel(
-    log_sums: tl.tensor,
-    drawn: tl.tensor,
-    top_ids: tl.tensor,
-    top_values: tl.tensor,
+    result: TopLogits,
     packed: tl.tensor,
     masses: tl.tensor,
     logits: tl.tensor,
@@ -129,14 +126,14 @@ def _top_of_row_kernel(
     total = tl.sum(mass * exp_of_negative(away), axis=0)
     is_finite = total - total == 0.0
     log_sum = largest + natural_log(tl.where(is_finite, total, 1.0))
-    tl.store(log_sums + index, tl.where(is_finite, log_sum, float("nan")))
+    tl.store(result.log_sums + index, tl.where(is_finite, log_sum, float("nan")))
     token = tl.maximum(tl.load(tokens + row), 0)
     own = tl.load(logits + row * stride + token)
     if DIVIDES:
         own = _cooled(own, tl.load(heats + index))
-    tl.store(drawn + index, own)
+    tl.store(result.drawn + index, own)
     for i in range(num_top):
-        tl.store(top_ids + index * num_top + i, (best & _LARGEST_INT) ^ _LARGEST_INT)
-        tl.store(top_values + index * num_top + i, value_of((best >> 32).to(tl.int32)))
+        tl.store(result.ids + index * num_top + i, (best & _LARGEST_INT) ^ _LARGEST_INT)
+        tl.store(result.logits + index * num_top + i, value_of((best >> 32).to(tl.int32)))
         both = tl.where(both == best, _MIN_LONG, both)
         best = tl.max(both, axis=0)

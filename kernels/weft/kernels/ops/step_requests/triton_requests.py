@@ -21,7 +21,7 @@ def expand_requests(
     assert step.requests is not None
     rows, (requests, width) = step.token_ids.shape[0], step.verify_rows.shape
     _expand_kernel[(requests + cdiv(rows, _BLOCK),)](
-        *step[:-1],  # `first_several` is None.
+        step,
         page_table,
         page_table.stride(0),
         rows,
@@ -45,10 +45,8 @@ def expand_decodes(
 ) -> None:
     count = given.slots.shape[0]
     _decodes_kernel[(cdiv(count, _BLOCK),)](
-        step.token_ids,
-        step.places,
-        step.kv_lens,
-        *given,
+        step,
+        given,
         known.tokens,
         page_table,
         page_table.stride(0),
@@ -62,19 +60,7 @@ def expand_decodes(
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "num_slots"])
 def _expand_kernel(
-    given: tl.tensor,
-    token_ids: tl.tensor,
-    positions: tl.tensor,
-    places: tl.tensor,
-    table_rows: tl.tensor,
-    logits_rows: tl.tensor,
-    drawing_slots: tl.tensor,
-    sources: tl.tensor,
-    owners: tl.tensor,
-    verify_rows: tl.tensor,
-    ancestors: tl.tensor,
-    cu_q_lens: tl.tensor,
-    kv_lens: tl.tensor,
+    step: StepColumns,
     page_table: tl.tensor,
     table_stride: int,
     num_rows: int,
@@ -87,8 +73,8 @@ def _expand_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     request = tl.program_id(0)
-    if tl.load(given) != 0:
-        slots, starts = given + 1, given + 1 + num_requests
+    if tl.load(step.requests) != 0:
+        slots, starts = step.requests + 1, step.requests + 1 + num_requests
         counts = starts + num_requests
         other = tl.arange(0, REQUESTS)
         all_counts = tl.load(counts + other, mask=other < num_requests, other=0)
@@ -111,44 +97,39 @@ def _expand_kernel(
                 other=0,
             ).to(tl.int64)
             place = tl.where(is_late, 0, page * PAGE_SIZE + position % PAGE_SIZE)
-            tl.store(positions + row, position, mask=is_row)
-            tl.store(places + row, place, mask=is_row)
-            tl.store(logits_rows + row, row, mask=is_row)
-            tl.store(drawing_slots + row, behind * 0 + slot, mask=is_row)
-            tl.store(sources + row, behind * num_slots + slot, mask=is_row)
-            tl.store(owners + row, tl.where(is_late, request, -1).to(tl.int64), mask=is_row)
-            to = verify_rows + request * WIDTH + behind
+            tl.store(step.positions + row, position, mask=is_row)
+            tl.store(step.slots + row, place, mask=is_row)
+            tl.store(step.logits_rows + row, row, mask=is_row)
+            tl.store(step.drawing_slots + row, behind * 0 + slot, mask=is_row)
+            tl.store(step.sources + row, behind * num_slots + slot, mask=is_row)
+            tl.store(step.owners + row, tl.where(is_late, request, -1).to(tl.int64), mask=is_row)
+            to = step.verify_rows + request * WIDTH + behind
             tl.store(to, tl.where(is_row, row, -1), mask=behind < WIDTH)
-            tl.store(table_rows + request, slot)
+            tl.store(step.rows + request, slot)
             length = tl.where((start < 0) | (count == 0), 0, start + count)
-            tl.store(kv_lens + request, length.to(tl.int32))
-            tl.store(cu_q_lens + request + 1, (begin + count).to(tl.int32))
+            tl.store(step.kv_lens + request, length.to(tl.int32))
+            tl.store(step.cu_q_lens + request + 1, (begin + count).to(tl.int32))
             if request == 0:
-                tl.store(cu_q_lens, 0)
+                tl.store(step.cu_q_lens, 0)
         else:
             rest = (request - num_requests) * BLOCK + tl.arange(0, BLOCK)
             is_padding = (rest >= total) & (rest < num_rows)
             nothing = tl.zeros([BLOCK], tl.int64)
-            tl.store(token_ids + rest, nothing, mask=is_padding)
-            tl.store(positions + rest, nothing, mask=is_padding)
-            tl.store(places + rest, nothing, mask=is_padding)
-            tl.store(logits_rows + rest, nothing, mask=is_padding)
-            tl.store(drawing_slots + rest, nothing + dummy, mask=is_padding)
-            tl.store(sources + rest, nothing - 1, mask=is_padding)
-            tl.store(owners + rest, nothing - 1, mask=is_padding)
-            if ancestors is not None:
-                tl.store(ancestors + rest, nothing - 1, mask=is_padding)
+            tl.store(step.token_ids + rest, nothing, mask=is_padding)
+            tl.store(step.positions + rest, nothing, mask=is_padding)
+            tl.store(step.slots + rest, nothing, mask=is_padding)
+            tl.store(step.logits_rows + rest, nothing, mask=is_padding)
+            tl.store(step.drawing_slots + rest, nothing + dummy, mask=is_padding)
+            tl.store(step.sources + rest, nothing - 1, mask=is_padding)
+            tl.store(step.owners + rest, nothing - 1, mask=is_padding)
+            if step.ancestors is not None:
+                tl.store(step.ancestors + rest, nothing - 1, mask=is_padding)
 
 
 @triton.jit(do_not_specialize=["count", "dummy"])
 def _decodes_kernel(
-    token_ids: tl.tensor,
-    places: tl.tensor,
-    kv_lens: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    tokens: tl.tensor,
-    pages: tl.tensor,
+    step: StepRows,
+    given: DecodeColumns,
     known: tl.tensor,
     page_table: tl.tensor,
     table_stride: int,
@@ -159,16 +140,16 @@ def _decodes_kernel(
 ) -> None:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < count
-    slot = tl.load(slots + row, mask=is_row, other=0)
-    position = tl.load(positions + row, mask=is_row, other=0)
-    token = tl.load(tokens + row, mask=is_row, other=0)
+    slot = tl.load(given.slots + row, mask=is_row, other=0)
+    position = tl.load(given.positions + row, mask=is_row, other=0)
+    token = tl.load(given.tokens + row, mask=is_row, other=0)
     last = tl.load(known + slot, mask=is_row & (token < 0), other=0)
-    tl.store(token_ids + row, tl.where(token < 0, last, token), mask=is_row)
-    new = tl.load(pages + row, mask=is_row, other=0)
+    tl.store(step.token_ids + row, tl.where(token < 0, last, token), mask=is_row)
+    new = tl.load(given.pages + row, mask=is_row, other=0)
     entry = page_table + slot * table_stride + position // PAGE_SIZE
     tl.store(entry, new.to(tl.int32), mask=is_row & (new >= 0))
     old = tl.load(entry, mask=is_row & (new < 0), other=0).to(tl.int64)
     page = tl.where(new < 0, old, new)
-    tl.store(places + row, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_row)
+    tl.store(step.places + row, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_row)
     length = tl.where(slot == dummy, 0, position + 1)
-    tl.store(kv_lens + row, length.to(tl.int32), mask=is_row)
+    tl.store(step.kv_lens + row, length.to(tl.int32), mask=is_row)

@@ -22,12 +22,10 @@ def resolve_rows(
 ) -> None:
     count = sources.shape[0]
     _resolve_kernel[(cdiv(count, _BLOCK),)](
-        *step,
+        step,
         sources,
         owners,
-        known.tokens,
-        known.starts,
-        known.words,
+        known,
         page_table,
         count,
         known.tokens.shape[1],
@@ -48,11 +46,9 @@ def accept_drafts(
         last_rows,
         own_slots,
         drawn,
-        step.token_ids,
-        step.positions,
-        *verified,
-        known.tokens,
-        known.starts,
+        step,
+        verified,
+        known,
         width,
         known.starts.shape[0] - 1,
         BLOCK=max(2, next_power_of_2(width)),
@@ -93,17 +89,10 @@ def chain_places(
 
 @triton.jit(do_not_specialize=["count", "slots"])
 def _resolve_kernel(
-    token_ids: tl.tensor,
-    positions: tl.tensor,
-    places: tl.tensor,
-    cu_q_lens: tl.tensor,
-    kv_lens: tl.tensor,
-    ancestors: tl.tensor,
+    step: StepRows,
     sources: tl.tensor,
     owners: tl.tensor,
-    known: tl.tensor,
-    starts: tl.tensor,
-    words: tl.tensor,
+    known: SlotTokens,
     page_table: tl.tensor,
     count: int,
     slots: int,
@@ -115,30 +104,31 @@ def _resolve_kernel(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + row, mask=row < count, other=-1)
     is_there = source >= 0
-    tl.store(token_ids + row, tl.load(known + source, mask=is_there, other=0), mask=is_there)
+    token = tl.load(known.tokens + source, mask=is_there, other=0)
+    tl.store(step.token_ids + row, token, mask=is_there)
     request = tl.load(owners + row, mask=is_there, other=-1)
     is_late = request >= 0
     slot = source % slots
-    start = tl.load(starts + slot, mask=is_late, other=0)
+    start = tl.load(known.starts + slot, mask=is_late, other=0)
     behind = source // slots
     place = start + behind
     page = tl.load(page_table + slot * table_stride + place // PAGE_SIZE, mask=is_late, other=0)
-    tl.store(places + row, page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, mask=is_late)
-    if ancestors is None or words is None:
-        tl.store(positions + row, place, mask=is_late)
+    tl.store(step.places + row, page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, mask=is_late)
+    if step.ancestors is None or known.words is None:
+        tl.store(step.positions + row, place, mask=is_late)
     else:
-        word = tl.load(words + source, mask=is_there, other=0)
-        tl.store(ancestors + row, word, mask=is_there)
+        word = tl.load(known.words + source, mask=is_there, other=0)
+        tl.store(step.ancestors + row, word, mask=is_there)
         bit = tl.arange(0, MAX_ROWS)
         is_seen = ((word[:, None] >> bit[None, :]) & 1 == 1) & (bit[None, :] < behind[:, None])
         depth = tl.sum(is_seen.to(tl.int32), axis=1)
-        known_position = tl.load(positions + row, mask=is_there, other=0)
+        known_position = tl.load(step.positions + row, mask=is_there, other=0)
         position = tl.where(is_late, start, known_position - behind) + depth
-        tl.store(positions + row, position, mask=is_there)
+        tl.store(step.positions + row, position, mask=is_there)
     # All rows of a request write the same value.
-    length = tl.load(cu_q_lens + request + 1, mask=is_late, other=0)
-    length -= tl.load(cu_q_lens + request, mask=is_late, other=0)
-    tl.store(kv_lens + request, start.to(tl.int32) + length, mask=is_late)
+    length = tl.load(step.cu_q_lens + request + 1, mask=is_late, other=0)
+    length -= tl.load(step.cu_q_lens + request, mask=is_late, other=0)
+    tl.store(step.kv_lens + request, start.to(tl.int32) + length, mask=is_late)
 
 
 @triton.jit(do_not_specialize=["width", "dummy"])
@@ -146,24 +136,21 @@ def _accept_kernel(
     last_rows: tl.tensor,
     own_slots: tl.tensor,
     drawn: tl.tensor,
-    token_ids: tl.tensor,
-    positions: tl.tensor,
-    rows: tl.tensor,
-    slots: tl.tensor,
-    known: tl.tensor,
-    starts: tl.tensor,
+    rows: StepRows,
+    verified: Verified,
+    known: SlotTokens,
     width: int,
     dummy: int,
     BLOCK: tl.constexpr,
 ) -> None:
     request = tl.program_id(0)
     step = tl.arange(0, BLOCK)
-    begin = rows + request.to(tl.int64) * width
+    begin = verified.rows + request.to(tl.int64) * width
     first = tl.load(begin)
     row = tl.load(begin + step, mask=step < width, other=-1)
     following = tl.load(begin + step + 1, mask=step + 1 < width, other=-1)
     found = tl.load(drawn + row, mask=row >= 0, other=-1)
-    draft = tl.load(token_ids + following, mask=following >= 0, other=-2)
+    draft = tl.load(rows.token_ids + following, mask=following >= 0, other=-2)
     then = tl.load(drawn + following, mask=following >= 0, other=-1)
     # The first row that is not accepted; the rows of a request follow one another.
     is_end = (found != draft) | (then < 0)
@@ -171,12 +158,12 @@ def _accept_kernel(
     is_request = first >= 0
     last = tl.maximum(first + num_accepted, 0)
     token = tl.load(drawn + last)
-    slot = tl.load(slots + first, mask=is_request, other=0)
+    slot = tl.load(verified.slots + first, mask=is_request, other=0)
     slot = tl.where(is_request, slot, dummy)
     tl.store(last_rows + request, last)
     tl.store(own_slots + request, slot)
-    tl.store(known + slot, tl.maximum(token, 0))
-    tl.store(starts + slot, tl.load(positions + last) + 1)
+    tl.store(known.tokens + slot, tl.maximum(token, 0))
+    tl.store(known.starts + slot, tl.load(rows.positions + last) + 1)
 
 
 @triton.jit(do_not_specialize=["requests"])

@@ -24,12 +24,9 @@ def accept_trees(
         own_slots,
         paths,
         drawn,
-        step.token_ids,
-        step.positions,
-        step.ancestors,
-        *verified,
-        known.tokens,
-        known.starts,
+        step,
+        verified,
+        known,
         width,
         known.starts.shape[0] - 1,
         BLOCK=max(2, next_power_of_2(width)),
@@ -70,26 +67,22 @@ def _accept_kernel(
     own_slots: tl.tensor,
     paths: tl.tensor,
     drawn: tl.tensor,
-    token_ids: tl.tensor,
-    positions: tl.tensor,
-    ancestors: tl.tensor,
-    rows: tl.tensor,
-    slots: tl.tensor,
-    known: tl.tensor,
-    starts: tl.tensor,
+    step: StepRows,
+    verified: Verified,
+    known: SlotTokens,
     width: int,
     dummy: int,
     BLOCK: tl.constexpr,
 ) -> None:
     request = tl.program_id(0)
     own = tl.arange(0, BLOCK)
-    begin = rows + request.to(tl.int64) * width
+    begin = verified.rows + request.to(tl.int64) * width
     first = tl.load(begin)
     row = tl.load(begin + own, mask=own < width, other=-1)
     is_there = (row >= 0) & (own > 0)
-    draft = tl.load(token_ids + row, mask=is_there, other=-2)
+    draft = tl.load(step.token_ids + row, mask=is_there, other=-2)
     then = tl.load(drawn + row, mask=is_there, other=-1)
-    word = tl.load(ancestors + row, mask=is_there, other=0)
+    word = tl.load(step.ancestors + row, mask=is_there, other=0)
     # A row's parent is the nearest of its ancestors.
     is_seen = ((word[:, None] >> own[None, :]) & 1 == 1) & (own[None, :] < own[:, None])
     parent = tl.max(tl.where(is_seen, own[None, :], -1), axis=1)
@@ -106,13 +99,13 @@ def _accept_kernel(
         reached = tl.where(goes_on, child, reached)
         length += 1
     last = tl.maximum(first + reached, 0)
-    slot = tl.load(slots + first, mask=is_request, other=0)
+    slot = tl.load(verified.slots + first, mask=is_request, other=0)
     slot = tl.where(is_request, slot, dummy)
     tl.store(last_rows + request, last)
     tl.store(own_slots + request, slot)
     # A missing token is negative. What follows it is dropped, but needs an id of the vocabulary.
-    tl.store(known + slot, tl.maximum(tl.load(drawn + last), 0))
-    tl.store(starts + slot, tl.load(positions + last) + 1)
+    tl.store(known.tokens + slot, tl.maximum(tl.load(drawn + last), 0))
+    tl.store(known.starts + slot, tl.load(step.positions + last) + 1)
 
 
 @triton.jit(do_not_specialize=["width"])
