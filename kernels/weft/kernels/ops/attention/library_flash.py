@@ -97,24 +97,8 @@ def own_attention(
 
     Rows of K and V must be finite; strides between rows and between heads are free.
     """
-    namespace = _namespace()
-    assert namespace is not None
-    rows = q.shape[0]
-    bounds = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), rows)])
-    out, sums, *_ = getattr(torch.ops, namespace).fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=bounds,
-        cu_seqlens_k=bounds,
-        # Upper bounds are enough: they only choose how the kernel is launched.
-        max_seqlen_q=rows,
-        max_seqlen_k=rows,
-        softmax_scale=scale,
-        is_causal=True,
-        num_splits=1,
-    )
-    return out, sums.transpose(0, 1)
+    bounds = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), q.shape[0])])
+    return _attend(q, k, v, bounds, bounds, scale, is_causal=True)
 
 
 def earlier_attention(
@@ -128,11 +112,26 @@ def earlier_attention(
     """`weft.kernels.ops.latent_attention.earlier_attention` for CUDA tensors, with the conditions
     of `own_attention`.
     """
+    bounds = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), q.shape[0])])
+    kv_bounds = torch.cat([cu_kv_lens, cu_kv_lens[-1:]])
+    out, sums = _attend(q, k, v, bounds, kv_bounds, scale, is_causal=False)
+    # For rows without keys the library writes zeros and a log-sum-exp of minus infinity, which a
+    # merge would turn into NaN.
+    return out, sums.clamp(min=NOTHING)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    kv_bounds: torch.Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     namespace = _namespace()
     assert namespace is not None
-    rows, keys = q.shape[0], k.shape[0]
-    bounds = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), rows)])
-    kv_bounds = torch.cat([cu_kv_lens, cu_kv_lens[-1:]])
     out, sums, *_ = getattr(torch.ops, namespace).fwd(
         q,
         k,
@@ -140,15 +139,13 @@ def earlier_attention(
         cu_seqlens_q=bounds,
         cu_seqlens_k=kv_bounds,
         # Upper bounds are enough: they only choose how the kernel is launched.
-        max_seqlen_q=rows,
-        max_seqlen_k=keys,
+        max_seqlen_q=q.shape[0],
+        max_seqlen_k=k.shape[0],
         softmax_scale=scale,
-        is_causal=False,
+        is_causal=is_causal,
         num_splits=1,
     )
-    # For rows without keys the library writes zeros and a log-sum-exp of minus infinity, which a
-    # merge would turn into NaN.
-    return out, sums.transpose(0, 1).clamp(min=NOTHING)
+    return out, sums.transpose(0, 1)
 
 
 @functools.cache

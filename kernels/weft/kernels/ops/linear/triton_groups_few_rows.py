@@ -202,11 +202,9 @@ def _few_kernel(
     word = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     begin = data.to(tl.pointer_type(tl.int32)) + last.to(tl.int64)[:, None, None] * (BLOCKS * WORDS)
     begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * WORDS)
+    matrix = begin, begin_up, scales, offsets, last, columns, width
     # The first tiles of the weight are loaded while the preceding kernel ends.
-    tile, given, tile_up, given_up = _tiles(
-        begin, begin_up, word, scales, offsets, last, columns, block, 0, width, BLOCKS, STEP, FORM,
-        IS_GATED,
-    )  # fmt: skip
+    tile, given, tile_up, given_up = _tiles(matrix, word, block, 0, BLOCKS, STEP, FORM, IS_GATED)
     if IS_SETTLED:
         wait_for_last()
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
@@ -215,15 +213,13 @@ def _few_kernel(
         # The next tiles are loaded while these are multiplied, or after that.
         if first > 0 and not IS_AHEAD:
             tile, given, tile_up, given_up = _tiles(
-                begin, begin_up, word, scales, offsets, last, columns, block, first, width, BLOCKS,
-                STEP, FORM, IS_GATED,
-            )  # fmt: skip
+                matrix, word, block, first, BLOCKS, STEP, FORM, IS_GATED
+            )
         next_tile, next_given, next_up, next_given_up = tile, given, tile_up, given_up
         if first + STEP < BLOCKS and IS_AHEAD:
             next_tile, next_given, next_up, next_given_up = _tiles(
-                begin, begin_up, word, scales, offsets, last, columns, block, first + STEP, width,
-                BLOCKS, STEP, FORM, IS_GATED,
-            )  # fmt: skip
+                matrix, word, block, first + STEP, BLOCKS, STEP, FORM, IS_GATED
+            )
         numbers = _numbers(tile, FORM)
         values = _integers(row_at, first + block, K, STEP, FORM)
         product += _sums(numbers, values, given, offsets is not None, FORM)
@@ -274,16 +270,10 @@ def _summed(product: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _tiles(
-    begin: tl.tensor,
-    begin_up: tl.tensor,
+    matrix: tl.tuple,
     word: tl.tensor,
-    scales: tl.tensor,
-    offsets: tl.tensor,
-    column: tl.tensor,
-    columns: int,
     block: tl.tensor,
     first: tl.constexpr,
-    width: int,
     BLOCKS: tl.constexpr,
     STEP: tl.constexpr,
     FORM: tl.constexpr,
@@ -292,6 +282,7 @@ def _tiles(
     """Numbers and scales of STEP blocks from `first` on, also those of the second matrix of a gated
     pair.
     """
+    begin, begin_up, scales, offsets, column, columns, width = matrix
     WORDS: tl.constexpr = FORM.half // 4
     tile = _words(begin, word, first, BLOCKS, WORDS, STEP)
     at = ((first + block) * (2 * FORM.half // FORM.unit) * width)[None, :] + column[:, None]

@@ -79,32 +79,22 @@ def added_to_row(
         AT_ONCE: From `ranks_at_once`.
     """
     count = tl.load(entry)
-    total = _times_some(
-        ranks, entry, count, b, features, column, mask, 0, stride, SUMS, BLOCK_SUMS, AT_ONCE
-    )
+    added = ranks, entry, count, b, features, column, mask, stride
+    total = _times_some(added, 0, SUMS, BLOCK_SUMS, AT_ONCE)
     for start in range(AT_ONCE, 8 * count, AT_ONCE):
-        total += _times_some(
-            ranks, entry, count, b, features, column, mask, start, stride, SUMS, BLOCK_SUMS,
-            AT_ONCE,
-        )  # fmt: skip
+        total += _times_some(added, start, SUMS, BLOCK_SUMS, AT_ONCE)
     return total
 
 
 @triton.jit
 def _times_some(
-    ranks: tl.tensor,
-    entry: tl.tensor,
-    count: tl.tensor,
-    b: tl.tensor,
-    features: int,
-    column: tl.tensor,
-    mask: tl.tensor,
+    added: tl.tuple,
     start: int,
-    stride: int,
     SUMS: tl.constexpr,
     BLOCK_SUMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
+    ranks, entry, count, b, features, column, mask, stride = added
     rank = start + tl.arange(0, AT_ONCE)
     is_rank = rank < 8 * count
     # Entries beyond the count are not used.

@@ -252,6 +252,7 @@ def _shrink_kernel(
     total_units = tl.sum(units, axis=0)
     at = part * tl.num_programs(0) + tl.program_id(0)
     max_rows = pick(part, max_rows0, max_rows1, max_rows2)
+    adapters = table, max_rows, slot, count, begin, units
     if job == 0:
         FIRST: tl.constexpr = 0 if IS_FOLDED else PRODUCTS
         if entries is not None:
@@ -259,10 +260,8 @@ def _shrink_kernel(
             is_listed = tl.where(is_token, part, -1) >= FIRST
             _list(entry, table + slot * max_rows, count, is_listed, IS_EARLY)
         if not IS_FOLDED:
-            _note(
-                num_units + at, rows + at * most, owners + at * (most // RANKS), table, max_rows,
-                slot, count, begin, units, total_units, RANKS, NOTED, IS_EARLY,
-            )  # fmt: skip
+            to = num_units + at, rows + at * most, owners + at * (most // RANKS)
+            _note(to, adapters, total_units, RANKS, NOTED, IS_EARLY)
         return
     split, first = (job - 1) % SPLITS, (job - 1) // SPLITS * GROUP
     if (part >= PRODUCTS) | (first >= total_units * RANKS):
@@ -275,7 +274,7 @@ def _shrink_kernel(
     given = x + token[:, None] * K
     PART: tl.constexpr = ((K + SPLITS * TILE - 1) // (SPLITS * TILE)) * TILE
     if IS_AHEAD:
-        owner, row = units_of(table, max_rows, slot, count, begin, units, first, RANKS, GROUP)
+        owner, row = units_of(adapters, first, RANKS, GROUP)
         depth = split * PART + tl.arange(0, TILE)
         inside = (depth < K)[None, :]
         ahead = a + row.to(tl.int64)[:, None] * K + depth[None, :]
@@ -287,7 +286,7 @@ def _shrink_kernel(
         store_units(to, slot, owner, total, RANKS)
         first += GROUPS * GROUP
     for start in range(first, total_units * RANKS, GROUPS * GROUP):
-        owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, GROUP)
+        owner, row = units_of(adapters, start, RANKS, GROUP)
         total = _walk(given, is_token, a, row, split, K, TILE, PART, TOKENS, GROUP, IS_EXACT)
         store_units(to, slot, owner, total, RANKS)
     if ADDS_UP:
@@ -301,22 +300,16 @@ def _shrink_kernel(
 
 @triton.jit
 def _note(
-    num_units: tl.tensor,
-    rows: tl.tensor,
-    owners: tl.tensor,
-    table: tl.tensor,
-    max_rows: tl.tensor,
-    slot: tl.tensor,
-    count: tl.tensor,
-    begin: tl.tensor,
-    units: tl.tensor,
+    to: tl.tuple,
+    adapters: tl.tuple,
     total_units: tl.tensor,
     RANKS: tl.constexpr,
     NOTED: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
     """Writes the units of a tile's part."""
-    owner, row = units_of(table, max_rows, slot, count, begin, units, 0, RANKS, NOTED)
+    num_units, rows, owners = to
+    owner, row = units_of(adapters, 0, RANKS, NOTED)
     if IS_EARLY:
         wait_for_last()
     tl.store(num_units, total_units)
@@ -325,7 +318,7 @@ def _note(
     tl.store(to_rows, row)
     tl.store(to_owners, owner)
     for start in range(NOTED, total_units * RANKS, NOTED):
-        owner, row = units_of(table, max_rows, slot, count, begin, units, start, RANKS, NOTED)
+        owner, row = units_of(adapters, start, RANKS, NOTED)
         tl.store(to_rows + start, row)
         tl.store(to_owners + start // RANKS, owner)
 

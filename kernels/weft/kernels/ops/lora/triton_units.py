@@ -54,12 +54,7 @@ def unit_ranks(part: LoraWeights) -> int:
 
 @triton.jit
 def units_of(
-    table: tl.tensor,
-    max_rows: tl.tensor,
-    slot: tl.tensor,
-    count: tl.tensor,
-    begin: tl.tensor,
-    units: tl.tensor,
+    adapters: tl.tuple,
     start: int,
     RANKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -69,7 +64,12 @@ def units_of(
 
     An owner is slot * 1024 + the unit's first rank, or 0 for no owner; a row is -1 where there is
     no rank.
+
+    Args:
+        adapters: The table of rows and its width; of each of a tile's tokens the slot, the number
+            of its rows, its adapter's first unit in the tile, and the number of its units.
     """
+    table, max_rows, slot, count, begin, units = adapters
     unit = start // RANKS + tl.arange(0, GROUP // RANKS)[:, None]
     is_its = (unit >= begin[None, :]) & (unit < (begin + units)[None, :])
     its_slot = tl.sum(tl.where(is_its, slot[None, :], 0), axis=1)

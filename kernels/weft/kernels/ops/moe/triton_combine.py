@@ -120,8 +120,8 @@ def _combine_kernel(
         slot = tl.load(token_slots + row)
         group = layer * slots + slot * places
         count = rows_of(of_b.counts, group, slot)
-        table = of_b.table + group * most
-        tile = unit_of(of_b.pool, table, count, 0, most, hidden, column, mask, UNIT)
+        rows = of_b.pool, of_b.table + group * most, count, most, hidden
+        tile = unit_of(rows, 0, column, mask, UNIT)
     wait_for_last()
     total = tl.zeros([BLOCK], tl.float32)
     for number in range(TOP_K):
@@ -140,7 +140,7 @@ def _combine_kernel(
         given = summed_ranks(ranks, count, 0, rank_width, SUMS, BLOCK_SUMS, UNIT)
         total += times_unit(given, tile)
         for start in range(UNIT, 8 * count, UNIT):
-            tile = unit_of(of_b.pool, table, count, start, most, hidden, column, mask, UNIT)
+            tile = unit_of(rows, start, column, mask, UNIT)
             given = summed_ranks(ranks, count, start, rank_width, SUMS, BLOCK_SUMS, UNIT)
             total += times_unit(given, tile)
     if residual is not None:

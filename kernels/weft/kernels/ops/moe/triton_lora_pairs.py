@@ -137,12 +137,8 @@ def activate_pairs(
 
 @triton.jit
 def unit_of(
-    pool: tl.tensor,
-    table: tl.tensor,
-    count: tl.tensor,
+    rows: tl.tuple,
     start: int,
-    most: int,
-    features: int,
     column: tl.tensor,
     inside: tl.tensor,
     UNIT: tl.constexpr,
@@ -155,16 +151,14 @@ def unit_of(
     for `count`.
 
     Args:
-        pool: [rows, 8, features].
-        table: Pointer to the adapter's rows.
-        count: Number of these rows.
+        rows: The pool [rows, 8, features], a pointer to the adapter's rows in its table, the number
+            of these rows, the number that the table has room for, and the pool's columns.
         start: A multiple of UNIT.
-        most: Rows that the table has room for.
-        features: Columns of the pool.
         column: [COLUMNS].
         inside: [COLUMNS]: which columns exist.
         UNIT: A power of two, up to 16.
     """
+    pool, table, count, most, features = rows
     rank = start % 8 + tl.arange(0, UNIT)
     number = start // 8
     low = tl.load(table + number, mask=number < most, other=0)
@@ -255,22 +249,24 @@ def _activate_kernel(
     count1 = rows_of(of_up.counts, group, slot)
     table0 = of_gate.table + group * most0
     table1 = of_up.table + group * most1
+    gate_rows = of_gate.pool, table0, count0, most0, WIDTH
+    up_rows = of_up.pool, table1, count1, most1, WIDTH
     # All loads for the first ranks, of which most adapters have no more, are issued before any of
     # them is used.
-    gate_tile = unit_of(of_gate.pool, table0, count0, 0, most0, WIDTH, column, inside, UNIT)
-    up_tile = unit_of(of_up.pool, table1, count1, 0, most1, WIDTH, column, inside, UNIT)
+    gate_tile = unit_of(gate_rows, 0, column, inside, UNIT)
+    up_tile = unit_of(up_rows, 0, column, inside, UNIT)
     count2 = 0
     if to_down is not None:
         count2 = rows_of(of_down.counts, group, slot)
-        table2 = of_down.table + group * most2
-        a_tile = unit_of(of_down.pool, table2, count2, 0, most2, WIDTH, column, inside, UNIT)
+        down_rows = of_down.pool, of_down.table + group * most2, count2, most2, WIDTH
+        a_tile = unit_of(down_rows, 0, column, inside, UNIT)
     gate_ranks = ranks + (pair // RANKS_TOP_K).to(tl.int64) * rank_width
     up_ranks = gate_ranks + 8 * most0
     gate = times_unit(_given_to(gate_ranks, count0, 0, UNIT), gate_tile)
     up = times_unit(_given_to(up_ranks, count1, 0, UNIT), up_tile)
     for start in range(UNIT, 8 * tl.maximum(count0, count1), UNIT):
-        gate_tile = unit_of(of_gate.pool, table0, count0, start, most0, WIDTH, column, inside, UNIT)
-        up_tile = unit_of(of_up.pool, table1, count1, start, most1, WIDTH, column, inside, UNIT)
+        gate_tile = unit_of(gate_rows, start, column, inside, UNIT)
+        up_tile = unit_of(up_rows, start, column, inside, UNIT)
         gate += times_unit(_given_to(gate_ranks, count0, start, UNIT), gate_tile)
         up += times_unit(_given_to(up_ranks, count1, start, UNIT), up_tile)
     wait_for_last()
@@ -287,8 +283,6 @@ def _activate_kernel(
         given = tl.sum(a_tile.to(tl.float32) * weighed[None, :], axis=1)
         tl.store(to + rank, given, mask=rank < 8 * count2)
         for start in range(UNIT, 8 * count2, UNIT):
-            a_tile = unit_of(
-                of_down.pool, table2, count2, start, most2, WIDTH, column, inside, UNIT
-            )
+            a_tile = unit_of(down_rows, start, column, inside, UNIT)
             given = tl.sum(a_tile.to(tl.float32) * weighed[None, :], axis=1)
             tl.store(to + start + rank, given, mask=start + rank < 8 * count2)

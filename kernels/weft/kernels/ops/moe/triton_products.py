@@ -186,40 +186,29 @@ def _sorted_kernel(
         return
     begin = tl.load(blocks.begin + block)
     end = tl.load(blocks.end + block)
+    rows = x, blocks.order, begin, end, x_scales, scale_places
+    matrix = weight, weight_tiles, scales, expert, columns
+    ends = bias, added, shares
     # An expert's last block is multiplied as half a block if it has no more pairs.
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
-        _multiply_block(
-            out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
-            end, x_scales, scale_places, scales, GATING, FORM, HALF_ROWS,
-        )  # fmt: skip
+        _multiply_block(out, rows, matrix, ends, GATING, FORM, HALF_ROWS)
     else:
-        _multiply_block(
-            out, x, weight, weight_tiles, shares, blocks.order, added, bias, columns, expert, begin,
-            end, x_scales, scale_places, scales, GATING, FORM, ROWS,
-        )  # fmt: skip
+        _multiply_block(out, rows, matrix, ends, GATING, FORM, ROWS)
 
 
 @triton.jit
 def _multiply_block(
     out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    weight_tiles: tl.tensor_descriptor,
-    shares: tl.tensor,
-    order: tl.tensor,
-    added: tl.tensor,
-    bias: tl.tensor,
-    columns: int,
-    expert: tl.tensor,
-    begin_place: tl.tensor,
-    end_place: tl.tensor,
-    x_scales: tl.tensor,
-    scale_places: int,
-    scales: tl.tensor,
+    rows: tl.tuple,
+    matrix: tl.tuple,
+    ends: tl.tuple,
     GATING: tl.constexpr,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
+    x, order, begin_place, end_place, x_scales, scale_places = rows
+    weight, weight_tiles, scales, expert, columns = matrix
+    bias, added, shares = ends
     is_fp8: tl.constexpr = scales is not None
     K: tl.constexpr = FORM.depth
     TOP_K: tl.constexpr = FORM.top_k

@@ -50,11 +50,7 @@ def send_rows(memory: StageMemory, rows: torch.Tensor) -> None:
     """Hands on [T, H], contiguous. Raises ValueError if there is no room for so many."""
     words = _words(memory, rows)
     _await(memory, memory.sender + _TAKEN, 2)
-    _put_kernel[(max(1, cdiv(words.numel(), _TILE)),)](
-        *(words, memory.receiver + _ROWS, memory.turns, words.numel(), memory.capacity),
-        TILE=_TILE,
-        num_warps=8,
-    )
+    _copy(memory, words, is_sent=True)
     _signal_kernel[(1,)](memory.receiver + _ARRIVED, memory.turns, num_warps=1)
 
 
@@ -64,11 +60,7 @@ def receive_rows(memory: StageMemory, out: torch.Tensor) -> torch.Tensor:
     """
     words = _words(memory, out)
     _await(memory, memory.receiver + _ARRIVED, 0)
-    _take_kernel[(max(1, cdiv(words.numel(), _TILE)),)](
-        *(words, memory.receiver + _ROWS, memory.turns, words.numel(), memory.capacity),
-        TILE=_TILE,
-        num_warps=8,
-    )
+    _copy(memory, words, is_sent=False)
     _signal_kernel[(1,)](memory.sender + _TAKEN, memory.turns, num_warps=1)
     return out
 
@@ -90,6 +82,15 @@ def _await(memory: StageMemory, flag: int, lead: int) -> None:
     )
 
 
+def _copy(memory: StageMemory, words: torch.Tensor, *, is_sent: bool) -> None:
+    _copy_kernel[(max(1, cdiv(words.numel(), _TILE)),)](
+        *(words, memory.receiver + _ROWS, memory.turns, words.numel(), memory.capacity),
+        IS_SENT=is_sent,
+        TILE=_TILE,
+        num_warps=8,
+    )
+
+
 @triton.jit
 def _await_kernel(
     flag: tl.tensor,
@@ -107,36 +108,24 @@ def _await_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _put_kernel(
+def _copy_kernel(
     words: tl.tensor,
     room: tl.tensor,
     turns: tl.tensor,
     count: int,
     capacity: int,
+    IS_SENT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     turn = tl.load(turns) + 1
-    theirs = room.to(tl.int64).to(tl.pointer_type(tl.int32)) + (turn & 1).to(tl.int64) * capacity
+    place = room.to(tl.int64).to(tl.pointer_type(tl.int32)) + (turn & 1).to(tl.int64) * capacity
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = at < count
-    tl.store(theirs + at, tl.load(words + at, mask=mask), mask=mask)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _take_kernel(
-    words: tl.tensor,
-    room: tl.tensor,
-    turns: tl.tensor,
-    count: int,
-    capacity: int,
-    TILE: tl.constexpr,
-) -> None:
-    turn = tl.load(turns) + 1
-    own = room.to(tl.int64).to(tl.pointer_type(tl.int32)) + (turn & 1).to(tl.int64) * capacity
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    mask = at < count
-    # Another GPU has written these words, so they are not read from a cache near the processor.
-    tl.store(words + at, tl.load(own + at, mask=mask, cache_modifier=".cg"), mask=mask)
+    if IS_SENT:
+        tl.store(place + at, tl.load(words + at, mask=mask), mask=mask)
+    else:
+        # Another GPU has written these words, so they are not read from a cache near the processor.
+        tl.store(words + at, tl.load(place + at, mask=mask, cache_modifier=".cg"), mask=mask)
 
 
 @triton.jit
