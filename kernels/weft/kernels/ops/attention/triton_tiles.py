@@ -102,7 +102,7 @@ def attend_pages(
         scale_at = scales_at(pool, page, position, kv_head, layer, FORM)
     column = tl.arange(0, FORM.block_dim)
     k_at = k_of_pages(pool, page, position, kv_head, layer, column, FORM)
-    return attend_tile(  # type: ignore[no-any-return]
+    return attend_tile(
         softmax, rows, k_at, k_at + OF_ROWS, position, first, end, IS_PARTIAL, FORM, 0, scale_at,
         OF_ROWS // SCALE_BYTES if IS_SCALED else 0, IS_SCALED and IN_UNITS,
     )  # fmt: skip

@@ -74,7 +74,8 @@ def _expand_kernel(
 ) -> None:
     request = tl.program_id(0)
     if tl.load(step.requests) != 0:
-        slots, starts = step.requests + 1, step.requests + 1 + num_requests
+        slots: tl.tensor = step.requests + 1  # type: ignore[operator] - the launcher checks it
+        starts = slots + num_requests
         counts = starts + num_requests
         other = tl.arange(0, REQUESTS)
         all_counts = tl.load(counts + other, mask=other < num_requests, other=0)
