@@ -110,7 +110,6 @@ def multiply_fp8(
     if is_split:
         parts = (launch.splits, rows, columns)
         target = torch.empty(parts, dtype=torch.float32, device=x.data.device)
-    options = launch_options(x.data.device)
     _fp8_tiles_kernel[(tiles[0] * tiles[1], launch.splits)](
         target,
         x.data,
@@ -135,10 +134,10 @@ def multiply_fp8(
         TOGETHER=_ROW_TILES_TOGETHER,
         num_warps=launch.warps,
         num_stages=launch.stages,
-        **options,
+        **launch_options(x.data.device),
     )
     if is_split:
-        sum_parts(out, target, bias, residual, options)
+        sum_parts(out, target, bias, residual)
 
 
 @triton.jit(do_not_specialize=["rows", "whole_rows"])

@@ -26,7 +26,6 @@ from weft.kernels.ops.linear.triton_groups_unpack import (
 from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts
 from weft.kernels.ops.moe.triton_parts import gated
 from weft.kernels.shared.dependent_launch import (
-    LaunchOptions,
     launch_options,
     release_next,
     wait_for_last,
@@ -94,7 +93,6 @@ def multiply_few(
     is_gated: bool = False,
     experts: PairExperts | None = None,
     launch: FewRowsLaunchConfig | None = None,
-    options: LaunchOptions | None = None,
 ) -> None:
     """x @ weight^T + bias + residual, or the gated product of a pair of matrices.
 
@@ -137,7 +135,7 @@ def multiply_few(
         num_warps=launch.warps,
         **given,
         GATING=more.gating.in_kernels,
-        **(options or launch_options(x.device)),
+        **launch_options(x.device),
     )
 
 

@@ -200,7 +200,7 @@ def multiply_groups(
         **(options or launch_options(x.device)),
     )
     if is_split:
-        sum_parts(out, target, bias, residual, launch_options(x.device))
+        sum_parts(out, target, bias, residual)
 
 
 def sum_parts(
@@ -208,7 +208,6 @@ def sum_parts(
     parts: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    options: LaunchOptions,
 ) -> None:
     """Sums [splits, M, N] float32 in order, adds the bias [N] and the residual [M, N], and rounds
     once into `out`, [M, N], which may be the residual.
@@ -224,7 +223,7 @@ def sum_parts(
         SPLITS=splits,
         TILE=_SUMMED,
         num_warps=4,
-        **options,
+        **launch_options(out.device),
     )
 
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from weft.kernels.ops.linear.triton_groups_product import sum_parts
-from weft.kernels.shared.dependent_launch import LaunchOptions, launch_options
+from weft.kernels.shared.dependent_launch import launch_options
 from weft.kernels.shared.formats.packed_groups import LONG_UNIT, PackedGroups
 from weft.kernels.shared.sm90 import on_sm90
 
@@ -144,7 +144,6 @@ def multiply_wide(
     residual: torch.Tensor | None = None,
     is_gated: bool = False,
     launch: TensorCoresLaunchConfig | None = None,
-    options: LaunchOptions | None = None,
 ) -> None:
     """x @ weight^T + bias + residual, or the activation of a gated pair's two products.
 
@@ -164,7 +163,6 @@ def multiply_wide(
     if is_split:
         target = torch.empty((launch.splits, rows, columns), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, launch.rows), triton.cdiv(columns, launch.of_program), launch.splits)
-    options = options or launch_options(x.device)
     _tensor_cores_kernel[grid](
         target,
         x,
@@ -188,10 +186,10 @@ def multiply_wide(
         UNIT=weight.unit,
         HALF=weight.half,
         num_warps=launch.warps,
-        **options,
+        **launch_options(x.device),
     )
     if is_split:
-        sum_parts(out, target, bias, residual, options)
+        sum_parts(out, target, bias, residual)
 
 
 _PAIRS = gl.constexpr(

@@ -107,7 +107,7 @@ def direct_moe(
             num_warps=min(4, max(1, tile // _OUT_ELEMENTS_PER_WARP)), **scaling, **options,
         )  # fmt: skip
     else:
-        listed_down(out, inner, ids, shares, w2, residual, more, options)
+        listed_down(out, inner, ids, shares, w2, residual, more)
     if lora is not None:
         down_additions(inner, ids, shares, hidden, experts, lora, options, out, is_share=is_share)
     return out

@@ -14,7 +14,7 @@ import triton.language as tl
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP, data_of, scales_of_expert
 from weft.kernels.ops.moe.spec import ExpertParts
 from weft.kernels.ops.moe.triton_parts import once, with_row_parts
-from weft.kernels.shared.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import Fp8Experts
 from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
 
@@ -34,7 +34,6 @@ def listed_down(
     w2: torch.Tensor | Fp8Experts,
     residual: torch.Tensor | None,
     more: ExpertParts,
-    options: LaunchOptions,
 ) -> None:
     """out[row] = residual[row] + share * down of inner, over the row's experts on this rank.
 
@@ -54,7 +53,7 @@ def listed_down(
         out, inner, data, ids, shares, residual, more.down_bias, hidden, data.shape[0], K=width,
         TOP_K=ids.shape[1], IS_SHARE=more.is_share, PAIRS=next_power_of_2(ids.shape[1]),
         COLUMNS=columns, TILE=min(_MAX_TILE, next_power_of_2(width)), num_warps=_WARPS, **scaling,
-        **options,
+        **launch_options(out.device),
     )  # fmt: skip
 
 
