@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from weft.kernels.ops.draft_head import draft_chain, draft_entries
+from weft.kernels.ops.draft_head import DraftEntries, draft_chain
 from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
-from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.shared import cpu
@@ -49,7 +48,7 @@ def make_head(geometry: Geometry, dtype: torch.dtype) -> DraftHeadWeight:
 
     qkv = normal((heads + 2 * kv_heads) * dim, 2 * hidden)
     angles = torch.outer(torch.arange(MAX_POSITIONS), 0.3 ** torch.arange(dim // 2))
-    return pack_draft_head(
+    return DraftHeadWeight(
         fc=pack_linear(normal(hidden, 3 * 40)),
         qkv=pack_linear(qkv),
         kv=pack_linear(qkv[heads * dim :]),
@@ -102,7 +101,7 @@ def make_step(geometry: Geometry, lengths: list[tuple[int, int]], dtype: torch.d
 
 def check_entries(w: DraftHeadWeight, step: Step, dtype: torch.dtype) -> None:
     ours, peer = step.copy(), step.copy()
-    g = draft_entries(ours.aux, w, ours.rows, ours.kept, ours.pool, LAYER)
+    g = DraftEntries(ours.aux, w, ours.rows, ours.kept, ours.pool, LAYER).finish()
     peer_g = draft_entries_reference(peer.aux, w, peer.rows, peer.kept, peer.pool, LAYER)
     for mine, other in ((g, peer_g), (ours.kept, peer.kept), (ours.pool, peer.pool)):
         assert torch.equal(mine.isnan(), other.isnan())
@@ -190,8 +189,8 @@ def test_pages_may_lie_apart(dtype: torch.dtype) -> None:
     w = make_head(geometry, dtype)
     step = make_step(geometry, [(0, 7), (3, 1), (30, 20)], dtype)
     wide, kept = WidePages(step.pool), step.kept.clone()
-    g = draft_entries(step.aux, w, step.rows, step.kept, step.pool, LAYER)
-    assert torch.equal(draft_entries(step.aux, w, step.rows, kept, wide.pool, LAYER), g)
+    g = DraftEntries(step.aux, w, step.rows, step.kept, step.pool, LAYER).finish()
+    assert torch.equal(DraftEntries(step.aux, w, step.rows, kept, wide.pool, LAYER).finish(), g)
     wide.check(step.pool)
     state, tokens, chains, pool = make_chains(geometry, [1, 40, 300], [4, 4, 2], dtype)
     wide, other = WidePages(pool), state.clone()
@@ -258,11 +257,11 @@ def test_what_points_outside_is_refused_and_nothing_is_written() -> None:
         changed[at] = bad
         bad_rows = replace(rows, **{name: changed})
         with pytest.raises(IndexError, match=message):
-            draft_entries(step.aux, w, bad_rows, step.kept, step.pool, LAYER)
+            DraftEntries(step.aux, w, bad_rows, step.kept, step.pool, LAYER).finish()
     with pytest.raises(IndexError, match="layer 2"):
-        draft_entries(step.aux, w, rows, step.kept, step.pool, LAYERS)
+        DraftEntries(step.aux, w, rows, step.kept, step.pool, LAYERS).finish()
     with pytest.raises(ValueError, match="aux"):
-        draft_entries(step.aux[:, :60], w, rows, step.kept, step.pool, LAYER)
+        DraftEntries(step.aux[:, :60], w, rows, step.kept, step.pool, LAYER).finish()
     assert step.pool.isnan().all()
     state, tokens, chains, pool = make_chains(geometry, [9, 20], [2, 2], torch.float32)
     before = pool.clone()

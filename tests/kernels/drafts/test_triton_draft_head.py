@@ -17,7 +17,6 @@ from weft.kernels.ops.attention import gpu as attention
 from weft.kernels.ops.draft_head import operations
 from weft.kernels.ops.draft_head import triton_rows as draft_rows
 from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
-from weft.kernels.ops.draft_head.pack import pack_draft_head
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.greedy import triton_rows as greedy
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
@@ -51,7 +50,7 @@ def make_head() -> DraftHeadWeight:
 
     qkv = table((HEADS + 2 * KV_HEADS) * DIM, 2 * HIDDEN)
     norms = [torch.rand(HIDDEN) + 0.5 for _ in range(4)]
-    return pack_draft_head(
+    return DraftHeadWeight(
         fc=pack_linear(table(HIDDEN, 3 * HIDDEN)),
         qkv=pack_linear(qkv),
         kv=pack_linear(qkv[HEADS * DIM :].contiguous()),

@@ -8,8 +8,7 @@ import pytest
 import torch
 from weft.engine.model.stack import run_all
 from weft.engine.model.step import Step
-from weft.kernels.ops.draft_head import DraftEntries, draft_entries
-from weft.kernels.ops.draft_head.pack import pack_draft_head
+from weft.kernels.ops.draft_head import DraftEntries
 from weft.kernels.ops.draft_head.spec import DraftHeadWeight, DraftRows
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear
 from weft.kernels.ops.stream.taps import Taps
@@ -37,7 +36,7 @@ def make_head(num_taps: int, dtype: torch.dtype) -> DraftHeadWeight:
 
     qkv = normal((HEADS + 2 * KV_HEADS) * DIM, 2 * WIDTH)
     angles = torch.rand(MAX_POSITIONS, DIM // 2)
-    return pack_draft_head(
+    return DraftHeadWeight(
         fc=pack_linear(normal(WIDTH, num_taps * HIDDEN)),
         qkv=pack_linear(qkv),
         kv=pack_linear(qkv[HEADS * DIM :]),
@@ -96,7 +95,7 @@ def test_are_those_written_after_them(
     other_taps = Taps(layers, other_aux)
     other = run_all([run], hidden.clone(), step, other_pool, other_taps)
     other_taps.take(LAYERS, last)
-    other_g = draft_entries(other_aux, w, rows, other_kept, other_pool, LAYERS)
+    other_g = DraftEntries(other_aux, w, rows, other_kept, other_pool, LAYERS).finish()
     for mine, peer in ((out, other), (g, other_g), (pool, other_pool), (kept, other_kept)):
         assert torch.equal(mine, peer)
     assert not torch.equal(pool[:, :, LAYERS], before)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.draft_head.pack import pack_draft_head
+from weft.kernels.ops.draft_head.spec import DraftHeadWeight
 from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear.pack import pack_gate_up, pack_linear, weight_rows
 from weft.kernels.ops.lora.spec import LoraAddition
@@ -131,7 +131,7 @@ def test_experts_and_draft_heads_refuse_them() -> None:
     tables = ("input_norm", "hidden_norm", "post_norm", "norm", "embedding", "target_ids")
     parts: dict[str, Any] = dict.fromkeys(names, product) | dict.fromkeys(tables, table)
     with pytest.raises(ValueError, match="rotated"):
-        pack_draft_head(**parts, cos_sin=table, num_heads=1, eps=1e-5)
+        DraftHeadWeight(**parts, cos_sin=table, num_heads=1, eps=1e-5)
 
 
 def test_a_gate_with_its_up_projection() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from weft.checkpoint.draft_config import HeadKind, head_digest
@@ -26,7 +28,6 @@ from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.draft_head import DraftEntries, draft_chain
-from weft.kernels.ops.draft_head.pack import pack_draft_head, replace_layer
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.draft_tree import draft_tree
 from weft.kernels.ops.draft_tree.spec import DraftTrees
@@ -125,7 +126,7 @@ def adapt_eagle3(
         arena = WeightArena(0)
         layer = Weights(changed, PlainScheme(), target.dtype, device, arena=arena).at(name)
         adapted = copy(head)
-        adapted.weight = replace_layer(head.weight, **_read_layer(head.config, layer))
+        adapted.weight = replace(head.weight, **_read_layer(head.config, layer))
     return adapted
 
 
@@ -145,7 +146,16 @@ def adaptable_shapes(config: Eagle3Config) -> dict[str, tuple[int, int]]:
     }
 
 
-def _read_layer(config: Eagle3Config, layer: Weights) -> dict[str, LinearWeight]:
+class _Layer(TypedDict):
+    """Products of a head's layer, by their names in `DraftHeadWeight`."""
+
+    qkv: LinearWeight
+    o: LinearWeight
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+def _read_layer(config: Eagle3Config, layer: Weights) -> _Layer:
     hidden, inner = config.hidden_size, config.intermediate_size
     attention, mlp = layer.at("self_attn"), layer.at("mlp")
     return {
@@ -176,7 +186,7 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
         lm_head = target.lm_head.rows(target_ids)
     # The head drafts at all positions of the target; its own limit is only that of its training.
     positions = target.config.max_position_embeddings
-    return pack_draft_head(
+    return DraftHeadWeight(
         **_read_layer(config, layer),
         fc=names.base.linear(fc),
         # A second copy without q, since most steps of the target need only K and V.

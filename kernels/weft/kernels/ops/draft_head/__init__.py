@@ -28,15 +28,11 @@ else:
     _dependent_launch = deferred(__name__, "weft.kernels.shared.dependent_launch")
 
 
-def draft_entries(
-    aux: torch.Tensor,
-    w: DraftHeadWeight,
-    rows: DraftRows,
-    kept: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-) -> torch.Tensor:
+class DraftEntries:
     """Writes the head's K and V of a target's step into the pool.
+
+    The work continues from the taps that write `aux`, in the threads of the native operation or
+    concurrently with the following layers. Indices are checked after it has run.
 
     Args:
         aux: [T, W], contiguous: the target's states.
@@ -44,21 +40,6 @@ def draft_entries(
             as zeros at position 0; becomes g of the request's last row.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: Index of the head's layer in the pool.
-
-    Returns:
-        g [T, H], dtype of `aux`.
-
-    Raises:
-        IndexError: A token, position, slot or length points outside.
-    """
-    return DraftEntries(aux, w, rows, kept, pool, layer).finish()
-
-
-class DraftEntries:
-    """`draft_entries` as work that continues from the taps that write `aux`, in the threads of the
-    native operation or concurrently with the following layers.
-
-    It has the arguments and errors of `draft_entries`, and checks indices after it has run.
     """
 
     def __init__(
@@ -93,7 +74,14 @@ class DraftEntries:
             self._beside = SideStreamWork(device, self._launch_beside, "drafts")
 
     def finish(self) -> torch.Tensor:
-        """Runs the operation unless the layers have done so; returns g."""
+        """Runs the operation unless the layers have done so.
+
+        Returns:
+            g [T, H], dtype of `aux`.
+
+        Raises:
+            IndexError: A token, position, slot or length points outside.
+        """
         if self._beside is not None:
             # The cycle is broken here, since garbage is not collected while a graph is captured.
             work, self._beside = self._beside, None

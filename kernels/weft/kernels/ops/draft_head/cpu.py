@@ -21,7 +21,7 @@ def native_for(x: torch.Tensor, w: DraftHeadWeight, pool: torch.Tensor) -> cpu.N
 
 
 class NativeEntries:
-    """The work of `weft.kernels.ops.draft_head.draft_entries` for native operations, valid as long
+    """The work of `weft.kernels.ops.draft_head.DraftEntries` for native operations, valid as long
     as this object lives; its arguments and errors.
     """
 

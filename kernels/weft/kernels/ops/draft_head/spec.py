@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -22,6 +22,9 @@ MAX_NATIVE_DEPTH = 32
 class DraftHeadWeight:
     """Parameters of a head; H is its hidden size, and W the width of the target's states side by
     side.
+
+    Raises:
+        ValueError: A table is not contiguous, or a product's matrix is rotated.
     """
 
     fc: LinearWeight
@@ -55,8 +58,6 @@ class DraftHeadWeight:
     num_heads: int
     eps: float
     """Epsilon of all norms."""
-    native: cpu.DraftHeadStruct | None
-    """The head as native operations read it; None if some part is not in native form."""
     norms_first: bool = False
     """Whether the layer's residual is the normed state rather than the state itself, as in heads of
     the library speculators.
@@ -65,6 +66,26 @@ class DraftHeadWeight:
     """Ranks that hold the other shares of the layer's heads and MLP; None: this process has all of
     it.
     """
+    native: cpu.DraftHeadStruct | None = field(init=False)
+    """The head as native operations read it; None if some part is not in native form."""
+
+    def __post_init__(self) -> None:
+        products = (self.fc, self.qkv, self.kv, self.o, self.gate_up, self.down, self.lm_head)
+        if any(part.is_rotated for part in products):
+            raise ValueError("products of a draft head cannot be of rotated matrices")
+        native = None
+        if all(part.native is not None for part in products):
+            norms = (self.input_norm, self.hidden_norm, self.post_norm, self.norm)
+            tables = (*norms, self.embedding, self.target_ids, self.cos_sin)
+            if not all(table.is_contiguous() for table in tables):
+                raise ValueError("norms, embedding and tables of a draft head must be contiguous")
+            native = cpu.DraftHeadStruct(
+                *(part.address for part in products),
+                *(table.data_ptr() for table in tables),
+                *(*self.embedding.shape, self.cos_sin.shape[0], self.num_heads),
+                *(self.eps, self.scale, self.norms_first),
+            )
+        object.__setattr__(self, "native", native)
 
     @property
     def hidden_size(self) -> int:

@@ -74,7 +74,8 @@ def _expand_kernel(
 ) -> None:
     request = tl.program_id(0)
     if tl.load(step.requests) != 0:
-        slots: tl.tensor = step.requests + 1  # type: ignore[operator] - the launcher checks it
+        # The launcher checks that there are requests.
+        slots: tl.tensor = step.requests + 1  # type: ignore[operator]
         starts = slots + num_requests
         counts = starts + num_requests
         other = tl.arange(0, REQUESTS)

@@ -52,8 +52,7 @@ from weft.kernels.ops.attention.spec import (
 )
 from weft.kernels.ops.divided_pages import gpu as pages_here
 from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
-from weft.kernels.ops.draft_head.pack import pack_draft_head
-from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
+from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.encoder_attention import triton_ragged as encoder_attention
 from weft.kernels.ops.gated_delta import triton_gates
 from weft.kernels.ops.gated_norm import triton_norm
@@ -477,7 +476,7 @@ def compile_drafts() -> None:
     hidden, inner, heads, dim = SMALL
     vocab, requests = 900, 3
     qkv, norms = weight(2 * heads * dim, 2 * hidden), torch.ones(4, hidden, dtype=BF16)
-    head = pack_draft_head(
+    head = DraftHeadWeight(
         fc=weight(hidden, 3 * hidden),
         qkv=qkv,
         kv=weight(heads * dim, 2 * hidden),
