@@ -208,16 +208,25 @@ def sum_parts(
     parts: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Sums [splits, M, N] float32 in order, adds the bias [N] and the residual [M, N], and rounds
-    once into `out`, [M, N], which may be the residual.
+    """Sums the parts of a product in order, multiplies them by scales, adds a bias and a residual,
+    and rounds once.
+
+    Args:
+        out: [M, N]: receives the result; may be the residual.
+        parts: [splits, at least M, N] float32, or a single part in int32.
+        bias: [N] or None.
+        residual: [M, N] or None.
+        scales: [M] and [N] float32, of the rows and of the columns; or None.
     """
-    splits, rows, columns = parts.shape
-    _sum_kernel[(rows, triton.cdiv(columns, _SUMMED))](
+    splits, _, columns = parts.shape
+    _sum_kernel[(out.shape[0], triton.cdiv(columns, _SUMMED))](
         out,
         parts,
         bias,
         residual,
+        *(scales or (None, None)),
         columns,
         parts.stride(0),
         SPLITS=splits,
@@ -482,6 +491,8 @@ def _sum_kernel(
     parts: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
+    row_scales: tl.tensor,
+    scales: tl.tensor,
     columns: int,
     stride: int,
     SPLITS: tl.constexpr,
@@ -494,10 +505,14 @@ def _sum_kernel(
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
     at = row * columns + column
-    total = tl.zeros([TILE], tl.float32)
-    for split in tl.static_range(SPLITS):
-        part = parts + tl.cast(split, tl.int64) * stride + at
-        total += tl.load(part, mask=mask, other=0.0)
+    if scales is not None:
+        scale = tl.load(row_scales + row) * tl.load(scales + column, mask=mask, other=0.0)
+        total = tl.load(parts + at, mask=mask, other=0).to(tl.float32) * scale
+    else:
+        total = tl.zeros([TILE], tl.float32)
+        for split in tl.static_range(SPLITS):
+            part = parts + tl.cast(split, tl.int64) * stride + at
+            total += tl.load(part, mask=mask, other=0.0)
     if bias is not None:
         total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:

@@ -16,14 +16,14 @@ from weft.kernels.ops.activation.triton_gated import silu_and_mul
 from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, few_rows
+from weft.kernels.ops.linear.triton_groups_product import sum_parts
 from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.quantised import INT8_MAX, Int8Channels
-from weft.kernels.shared.launch_sizes import cdiv, next_power_of_2
+from weft.kernels.shared.launch_sizes import next_power_of_2
 
 _LEAST_ROWS = 32
 """Fewer rows are padded with zeros to this number: `torch._int_mm` takes no fewer than 17."""
-_TILE = 1024
 _MOST = tl.constexpr(INT8_MAX)
 
 
@@ -62,10 +62,7 @@ def _product(
         return out
     data, scales = round_rows(x, max(rows, _LEAST_ROWS))
     sums = torch._int_mm(data, matrix.data.t())
-    _finish_kernel[(rows, cdiv(w.out_features, _TILE))](
-        out, sums, scales, matrix.scales, w.bias, residual, w.out_features, TILE=_TILE,
-        num_warps=4, **launch_options(x.device),
-    )  # fmt: skip
+    sum_parts(out, sums[None], w.bias, residual, (scales, matrix.scales))
     return out
 
 
@@ -118,33 +115,6 @@ def _round_kernel(
         scaled = values.to(tl.float32) * inverse
         rounded = scaled + tl.where(scaled < 0, -0.5, 0.5)
         tl.store(data + row * K + at, rounded.to(tl.int8), mask=at < K)
-
-
-@triton.jit
-def _finish_kernel(
-    out: tl.tensor,
-    sums: tl.tensor,
-    row_scales: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    columns: int,
-    TILE: tl.constexpr,
-) -> None:
-    """A row's products in floats, with bias and residual."""
-    release_next()
-    wait_for_last()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
-    at = row * columns + column
-    scale = tl.load(row_scales + row) * tl.load(scales + column, mask=mask, other=0.0)
-    product = tl.load(sums + at, mask=mask, other=0).to(tl.float32) * scale
-    if bias is not None:
-        product += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    if residual is not None:
-        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
 
 def _matrix_of(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> Int8Channels:
