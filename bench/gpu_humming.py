@@ -21,7 +21,7 @@ from harness import Harness, Run
 from humming.layer import HummingLayer
 from humming.testing.data import generate_moe_tensors
 from humming.tune import get_heuristics_config
-from weft.kernels.ops.activation.triton_gated import silu_and_mul
+from weft.kernels.ops.activation import silu_and_mul
 
 GROUP = 128
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096)

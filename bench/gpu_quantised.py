@@ -34,7 +34,7 @@ from harness import Harness, Run
 from model_shapes import MODELS
 from weft.checkpoint.config import ModelConfig
 from weft.engine.loop.llm import LLM
-from weft.kernels.ops.activation.triton_gated import silu_and_mul
+from weft.kernels.ops.activation import silu_and_mul
 from weft.kernels.ops.attention import paged_attention
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
 from weft.kernels.ops.linear.gpu_groups import in_floats

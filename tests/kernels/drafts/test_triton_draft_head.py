@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.ops.activation import triton_gated as activation
+from weft.kernels.ops.activation import triton_activation
 from weft.kernels.ops.attention import gpu as attention
 from weft.kernels.ops.draft_head import operations
 from weft.kernels.ops.draft_head import triton_rows as draft_rows
@@ -98,7 +98,11 @@ def gpu_kernels() -> Iterator[None]:
     ) -> torch.Tensor:
         assert lora is None
         product = norm.rms_norm(x, gain, eps) @ w.data.t()
-        return activation.silu_and_mul(product) if w.gated else product.to(out_dtype)
+        return (
+            triton_activation.activate(product, "silu", is_gated=True)
+            if w.gated
+            else product.to(out_dtype)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "rope_and_cache", rope_and_cache)

@@ -41,6 +41,8 @@ SIZES = [
     (6, 12, 0),
 ]
 """Pages of the pool, words of a page, pages that move."""
+DROPPED_TILE = ("[(len(pages) * parts,)]", "[(len(pages) * parts - 1,)]")
+"""A change of the kernel that copies rows."""
 
 
 def words(pool: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,11 @@ def test_pages_may_lie_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_words", "change"),
     [
-        ("pages.triton_pages", 4110, ("words = tl.load(rows + page", "words = tl.load(rows + row")),
+        (
+            "pages.triton_pages",
+            4110,
+            ("rows + page * stride + column", "rows + row * stride + column"),
+        ),
         (
             "page_digest.triton_digest",
             4110,
@@ -154,23 +160,12 @@ def test_the_checks_see_a_changed_kernel(
 def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
     pool = random_pool(4, 4110, torch.float32)
     pages, out = page_numbers(4, 4), poisoned(4, pool)
-    text = "grid = (len(pages) * parts,)\n    _gather"
-    change = (text, text.replace("parts,)", "parts - 1,)"))
-    with kernel_module("pages.triton_pages", tmp_path, change) as module:
+    with kernel_module("pages.triton_pages", tmp_path, DROPPED_TILE) as module:
         module.gather_rows(words(pool), pages, out.view(torch.int32))
     assert (out.numpy() != bytes_of(pool)[pages.numpy()]).any()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("tl.store(rows + page * stride", "tl.store(rows + row * stride"),
-        (
-            "grid = (len(pages) * parts,)\n    _scatter",
-            "grid = (len(pages) * parts - 1,)\n    _scatter",
-        ),
-    ],
-)
+@pytest.mark.parametrize("change", [("rows + page * stride", "rows + row * stride"), DROPPED_TILE])
 def test_a_changed_scatter_is_seen(change: tuple[str, str], tmp_path: Path) -> None:
     pool = random_pool(4, 4110, torch.float32)
     pages, source = torch.tensor([3, 0, 2]), poisoned(3, pool)

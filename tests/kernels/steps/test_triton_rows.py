@@ -51,21 +51,14 @@ def test_norms(rows: int, width: int, dtype: torch.dtype, is_fine: bool, tmp_pat
     assert_as_exact(added, F.rms_norm(total, (width,), near, EPS), exact_norm(total, weight))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(0, 8), (2, 1), (3, 1100)])
-def test_silu_and_mul(rows: int, width: int, tmp_path: Path) -> None:
-    fresh_seed()
-    x = 8 * torch.randn(rows, 2 * width)
-    gate, up = x.chunk(2, dim=-1)
-    with kernel_module("activation.triton_gated", tmp_path) as module:
-        out = module.silu_and_mul(x)
-    assert_as_exact(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_activations(activation: Activation, is_gated: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (2, 2), (3, 2200)])
+def test_activations(
+    activation: Activation, is_gated: bool, rows: int, width: int, tmp_path: Path
+) -> None:
     fresh_seed()
-    x = 4 * torch.randn(3, 1100)
+    x = 8 * torch.randn(rows, width)
     gate, up = x.double().chunk(2, dim=-1) if is_gated else (x.double(), 1.0)
     exact = {
         "silu": gate / (1 + (-gate).exp()),
@@ -75,7 +68,7 @@ def test_activations(activation: Activation, is_gated: bool, tmp_path: Path) -> 
         "relu2": gate.relu() ** 2,
     }[activation] * up
     eager = activate(x, activation, is_gated=is_gated)
-    with kernel_module("activation.triton_plain", tmp_path) as module:
+    with kernel_module("activation.triton_activation", tmp_path) as module:
         out = module.activate(x, activation, is_gated=is_gated)
     assert_as_exact(eager, exact.float(), exact)
     assert_as_exact(out, eager, exact)
@@ -337,7 +330,7 @@ def test_greedy_rows(size: int, tmp_path: Path) -> None:
     ("name", "change"),
     [
         ("norm.triton_rms", ("column < width", "column < width - 8")),
-        ("activation.triton_gated", ("column < width", "column < width - 8")),
+        ("activation.triton_activation", ("column < width", "column < width - 8")),
     ],
 )
 @pytest.mark.full
@@ -348,6 +341,6 @@ def test_the_checks_see_a_dropped_tail(name: str, change: tuple[str, str], tmp_p
             out, exact = module.rms_norm(x, torch.ones(72), EPS), exact_norm(x, torch.ones(72))
         else:
             gate, up = x.double().chunk(2, dim=-1)
-            out, exact = module.silu_and_mul(x), F.silu(gate) * up
+            out, exact = module.activate(x, "silu", is_gated=True), F.silu(gate) * up
     with pytest.raises(AssertionError):
         assert_as_exact(out, exact.float(), exact)

@@ -12,11 +12,9 @@ from weft.kernels.shared import cpu
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
-    from weft.kernels.ops.activation import triton_gated as _triton_gated
-    from weft.kernels.ops.activation import triton_plain as _triton_plain
+    from weft.kernels.ops.activation import triton_activation as _triton_activation
 else:
-    _triton_gated = deferred(__name__, "weft.kernels.ops.activation.triton_gated")
-    _triton_plain = deferred(__name__, "weft.kernels.ops.activation.triton_plain")
+    _triton_activation = deferred(__name__, "weft.kernels.ops.activation.triton_activation")
 
 
 _GLU: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -35,7 +33,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         [T, I], dtype of `x`; computed in float32, rounded once.
     """
     if x.is_cuda:
-        return _triton_gated.silu_and_mul(x)
+        return _triton_activation.activate(x, "silu", is_gated=True)
     native = cpu.native_cpu_for(x)
     if native is None:
         return silu_and_mul_reference(x)
@@ -64,7 +62,7 @@ def activate(x: torch.Tensor, activation: Activation, *, is_gated: bool) -> torc
     if is_gated and activation == "silu":
         return silu_and_mul(x)
     if x.is_cuda:
-        return _triton_plain.activate(x, activation, is_gated=is_gated)
+        return _triton_activation.activate(x, activation, is_gated=is_gated)
     gate, up = x.float().chunk(2, dim=-1) if is_gated else (x.float(), None)
     made = ACTIVATIONS[activation](gate)
     return (made if up is None else made * up).to(x.dtype)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.activation.triton_gated import silu_and_mul
+from weft.kernels.ops.activation.triton_activation import activate
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -179,7 +179,7 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     step.
     """
     if w.is_fixed:
-        return silu_and_mul(linear(x, w, lora=lora))
+        return activate(linear(x, w, lora=lora), "silu", is_gated=True)
     if lora is not None:
         check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
     return gate_up_silu_to_fold(x, w, lora, None)[0]
@@ -213,7 +213,7 @@ def gate_up_silu_to_fold(
         if found is not None:
             return found
         ranks.add_to(both)
-    return silu_and_mul(both), None
+    return activate(both, "silu", is_gated=True), None
 
 
 def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:

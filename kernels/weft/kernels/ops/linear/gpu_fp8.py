@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.ops.activation.triton_gated import silu_and_mul
+from weft.kernels.ops.activation.triton_activation import activate
 from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
@@ -71,7 +71,7 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     rows, matrix = x.shape[0], matrix_of(w)
     is_apart = w.is_fixed or lora is not None or not _is_activated_within(rows, matrix)
     if rows == 0 or is_apart:
-        return silu_and_mul(linear(x, w, lora=lora))
+        return activate(linear(x, w, lora=lora), "silu", is_gated=True)
     if rows > MAX_ROWS:
         return _gated(_rounded(x, w), w, x.dtype)
     out = torch.empty((rows, w.out_features // 2), dtype=x.dtype, device=x.device)

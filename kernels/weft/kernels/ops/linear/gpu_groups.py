@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation.triton_gated import silu_and_mul
+from weft.kernels.ops.activation.triton_activation import activate
 from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_groups_few_rows import can_take, multiply_few
@@ -64,7 +64,7 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     is_short = matrix.half != LONG_HALF or can_multiply(x, matrix, is_gated=True)
     most = MAX_OWN_ROWS if is_short else MAX_GATED_ROWS
     if lora is not None or w.is_fixed or not 0 < x.shape[0] <= most:
-        return silu_and_mul(linear(x, w, lora=lora))
+        return activate(linear(x, w, lora=lora), "silu", is_gated=True)
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
     _multiply(out, _in_order(x, matrix), w, matrix, None, is_gated=True)
     return out

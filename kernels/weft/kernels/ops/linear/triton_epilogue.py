@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation.triton_gated import silu_and
+from weft.kernels.ops.activation.triton_activation import silu_and
 
 
 @triton.jit

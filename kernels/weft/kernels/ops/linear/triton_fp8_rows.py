@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation.triton_gated import silu_and
+from weft.kernels.ops.activation.triton_activation import silu_and
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP
 from weft.kernels.shared.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.shared.formats.fp8 import FP8, FP8_MAX

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation.triton_gated import silu_and_mul
+from weft.kernels.ops.activation.triton_activation import activate
 from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, few_rows
@@ -43,7 +43,7 @@ def linear(
 
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
     """`weft.kernels.ops.linear.gate_up_silu` for int8 weights on a GPU."""
-    return silu_and_mul(linear(x, w, lora=lora))
+    return activate(linear(x, w, lora=lora), "silu", is_gated=True)
 
 
 def _product(

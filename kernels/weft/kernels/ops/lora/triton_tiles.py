@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation.triton_gated import silu_and
+from weft.kernels.ops.activation.triton_activation import silu_and
 from weft.kernels.ops.lora.spec import LoraAddition, LoraWeights
 from weft.kernels.ops.lora.triton_parts import (
     FREE,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.activation.triton_gated import silu_and
+from weft.kernels.ops.activation.triton_activation import silu_and
 from weft.kernels.ops.lora.spec import ExpertAddition, LoraWeights
 from weft.kernels.ops.lora.triton_parts import AdapterRows, max_rows
 from weft.kernels.ops.moe.triton_lora_tiles import can_tile

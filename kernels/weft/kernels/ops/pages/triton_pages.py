@@ -16,18 +16,22 @@ _MAX_COPIERS = 32
 
 def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
     """`weft.kernels.ops.pages.gather_pages` for CUDA tensors of int32 words."""
-    parts = cdiv(rows.shape[1], _TILE)
-    sizes = (rows.shape[1], rows.stride(0), out.stride(0), parts)
-    grid = (len(pages) * parts,)
-    _gather_kernel[grid](out, rows, pages, *sizes, TILE=_TILE, num_warps=8)
+    _copy_rows(rows, pages, out, is_gathered=True)
 
 
 def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
     """`weft.kernels.ops.pages.scatter_pages` for CUDA tensors of int32 words."""
+    _copy_rows(rows, pages, source, is_gathered=False)
+
+
+def _copy_rows(
+    rows: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor, *, is_gathered: bool
+) -> None:
     parts = cdiv(rows.shape[1], _TILE)
-    sizes = (rows.shape[1], rows.stride(0), source.stride(0), parts)
-    grid = (len(pages) * parts,)
-    _scatter_kernel[grid](rows, source, pages, *sizes, TILE=_TILE, num_warps=8)
+    sizes = (rows.shape[1], rows.stride(0), buffer.stride(0), parts)
+    _copy_rows_kernel[(len(pages) * parts,)](
+        rows, buffer, pages, *sizes, IS_GATHERED=is_gathered, TILE=_TILE, num_warps=8
+    )
 
 
 def copy_part_rows(
@@ -70,14 +74,15 @@ def _copy_part_kernel(
 
 
 @triton.jit
-def _gather_kernel(
-    out: tl.tensor,
+def _copy_rows_kernel(
     rows: tl.tensor,
+    buffer: tl.tensor,
     pages: tl.tensor,
     num_words: int,
     stride: int,
     buffer_stride: int,
     parts: int,
+    IS_GATHERED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     # Programs of one page are neighbours, so that programs that run at the same time access
@@ -86,26 +91,8 @@ def _gather_kernel(
     page = tl.load(pages + row)
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
-    words = tl.load(rows + page * stride + column, mask=mask)
-    tl.store(out + row * buffer_stride + column, words, mask=mask)
-
-
-@triton.jit
-def _scatter_kernel(
-    rows: tl.tensor,
-    source: tl.tensor,
-    pages: tl.tensor,
-    num_words: int,
-    stride: int,
-    buffer_stride: int,
-    parts: int,
-    TILE: tl.constexpr,
-) -> None:
-    # Programs of one page are neighbours, so that programs that run at the same time access
-    # adjacent memory.
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    page = tl.load(pages + row)
-    column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
-    mask = column < num_words
-    words = tl.load(source + row * buffer_stride + column, mask=mask)
-    tl.store(rows + page * stride + column, words, mask=mask)
+    in_pool, in_buffer = rows + page * stride + column, buffer + row * buffer_stride + column
+    if IS_GATHERED:
+        tl.store(in_buffer, tl.load(in_pool, mask=mask), mask=mask)
+    else:
+        tl.store(in_pool, tl.load(in_buffer, mask=mask), mask=mask)

@@ -1,4 +1,4 @@
-"""Activations on a GPU that are not fused with a product."""
+"""Activations of MLPs on a GPU, gated and plain."""
 
 from __future__ import annotations
 
@@ -61,3 +61,9 @@ def _activate_kernel(
     if IS_GATED:
         value *= tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_and(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """silu(gate) * up."""
+    return gate / (1.0 + tl.exp(-gate)) * up
