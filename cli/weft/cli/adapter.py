@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.markup import escape
@@ -27,7 +26,7 @@ from weft.cli.channel import (
 from weft.cli.numbers import MAX_SECONDS, number
 from weft.cli.tables import print_table
 from weft.common.rpc.tls import Identity
-from weft.contract.codec.walk import enum_names
+from weft.contract.codec.walk import duration, enum_names
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _LIST_TIMEOUT_S = 10.0
@@ -60,7 +59,7 @@ def _load(
         replace=arguments.replace,
         pinned=arguments.pin,
         lenient=arguments.lenient,
-        timeout=_duration(arguments.timeout),
+        timeout=duration(arguments.timeout),
     )
     answer = stub.LoadAdapter(request, timeout=arguments.timeout + _GRACE_S, metadata=metadata)
     adapter = answer.adapter
@@ -74,7 +73,7 @@ def _unload(
     stub: gateway_pb2_grpc.GatewayServiceStub, arguments: argparse.Namespace, metadata: Metadata
 ) -> None:
     request = gateway_pb2.UnloadAdapterRequest(
-        name=arguments.name, timeout=_duration(arguments.timeout)
+        name=arguments.name, timeout=duration(arguments.timeout)
     )
     stub.UnloadAdapter(request, timeout=arguments.timeout + _GRACE_S, metadata=metadata)
     sys.stdout.write(f"{arguments.name}: unloaded\n")
@@ -117,12 +116,6 @@ def show(console: Console, adapters: Sequence[gateway_pb2.RegisteredAdapter]) ->
             if holder.error:
                 line = f"{one.adapter.name} on {holder.worker_id}: {holder.error}"
                 console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Collection, Sequence
 
-from google.protobuf.duration_pb2 import Duration
 from weft.cli.channel import Metadata, add_gateway_flags, call_gateway, open_blocking_channel
 from weft.cli.numbers import number
 from weft.common.rpc.tls import Identity
+from weft.contract.codec.walk import duration
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _MAX_TIMEOUT_S = 3600.0
@@ -64,10 +64,10 @@ def _drain(
     )
     if warning := _last_of_its_kind(fleet.workers, arguments.worker):
         sys.stderr.write(f"weft drain: {warning}\n")
-    timeout = Duration()
-    timeout.FromNanoseconds(int(arguments.timeout * 1e9))
     request = gateway_pb2.DrainWorkerRequest(
-        worker_id=arguments.worker, timeout=timeout, hand_back=arguments.hand_back
+        worker_id=arguments.worker,
+        timeout=duration(arguments.timeout),
+        hand_back=arguments.hand_back,
     )
     answer = stub.DrainWorker(request, timeout=arguments.timeout + _GRACE_S, metadata=metadata)
     if answer.idle:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from weft.cli.channel import explain_service
 from weft.cli.numbers import number, whole_number
 from weft.cli.operators import Operators, add_flags, find_gateway_port, find_operators
+from weft.contract.codec.walk import duration
 from weft.contract.errors import WeftError
 from weft.contract.profiles import (
     DEFAULT_LIMIT_S,
@@ -114,12 +114,10 @@ def _tell(summary: profile_pb2.ProfileSummary, path: Path) -> None:
 
 
 def _request(arguments: argparse.Namespace) -> mesh_pb2.StartMeshProfileRequest:
-    limit = Duration()
-    limit.FromNanoseconds(int(arguments.limit * 1e9))
     options = profile_pb2.ProfileOptions(
         steps=arguments.steps,
         after_steps=arguments.after_steps,
-        limit=limit,
+        limit=duration(arguments.limit),
         host=arguments.record != "gpu",
         device=arguments.record != "cpu",
     )

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from weft.cli.channel import Metadata
+from weft.contract.codec.walk import duration
 from weft.v1 import mesh_pb2, mesh_pb2_grpc
 
 MAX_POINTS = 300
@@ -25,10 +25,10 @@ async def watch_mesh(
     """The messages of `MeshService.WatchMesh`. Raises grpc.aio.AioRpcError if the gateway refuses
     or does not answer.
     """
-    interval = Duration()
-    interval.FromNanoseconds(int(interval_s * 1e9))
     stub = mesh_pb2_grpc.MeshServiceStub(channel)
-    call = stub.WatchMesh(mesh_pb2.WatchMeshRequest(interval=interval), metadata=metadata)
+    call = stub.WatchMesh(
+        mesh_pb2.WatchMeshRequest(interval=duration(interval_s)), metadata=metadata
+    )
     try:
         async for message in call:
             yield message

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from weft.cli.channel import open_channel, service_of
 from weft.cli.up.plan import ModelWorkers, PlannedWorker, Slot, worker_name
 from weft.cli.up.supervisor import Supervisor
 from weft.common.rpc.tls import Identity
+from weft.contract.codec.walk import duration
 from weft.contract.errors import InvalidRequest, ModelNotFound, Starting
 from weft.v1 import supervisor_pb2, worker_pb2, worker_pb2_grpc
 
@@ -230,8 +230,7 @@ def drainer(hand_over_s: float, identity: Identity | None) -> Drain:
     """Drains workers: after `hand_over_s` others resume what still runs there."""
 
     async def drain(name: str, address: str) -> None:
-        order = worker_pb2.DrainRequest(timeout=Duration())
-        order.timeout.FromNanoseconds(int(hand_over_s * 1e9))
+        order = worker_pb2.DrainRequest(timeout=duration(hand_over_s))
         # A worker that does not answer has nothing to hand over: gateways resume it elsewhere.
         with contextlib.suppress(grpc.aio.AioRpcError):
             async with open_channel(address, service_of(name), identity) as channel:

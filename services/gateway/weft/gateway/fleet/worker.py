@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from weft.common.rpc.breaker import Breaker
 from weft.common.rpc.channel import open_channel
 from weft.common.rpc.errors import from_rpc_error
@@ -17,6 +16,7 @@ from weft.common.rpc.start import StartProgress, progress_of
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
 from weft.contract.codec.pairs import WORKER_ROLES
+from weft.contract.codec.walk import duration
 from weft.contract.errors import Draining, Internal, PeerUnavailable, WeftError
 from weft.contract.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 from weft.contract.settings import RoleName
@@ -174,8 +174,7 @@ class FleetWorker:
         self._check(info)
         self._worker_ids.take(self, info)
         self.info, self.member = info, _member(self.endpoint, info)
-        interval = Duration()
-        interval.FromNanoseconds(int(self._settings.load_interval_s * 1e9))
+        interval = duration(self._settings.load_interval_s)
         call: Any = self.stub.WatchLoad(
             worker_pb2.WatchLoadRequest(interval=interval, adapter_changes=True)
         )

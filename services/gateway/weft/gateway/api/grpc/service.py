@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
-from weft.common.rpc.breaker import BreakerState
 from weft.common.rpc.errors import Context
+from weft.contract.codec.walk import enum_names
 from weft.contract.request import (
     CallParams,
     Constraint,
@@ -56,11 +56,7 @@ from weft.gateway.validate import check_ids, check_not_streamed, invalid, unsupp
 from weft.gateway.warnings import begin_warnings, current_warnings
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
-_BREAKER_STATES = {
-    BreakerState.CLOSED: gateway_pb2.BREAKER_STATE_CLOSED,
-    BreakerState.OPEN: gateway_pb2.BREAKER_STATE_OPEN,
-    BreakerState.HALF_OPEN: gateway_pb2.BREAKER_STATE_HALF_OPEN,
-}
+_BREAKER_STATES = enum_names(gateway_pb2.BreakerState.DESCRIPTOR)
 _TOOL_CHOICES = {
     gateway_pb2.TOOL_MODE_UNSPECIFIED: "auto",
     gateway_pb2.TOOL_MODE_AUTO: "auto",
@@ -284,7 +280,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
                 role=worker.role,
                 healthy=not problem,
                 problem=problem,
-                breaker=_BREAKER_STATES[worker.breaker.state(now)],
+                breaker=_BREAKER_STATES.numbers[worker.breaker.state(now).value],
                 consecutive_failures=worker.breaker.num_failures,
                 model=worker.model,
             )

@@ -8,18 +8,12 @@ from typing import Any
 
 from weft.gateway.api.answer import LINES
 from weft.gateway.api.blocks import Block, BlockReader, Step
-from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.api.openai.chunks import FINISH_NAMES, to_json
 from weft.gateway.api.openai.logprobs import chat_logprobs
 from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.text.answer.call_reader import parse_json
 from weft.gateway.text.answer.make import parser_maker
 from weft.v1 import common_pb2
-
-_REASONS = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_CANCELLED: "abort",
-}
 
 
 def now() -> str:
@@ -127,7 +121,7 @@ class LineWriter:
         queued_ns = timeline.queued_time.ToNanoseconds()
         return {
             "done": True,
-            "done_reason": _REASONS.get(reason, "stop"),
+            "done_reason": FINISH_NAMES.get(reason, "stop"),
             "total_duration": now_ns - self._begin_ns + queued_ns,
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

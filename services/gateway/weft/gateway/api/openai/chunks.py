@@ -28,11 +28,12 @@ unasked.
 """
 _MESSAGE = {"refusal": None, "reasoning": None, "reasoning_content": None}
 """Fields that whole messages have in any case, for the same clients."""
-_FINISH = {
+FINISH_NAMES = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "abort",
 }
+"""Why samples end, in the words of vLLM, SGLang and Ollama."""
 _to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -280,7 +281,7 @@ class ChatWriter(AnswerWriter):
         parser = self._parsers.get(delta.sample)
         if reason == common_pb2.FINISH_REASON_STOP and parser is not None and parser.has_called:
             return "tool_calls"
-        return _FINISH.get(reason, "stop")
+        return FINISH_NAMES.get(reason, "stop")
 
     def _whole_event(self, delta: Delta, added: Mapping[str, object]) -> bytes:
         logprobs = chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
@@ -375,7 +376,7 @@ class CompletionWriter(AnswerWriter):
             return self._head + to_json(self._choice(delta)) + self._tail
         end = b'"finish_reason":null}'
         if delta.finish_reason is not None:
-            end = _end(_FINISH.get(delta.finish_reason, "stop"), delta)
+            end = _end(FINISH_NAMES.get(delta.finish_reason, "stop"), delta)
         return b"".join(
             (
                 self._head,
@@ -404,7 +405,7 @@ class CompletionWriter(AnswerWriter):
             "index": delta.sample,
             "text": echo + delta.text,
             "logprobs": logprobs,
-            "finish_reason": None if reason is None else _FINISH.get(reason, "stop"),
+            "finish_reason": None if reason is None else FINISH_NAMES.get(reason, "stop"),
             **self._ids(delta),
         }
         if reason is not None:

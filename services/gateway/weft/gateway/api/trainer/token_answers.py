@@ -15,18 +15,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from weft.contract.request import LogprobsMode
 from weft.gateway.api.openai.answers import PromptLogprobAnswers, WeightSpan
-from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.api.openai.chunks import FINISH_NAMES, to_json
 from weft.gateway.api.openai.logprobs import finite
 from weft.gateway.api.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.generation.answer import Answer, Delta
 from weft.gateway.generation.generation import Generation, SampleOutput
 from weft.v1 import common_pb2
 
-_FINISH = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_CANCELLED: "abort",
-}
 SglangLogprob = tuple[float | None, int, str | None]
 """Log-probability, token id and, if asked for, text."""
 
@@ -292,7 +287,7 @@ def _npy(routes: NDArray[np.generic] | None) -> str | None:
 def _finish(sample: _Sample) -> dict[str, object] | None:
     if sample.last is None or sample.last.finish_reason is None:
         return None
-    kind = _FINISH[sample.last.finish_reason]
+    kind = FINISH_NAMES[sample.last.finish_reason]
     if kind == "length":
         return {"type": kind, "length": len(sample.ids)}
     if kind == "abort":
@@ -359,7 +354,7 @@ class VllmWriter(_Writer):
             "index": number,
             "token_ids": list(ids),
             "logprobs": entries,
-            "finish_reason": None if reason is None else _FINISH[reason],
+            "finish_reason": None if reason is None else FINISH_NAMES[reason],
             "stop_reason": None if last is None else last.stop_reason,
         }
         output = self._place(number)[1]
