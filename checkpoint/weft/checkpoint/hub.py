@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint.architectures import check_architecture
 from weft.checkpoint.files import weight_files
@@ -92,7 +93,7 @@ def pull(name: HubName) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _explained(name):
+    with _explained(name), _bars() as bar:
         for patterns in (["config.json"], _ALLOWED):
             folder = Path(
                 snapshot_download(
@@ -100,6 +101,7 @@ def pull(name: HubName) -> Path:
                     revision=name.revision,
                     allow_patterns=patterns,
                     ignore_patterns=_IGNORED,
+                    tqdm_class=bar,
                 )
             )
             if problem := _architecture_problem(folder):
@@ -109,6 +111,27 @@ def pull(name: HubName) -> Path:
     except ModelError as error:
         raise ModelError(f"model {name}: {error.message}", param="model") from error
     return folder
+
+
+@contextmanager
+def _bars() -> Iterator[type[Any]]:
+    """The class of a download's progress bars. They are closed at the end: the library leaves some
+    open, which would go on writing over what is shown after them.
+    """
+    from huggingface_hub.utils.tqdm import tqdm
+
+    bars: list[tqdm] = []
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+            bars.append(self)
+
+    try:
+        yield Bar
+    finally:
+        for bar in reversed(bars):
+            bar.close()
 
 
 def cached_models() -> list[CachedModel]:

@@ -15,8 +15,10 @@ from weft.checkpoint.hub import HubName
 from weft.contract.cache_folder import cache_folder
 from weft.testing.models.hub_mirror import Mirror, serving_mirror
 from weft.testing.models.tiny_models import make_tiny
+from weft.testing.terminal import run_on_terminal
 
 NAME = "weft-tests/tiny-llama"
+MODEL_COMMAND = (sys.executable, "-m", "weft.cli", "model")
 
 
 @dataclass
@@ -27,19 +29,22 @@ class Hub:
     source: Path
     home: Path
 
-    def weft(
-        self, *arguments: str, cwd: Path | None = None, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Runs `weft model`."""
-        settings = {
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
             "HF_HOME": str(self.home),
             "HF_ENDPOINT": self.mirror.url,
             "HF_HUB_DISABLE_XET": "1",
             "WEFT_CACHE_DIR": str(self.home / "weft"),
         }
+
+    def weft(
+        self, *arguments: str, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs `weft model`."""
         return subprocess.run(
-            [sys.executable, "-m", "weft.cli", "model", *arguments],
-            env=os.environ | settings | environment,
+            [*MODEL_COMMAND, *arguments],
+            env=self.environment | environment,
             cwd=cwd,
             capture_output=True,
             text=True,
@@ -102,6 +107,14 @@ def test_a_folder_whose_path_looks_like_a_name_is_verified(hub: Hub) -> None:
     done = hub.weft("verify", f"{parent}/{name}", cwd=hub.source.parents[1])
     assert done.returncode == 0, done.stderr
     assert "LlamaForCausalLM" in done.stdout
+
+
+def test_the_bars_of_a_download_end_before_its_folder_is_shown(hub: Hub) -> None:
+    status, shown = run_on_terminal([*MODEL_COMMAND, "pull", NAME], hub.environment)
+    assert status == 0, shown
+    assert "Fetching" in shown
+    (commit,) = (hub.home / "hub").glob("models--*/snapshots/*")
+    assert shown.endswith(f"\n{commit}\r\n"), shown
 
 
 def test_what_is_cached_is_served_without_a_hub_and_a_cut_download_goes_on(hub: Hub) -> None:

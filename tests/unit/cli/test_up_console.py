@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -15,6 +14,7 @@ import pytest
 from rich.console import Console
 from weft.cli.up.console import ConsoleReporter, first_request
 from weft.cli.up.plan import FirstTask, MeshPlan
+from weft.testing.terminal import run_on_terminal
 
 TALKS = """
 import sys
@@ -74,24 +74,10 @@ with progress_bar(Console(file=SteadyOutput()), "converting") as report:
 
 def test_a_bar_on_a_terminal_comes_to_its_end() -> None:
     """As at the first start with the demo model."""
-    terminal, end = os.openpty()
-    command = [sys.executable, "-c", SHOWS_A_BAR]
-    with (
-        os.fdopen(terminal, "rb", buffering=0) as screen,
-        subprocess.Popen(command, stdout=end, env=os.environ | {"TERM": "xterm"}) as process,
-    ):
-        os.close(end)
-        try:
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-        shown = b""
-        # The end of a terminal that nobody writes to is an error.
-        with contextlib.suppress(OSError):
-            while piece := screen.read(4096):
-                shown += piece
-    assert b"converting" in shown
-    assert b"a line beside the bar" in shown
+    status, shown = run_on_terminal([sys.executable, "-c", SHOWS_A_BAR], os.environ)
+    assert status == 0
+    assert "converting" in shown
+    assert "a line beside the bar" in shown
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
