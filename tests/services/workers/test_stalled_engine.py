@@ -17,7 +17,7 @@ from weft.testing.services.fill_commands import fill_command
 from weft.v1 import kv_pb2, prefill_pb2_grpc
 
 PIECE = bytes(1 << 20)
-NUM_PIECES = 256
+NUM_PIECES = 128
 MAX_WAITING = 64
 
 
@@ -57,7 +57,7 @@ async def test_pages_wait_for_an_engine_that_stands_still() -> None:
     ours, theirs = socket.socketpair()
     await engine.connect(ours)
     fills = FillClient(engine)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         fills.run(fill_command("start", b"a" * 16, f"127.0.0.1:{port}"))
         last = -1
         while last != filler.num_sent or not last:
