@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
 from transformers import WhisperFeatureExtractor
 from weft.common.rpc.errors import from_rpc_error
 from weft.contract.errors import InvalidRequest, WeftError
@@ -27,7 +28,7 @@ from weft.testing.models.tiny_speech import (
 )
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
-from weft.v1 import common_pb2, decode_pb2
+from weft.v1 import common_pb2, decode_pb2, dialects_pb2_grpc
 
 RATE = 16_000
 IDS = speech_tokenizer().get_vocab()
@@ -289,12 +290,25 @@ async def test_what_a_model_or_a_file_cannot_do_is_refused(tmp_path: Path) -> No
             await refusal(mesh, "Translations"),
             await refusal(mesh, model="other"),
         ]
-        with pytest.raises(grpc.aio.AioRpcError):
-            await mesh.json("ChatCompletions", {"messages": [{"role": "user", "content": "a"}]})
+        for method, body in {
+            "ChatCompletions": {"messages": [{"role": "user", "content": "a"}]},
+            "Completions": {"prompt": "a"},
+        }.items():
+            with pytest.raises(grpc.aio.AioRpcError, match="/v1/audio/transcriptions"):
+                await mesh.json(method, body)
         held = mesh.app.images.held.num_bytes
     assert [one.param for one in cases] == ["file", "language", "model", "model"]
     assert isinstance(cases[0], InvalidRequest)
     assert held == 0
+
+
+async def test_probes_of_generation_are_clips_of_silence(tmp_path: Path) -> None:
+    async with serving(tmp_path, Speech()) as mesh:
+        await dialects_pb2_grpc.ServerServiceStub(mesh.channel).HealthGenerate(Empty())
+        (submit,) = mesh.workers[0].submits
+    assert submit.prompt_length == NUM_ROWS + 1
+    (span,) = submit.spans
+    assert span.length == NUM_ROWS
 
 
 async def test_a_file_that_unpacks_to_much_is_refused_as_in_chats(tmp_path: Path) -> None:

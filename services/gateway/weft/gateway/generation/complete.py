@@ -18,6 +18,7 @@ from weft.contract.tasks import Task
 from weft.gateway.admission.tenants import TenantTerms
 from weft.gateway.request import (
     ChatPrompt,
+    ClipPrompt,
     GenerateRequest,
     PoolingOptions,
     RawRequest,
@@ -189,6 +190,9 @@ def _check_prompts(raw: RawRequest, card: ModelCard, max_prompts: int) -> None:
         told = f"{n} for each of {len(raw.prompts)} prompts are too many; at most {limit} in all"
         raise invalid(raw.name_of("n"), told)
     for prompt in raw.prompts:
+        if card.speech is not None and not isinstance(prompt, ClipPrompt):
+            told = "transcribes speech; send files to /v1/audio/transcriptions"
+            raise invalid("model", f"the model `{card.name}` {told}")
         if isinstance(prompt, ChatPrompt):
             if not prompt.messages:
                 raise invalid("messages", "at least one message is needed")

@@ -29,7 +29,9 @@ from weft.gateway.api.server.profiles import (
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.console.weights import MeshWeights
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.request import CallFacts, PoolingOptions, RawRequest, TokenPrompt
+from weft.gateway.media.clips import Spectrogram
+from weft.gateway.request import CallFacts, ClipPrompt, PoolingOptions, RawRequest, TokenPrompt
+from weft.gateway.text.model_card import ModelCard
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
 _PROBE_S = 10.0
@@ -74,7 +76,7 @@ class GenerationProbe:
             raw = RawRequest(
                 call=CallFacts(f"health-{secrets.token_hex(16)}", timeout_s=_PROBE_S),
                 model=served.model.name,
-                prompts=(TokenPrompt(ids=(0,)),),
+                prompts=(_prompt_of(served.model),),
                 given={"temperature": 0.0, "max_tokens": 1, "ignore_eos": True},
                 pooling=_probe_of(served.task),
             )
@@ -82,6 +84,15 @@ class GenerationProbe:
                 while await answer.next_deltas():
                     pass
         self._good_until = asyncio.get_running_loop().time() + _PROBE_AGE_S
+
+
+def _prompt_of(card: ModelCard) -> TokenPrompt:
+    if (speech := card.speech) is None:
+        return TokenPrompt(ids=(0,))
+    audio = speech.audio
+    silence = Spectrogram(b"", "silence", audio.num_mels, 0).clip(0, audio.num_frames)
+    ids = (*[speech.end] * audio.num_rows, speech.start)
+    return ClipPrompt(ids=ids, clip=silence, num_rows=audio.num_rows)
 
 
 def _probe_of(task: Task) -> PoolingOptions | None:
