@@ -114,7 +114,8 @@ def test_trees_change_no_token(model_dir: Path, kind: str, chance: float) -> Non
     """Trees, chains and none in turn."""
     overlap = random.choice(["off", "on"])
     print(f"overlap {overlap}")
-    params, stop = PARAMS[kind], StopCriteria(max_tokens=NUM_NEW, min_tokens=3)
+    # Long enough for more than ten trees, however seldom the gate chooses one.
+    params, stop = PARAMS[kind], StopCriteria(max_tokens=3 * NUM_NEW, min_tokens=3)
     prompts = random_prompts(6)
     top = None if kind == "greedy" else 2
     with llm(model_dir) as plain:
@@ -150,7 +151,7 @@ def test_a_tree_that_holds_the_text_yields_its_depth_and_one(
     model_dir: Path, shape: DraftShape
 ) -> None:
     prompts = random_prompts(3)
-    params, stop = PARAMS["greedy"], StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    params, stop = PARAMS["greedy"], StopCriteria(max_tokens=3 * NUM_NEW, ignore_eos=True)
     with llm(model_dir) as plain:
         expected = plain.generate_all(prompts, params, stop)
     with llm(model_dir, drafter="ngram", max_step_tokens=256) as drafting:
@@ -321,7 +322,7 @@ def test_trees_of_a_model_whose_layers_have_windows(tmp_path: Path, seed: int) -
     ]
     draft_dir = make_tiny_draft(tmp_path / "d", target_dirs[0], seed + 1)
     prompts = random_prompts(4)
-    params, stop = PARAMS["filtered"], StopCriteria(max_tokens=5 * PAGE, ignore_eos=True)
+    params, stop = PARAMS["filtered"], StopCriteria(max_tokens=20 * PAGE, ignore_eos=True)
     with llm(target_dirs[0]) as plain:
         expected = plain.generate_all(prompts, params, stop)
     texts = texts_of(prompts, expected, params.seed)
