@@ -244,6 +244,7 @@ LATE = {
     "executor/ranks/share.py": "memory of ranks",
     "executor/ranks/host_memory.py": "other hosts",
     "executor/ranks/hosts.py": "other hosts",
+    "executor/ranks/host_writes.py": "other hosts",
     "executor/ranks/leader.py": "processes of ranks",
     "executor/sleeping.py": "a command",
     "executor/states.py": "memory",
