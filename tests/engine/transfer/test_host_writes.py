@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +24,14 @@ from weft.engine.executor.ranks.host_writes import (
     HostWriter,
     OtherWriters,
     SharesSource,
+    _target_to_json,
+    open_senders,
 )
 from weft.engine.parallel.host_group import HostGroup
-from weft.engine.parallel.host_sockets import send_message
-from weft.pages.transfer.chunks import RAN_OUT, LeaseTerm
+from weft.engine.parallel.host_sockets import receive_message, send_message
+from weft.engine.transfer import transport
+from weft.engine.transfer.transport import Transport
+from weft.pages.transfer.chunks import RAN_OUT, LeaseTerm, ShipChunk, ShipResult
 from weft.pages.transfer.digest import digest_pages
 from weft.pages.transfer.nixl import (
     PoolRegion,
@@ -36,11 +41,13 @@ from weft.pages.transfer.nixl import (
     encode_notification,
 )
 from weft.pages.transfer.shared import WriteHandle
+from weft.pages.transfer.ship import ShipThread
 from weft.pages.transfer.source import Reading
 
 pytestmark = pytest.mark.needs("nixl")
 
 NUM_PAGES, EPOCH, LEASE, LIMIT_S = 24, 7, bytes(16), 60.0
+OTHER_LEASE = bytes([1] * 16)
 OWNER = ("d", EPOCH)
 
 
@@ -73,6 +80,7 @@ class Hosts:
             threading.Thread(target=self.writers[-1].run, daemon=True).start()
         memory = OtherHosts((), self.group, self.lost.set)
         others = OtherWriters(here, self.group, self.lost.set, memory)
+        self.others = others
         self.source = SharesSource(pools[0], others, has_digests=True)
         self.senders = HostSenders(SendAgents("p-0", pools[0].region), self.source, others)
         self.arrived = np.zeros_like(self.whole)
@@ -108,6 +116,39 @@ class Hosts:
         message = encode_notification(EPOCH, LEASE, 3)
         term = LeaseTerm(lease_s, monotonic)
         return self.senders.write(OWNER, self.owner.target(), pages, to, message, term)
+
+
+class PlayedHost:
+    """The one other host of a group, whose answers the test sends."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        here, self._end = socket.socketpair()
+        self._end.settimeout(LIMIT_S)
+        self.group = HostGroup({}, LIMIT_S)
+        memory = OtherHosts((), self.group, lambda: None)
+        self.others = OtherWriters([here], self.group, lambda: None, memory)
+        part = PagePart(1, 0, 0, 8)
+        rows = torch.zeros((NUM_PAGES, 8), dtype=torch.uint8)
+        self.pool = HostPool(rows, PageShare(8, (PagePiece(part, part),)))
+        self.source = SharesSource(self.pool, self.others, has_digests=True)
+        for close in (self.others.close, self._end.close):
+            stack.callback(close)
+
+    def read(self, page: int) -> Any:
+        return self.source.begin([page], None)
+
+    def answer(self, **values: object) -> None:
+        """Answers the next query."""
+        send_message(self._end, {"number": receive_message(self._end)["number"]} | values)
+
+    def say(self, **values: object) -> None:
+        send_message(self._end, values)
+
+
+@pytest.fixture
+def played() -> Iterator[PlayedHost]:
+    with ExitStack() as stack:
+        yield PlayedHost(stack)
 
 
 def await_that(is_so: Callable[[], object]) -> None:
@@ -148,7 +189,7 @@ def test_each_host_writes_its_share_and_one_notification_follows_all(
 def test_a_host_whose_clock_says_that_the_lease_is_over_posts_nothing(
     hosts_of: Callable[[int], Hosts],
 ) -> None:
-    """As after it was suspended, or the message was late."""
+    """As after its process was stopped, or the message was late."""
     hosts = hosts_of(2)
     hosts.read([1])
     hosts.source.clocks = [clock - 600.0 for clock in hosts.source.clocks]
@@ -159,6 +200,142 @@ def test_a_host_whose_clock_says_that_the_lease_is_over_posts_nothing(
     assert not hosts.senders.close_peer(OWNER)
     assert not hosts.owner.poll()
     assert not hosts.arrived.any()
+
+
+@pytest.mark.usefixtures("seed")
+def test_a_write_that_hosts_refuse_ends_no_other_write_to_the_owner(
+    hosts_of: Callable[[int], Hosts],
+) -> None:
+    hosts = hosts_of(random.choice((2, 3)))
+    is_held, (writer, *_) = threading.Event(), hosts.writers
+    has_ended = writer._has_ended
+    thread = ShipThread(hosts.source, hosts.senders, lambda: None)
+    results: dict[bytes, ShipResult] = {}
+
+    def ship(lease_id: bytes, remote_page: int) -> None:
+        thread.ship(
+            ShipChunk(
+                lease_id=lease_id,
+                index=0,
+                start_token=0,
+                end_token=1,
+                local_pages=[1],
+                remote_pages=[remote_page],
+                digests=None,
+                target=hosts.owner.target(),
+                owner_id=OWNER[0],
+                owner_epoch=EPOCH,
+                term=LeaseTerm(600.0, monotonic),
+            )
+        )
+
+    def result_of(lease_id: bytes) -> ShipResult:
+        def has_come() -> bool:
+            taken = [item for item in thread.take() if isinstance(item, ShipResult)]
+            results.update({result.lease_id: result for result in taken})
+            return lease_id in results
+
+        await_that(has_come)
+        return results[lease_id]
+
+    def held(number: int, handle: Any) -> bool:
+        return is_held.is_set() and has_ended(number, handle)
+
+    with (
+        mock.patch.object(writer, "_has_ended", held),
+        mock.patch.object(hosts.senders, "close_peer") as close_peer,
+    ):
+        ship(LEASE, 2)
+        ship(OTHER_LEASE, NUM_PAGES)
+        refused = result_of(OTHER_LEASE)
+        assert "host 1" in refused.error
+        assert not refused.needs_fence
+        assert LEASE not in results
+        is_held.set()
+        assert not result_of(LEASE).error
+    close_peer.assert_not_called()
+    thread.close()
+    assert (hosts.arrived[2] == hosts.whole[1]).all()
+    assert not hosts.lost.is_set()
+
+
+def test_answers_that_came_while_nobody_looked_are_in_time(played: PlayedHost) -> None:
+    readings = [played.read(1), played.read(2)]
+    for reading in readings:
+        played.answer(clock=1.0, digests=[5])
+        reading._query.due_at = 0.0
+    assert all(reading.is_done() for reading in readings)
+    assert not played.group.is_stopped
+
+
+def test_a_host_that_waits_for_an_owner_is_not_late(played: PlayedHost) -> None:
+    number = 1
+    played.others.ask("connect", [{}])
+    reading = played.read(1)
+    reading._query.due_at = 0.0
+    assert not reading.is_done()
+    assert not played.group.is_stopped
+    played.say(number=number)
+    assert not reading.is_done()
+    reading._query.due_at = 0.0
+    with pytest.raises(TransferError, match="no answer"):
+        reading.is_done()
+    assert played.group.is_stopped
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"clock": float("nan"), "digests": [5]},
+        {"clock": "1", "digests": [5]},
+        {"clock": 1.0, "digests": []},
+        {"clock": 1.0, "digests": [1 << 64]},
+        {"clock": 1.0, "digests": [True]},
+        {"clock": 1.0},
+        {"number": 7, "clock": 1.0, "digests": [5]},
+    ],
+)
+def test_an_answer_that_is_no_reading_ends_the_group(
+    answer: dict[str, Any], played: PlayedHost
+) -> None:
+    reading = played.read(1)
+    played.answer(**answer)
+    for _ in range(2):
+        with pytest.raises(TransferError):
+            reading.is_done()
+    assert played.group.is_stopped
+
+
+def test_agents_that_cannot_be_closed_leave_no_query(hosts_of: Callable[[int], Hosts]) -> None:
+    hosts = hosts_of(2)
+    failing = mock.patch.object(
+        hosts.senders._own_agents, "close_unused", side_effect=TransferError("pending")
+    )
+    with failing, pytest.raises(TransferError, match="pending"):
+        hosts.senders.close_unused()
+    assert not hosts.others._queries
+
+
+def test_users_learn_that_a_host_has_another_nixl(played: PlayedHost) -> None:
+    notices: list[str] = []
+    played.say(version="0.0.1")
+    assert open_senders(mock.Mock(), played.pool, played.others, notices) is None
+    (notice,) = notices
+    assert "host 1: it has 0.0.1" in notice
+
+
+def test_where_nixl_fails_no_host_writes_over_it() -> None:
+    pages = np.zeros((NUM_PAGES, 8), np.uint8)
+    exchange = mock.Mock(memory=None, staging=None, pages=pages)
+    exchange.region.return_value = PoolRegion.of_array(pages)
+    config = mock.Mock(transport="auto", role="prefill", worker_id="p")
+    senders = mock.Mock()
+    with mock.patch.object(transport, "ReceiveAgent", side_effect=TransferError("no device")):
+        plane = Transport(config, exchange, lambda: None, senders, mock.Mock())
+    senders.close.assert_called_once()
+    assert plane.lanes.nixl_version is None
+    assert any("NIXL is not usable" in notice for notice in plane.notices)
+    plane.close()
 
 
 @pytest.mark.usefixtures("seed")
@@ -191,6 +368,10 @@ def test_a_host_that_is_lost_ends_the_write_and_the_group(
         {"kind": "read", "number": 1, "pages": [NUM_PAGES], "frames": 0},
         {"kind": "read", "number": 1, "pages": [True], "frames": 0},
         {"kind": "write", "number": 1},
+        {
+            **{"kind": "write", "number": 1, "owner": OWNER, "until": float("nan")},
+            **{"pages": [1], "remote_pages": [1]},
+        },
         {"kind": "connect", "owner": "d", "target": {}},
         {"kind": "other"},
         {},
@@ -205,6 +386,8 @@ def test_what_is_no_request_ends_the_connection(
     writer = HostWriter(there, HostGroup({}, LIMIT_S), of_host._pool, of_host._agents)
     running = threading.Thread(target=writer.run)
     running.start()
+    if "until" in message:
+        message["target"] = _target_to_json(hosts.owner.target())
     send_message(here, message)
     here.settimeout(LIMIT_S)
     assert here.recv(1) == b""

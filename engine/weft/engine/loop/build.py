@@ -353,9 +353,10 @@ def _load_parts(
     senders: HostSenders | None = None
     if isinstance(ranks, HostRanks) and writes_shares(config):
         share = share_of_pages(layouts_of_stages(config, loaded, device), config.pp - 1)
-        senders = open_senders(config, HostPool(executor.page_rows, share), ranks.writers)
-    of_writes = None if senders is None else senders.source
-    plane = Transport(config, exchange, wake, senders, of_writes)
+        pool = HostPool(executor.page_rows, share)
+        senders = open_senders(config, pool, ranks.writers, ranks.notices)
+    nixl_source = None if senders is None else senders.source
+    plane = Transport(config, exchange, wake, senders, nixl_source)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
     encoder_digest, vision = _encoder_digest(config, loaded, layout), loaded.config.vision

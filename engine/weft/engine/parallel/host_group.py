@@ -161,6 +161,13 @@ class HostGroup:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(end, socket.SHUT_RDWR)
 
+    def lose(self, why: str, wake: Callable[[], None]) -> None:
+        """Ends the group for this reason and calls `wake`, unless it has ended."""
+        if not self.is_stopped:
+            self.why = lambda: why
+            self.stop()
+            wake()
+
     def fail(self, why: str) -> NoReturn:
         """Ends the group for this reason. Raises RanksLost."""
         if not self.is_stopped:

@@ -40,7 +40,7 @@ class Transport:
         config: Role and transport. `auto` uses NIXL if it works, and logs why if it does not; then
             memory shared on a host is used where the exchange can be shared.
         wake: Called by background threads when there are results to take.
-        senders: Write pages over NIXL, read from `of_writes`; None: those of the exchange are
+        senders: Write pages over NIXL, read from `nixl_source`; None: those of the exchange are
             written.
 
     Raises:
@@ -53,7 +53,7 @@ class Transport:
         exchange: PageExchange,
         wake: Callable[[], None],
         senders: Senders | None = None,
-        of_writes: PageSource | None = None,
+        nixl_source: PageSource | None = None,
     ) -> None:
         self.notices: list[str] = []
         self.memory_type = "DRAM"
@@ -80,7 +80,7 @@ class Transport:
             wake,
             self._shared_senders,
             self._outgoing,
-            of_writes,
+            nixl_source if self._senders is not None else None,
         )
         self.port = exchange.port(wake, has_digests=config.page_digests)
 
@@ -221,6 +221,9 @@ class Transport:
             if config.fills_others and self._senders is None:
                 self._senders = SendAgents(name, region)
         except (ConfigError, TransferError) as error:
+            if self._senders is not None:
+                self._senders.close()
+                self._senders = None
             if config.transport == "nixl":
                 raise ConfigError(f"transport = nixl: {error}") from error
             notice = (

@@ -28,6 +28,13 @@ class LeaseTerm:
         """Expiry on the filler's clock."""
         self.renew()
 
+    @classmethod
+    def until(cls, expires_at: float, clock: Clock) -> LeaseTerm:
+        """The term that ends at `expires_at` of the clock, and is not renewed."""
+        term = cls(0.0, clock)
+        term.expires_at = expires_at
+        return term
+
     def renew(self) -> None:
         self.expires_at = self._clock() + self._lease_s
 

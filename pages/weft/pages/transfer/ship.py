@@ -47,6 +47,11 @@ step before it has ended; with more chunks this thread would have to wait for a 
 """
 
 
+def poll_pause_s(waited_s: float) -> float:
+    """Time until the next poll of what has not ended for so long."""
+    return min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S)
+
+
 Shipped = ShipResult | ChunkPosted | PeerOpened | tuple[bytes, FillEvent]
 """An item that a shipper returns: an outcome, a post, an answer about an owner, or a `data` event
 of a lease.
@@ -96,7 +101,7 @@ class _Posted:
 class ShipThread:
     """Implements `Shipper` over writes or `data` events. Without `agents`, NIXL is not available;
     without `shared`, no memory is mapped. Any thread may call `wake`, after a result or event was
-    queued. `of_writes` is the source of what `agents` write; None: `source`.
+    queued. `nixl_source` is the source of what `agents` write; None: `source`.
     """
 
     def __init__(
@@ -106,11 +111,11 @@ class ShipThread:
         wake: Callable[[], None],
         shared: SharedSenders | None = None,
         outgoing: OutgoingData | None = None,
-        of_writes: PageSource | None = None,
+        nixl_source: PageSource | None = None,
     ) -> None:
         self._outgoing = outgoing
         self._source = source
-        self._of_writes = of_writes or source
+        self._nixl_source = nixl_source or source
         self._agents = agents
         self._shared = shared
         self._wake = wake
@@ -146,7 +151,7 @@ class ShipThread:
     @property
     def reads_early(self) -> bool:
         """Whether `read_early` does anything."""
-        return self._source.reads_early
+        return self._source.reads_early and self._nixl_source is self._source
 
     def read_early(self, chunk: ShipChunk, after: WorkMark) -> None:
         """Starts reading the pages of a chunk that will be shipped once the step before the mark is
@@ -219,10 +224,10 @@ class ShipThread:
                 moved_at = time.monotonic()
             elif self._queue or self._reading or self._posted or self._dropped:
                 waited_s = time.monotonic() - moved_at
-                time.sleep(min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S))
+                time.sleep(poll_pause_s(waited_s))
 
     def _source_of(self, chunk: ShipChunk) -> PageSource:
-        return self._of_writes if isinstance(chunk.target, NixlTargetInfo) else self._source
+        return self._nixl_source if isinstance(chunk.target, NixlTargetInfo) else self._source
 
     def _connect(self, owner: PeerKey, target: Target) -> None:
         if isinstance(target, SharedTargetInfo):
@@ -432,6 +437,17 @@ class ShipThread:
         except TransferError as error:
             result.error = str(error)
             result.needs_fence = error.may_still_arrive
+            # A refused write leaves the agent to the owner's other leases. A device may have made
+            # a part of the copies into mapped memory.
+            if error.may_still_arrive or isinstance(posted.chunk.target, SharedTargetInfo):
+                self._close_peer(posted)
+            else:
+                self._source_of(posted.chunk).end(posted.reading)
+                self._emit(result)
+            return True
+        except Exception as error:  # The thread must survive any error of a chunk.
+            logger.exception("shipping failed")
+            result.error = f"{type(error).__name__}: {error}"
             self._close_peer(posted)
             return True
         if posted.chunk.lease_id not in self._stopped:

@@ -252,11 +252,7 @@ class OtherHosts:
 
     def _lose(self, error: OSError) -> None:
         """Raises RanksLost."""
-        if not self._group.is_stopped:
-            why = f"pages of another host do not come: {error}"
-            self._group.why = lambda: why
-            self._group.stop()
-            self._wake()
+        self._group.lose(f"pages of another host do not come: {error}", self._wake)
         raise RanksLost(self._group.reason) from error
 
     def close(self) -> None:
