@@ -313,16 +313,19 @@ def configuration_reader(
 
 
 def _family_reader(module: str, name: str) -> ConfigReader:
-    # By name, as in `_reader`.
-    read = getattr(import_module(f"weft.checkpoint.families.{module}"), name)
-    reader: ConfigReader = import_module("weft.checkpoint.families.family").config_reader(read)
+    config_reader = _imported("families.family", "config_reader")
+    reader: ConfigReader = config_reader(_imported(f"families.{module}", name))
     return reader
 
 
 def _reader(module: str, name: str) -> ConfigReader:
+    reader: ConfigReader = _imported(module, name)
+    return reader
+
+
+def _imported(module: str, name: str) -> Any:
     # By name, since modules of readers import `ModelConfig`, whose module imports this one.
-    found: ConfigReader = getattr(import_module(f"weft.checkpoint.{module}"), name)
-    return found
+    return getattr(import_module(f"weft.checkpoint.{module}"), name)
 
 
 def _entry_points() -> list[EntryPoint]:

@@ -93,7 +93,7 @@ def pull(name: HubName) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _explained(name), _bars() as bar:
+    with _explained(name), _bars() as bar_class:
         for patterns in (["config.json"], _ALLOWED):
             folder = Path(
                 snapshot_download(
@@ -101,7 +101,7 @@ def pull(name: HubName) -> Path:
                     revision=name.revision,
                     allow_patterns=patterns,
                     ignore_patterns=_IGNORED,
-                    tqdm_class=bar,
+                    tqdm_class=bar_class,
                 )
             )
             if problem := _architecture_problem(folder):

@@ -13,6 +13,7 @@ from weft.cli.channel import explain_service
 from weft.cli.numbers import number
 from weft.cli.operators import Operators, add_flags, find_gateway_port, find_operators
 from weft.contract.codec.pairs import MEMBER_ROLES
+from weft.contract.codec.walk import duration
 from weft.contract.errors import WeftError
 from weft.v1 import mesh_pb2, mesh_pb2_grpc
 
@@ -37,7 +38,7 @@ async def _set_role(arguments: argparse.Namespace, operators: Operators, address
     worker, role = arguments.worker, arguments.role
     request = mesh_pb2.SetMemberRoleRequest(member_id=worker, role=role, force=arguments.force)
     if arguments.lease is not None:
-        request.lease.FromNanoseconds(int(arguments.lease * 1e9))
+        request.lease.CopyFrom(duration(arguments.lease))
     async with operators.open_channel(address) as channel:
         stub: mesh_pb2_grpc.MeshServiceAsyncStub = mesh_pb2_grpc.MeshServiceStub(channel)
         try:

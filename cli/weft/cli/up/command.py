@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(file=cast("IO[str]", SteadyOutput()))
     try:
         _check_platform()
+        # Read here so that a file that is missing is named before services start.
         cli_identity(settings.tls_dir)
         if settings.api_keys_file is not None:
             read_keys(settings.api_keys_file)

@@ -17,7 +17,6 @@ from weft.common.rpc.tls import Identity
 from weft.contract.errors import InvalidRequest
 from weft.v1 import supervisor_pb2, supervisor_pb2_grpc
 
-Context = Context
 _MAX_CALLER_CHARS, _MAX_NAMES = 64, 1024
 
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from weft.contract.errors import ConfigError
 
 _ROOM_BYTES = 1 << 20
-"""For the files of a start: a service that could not write them would end without a word."""
+"""Room that the folder's disk must have for the files of a start. A service that cannot write them
+ends without a message.
+"""
 
 
 @dataclass(frozen=True, slots=True)

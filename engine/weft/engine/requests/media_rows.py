@@ -204,7 +204,7 @@ class MediaRows:
         self._encoded: frozenset[bytes] = frozenset()
         """Media that the last turn encoded beside running requests."""
         self._waited_for = self._encoded
-        """Those of the turn before."""
+        """Media that the turn before this one encoded beside running requests."""
         self.fills_step = False
         """Whether a planned chunk has media that running requests have waited for, so that no
         further prompt joins it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
@@ -387,14 +386,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if not level:
             raise InvalidRequest("level: give one of LogLevel", stage="validate", param="level")
         root = logging.getLogger()
-        previous = f"LOG_LEVEL_{logging.getLevelName(root.level)}"
+        previous = LOG_LEVELS.numbers.get(logging.getLevelName(root.level).lower(), 0)
         root.setLevel(level.upper())
         self._backend.set_log_level(level)
         _log.info("log level set", extra={"log_level": level})
-        response = admin_pb2.SetLogLevelResponse()
-        with contextlib.suppress(ValueError):  # a level without a name here stays unspecified
-            response.previous_level = admin_pb2.LogLevel.Value(previous)
-        return response
+        return admin_pb2.SetLogLevelResponse(previous_level=previous)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

@@ -14,6 +14,7 @@ from weft.common.rpc.channel import ServiceChannel, open_channel
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.listen import bracket, split_address
 from weft.common.rpc.tls import Identity
+from weft.contract.codec.walk import duration
 from weft.contract.errors import PeerUnavailable, WeftError
 from weft.planner.actuators.base import CALL_TIMEOUT_S
 from weft.planner.settings import DNS, PlannerSettings
@@ -100,7 +101,7 @@ class GatewayCalls:
     async def set_role(self, member_id: str, role: str, lease_s: float) -> str:
         """Asks one gateway after the other until one answers."""
         request = mesh_pb2.SetMemberRoleRequest(member_id=member_id, role=role)
-        request.lease.FromNanoseconds(int(lease_s * 1e9))
+        request.lease.CopyFrom(duration(lease_s))
         failure: WeftError | None = None
         for address in list(self._channels):
             try:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import run_together, start_logged
+from weft.contract.codec.walk import duration
 from weft.contract.errors import WeftError
 from weft.planner.actuators.base import CALL_TIMEOUT_S, Actuator
 from weft.planner.actuators.make import make_actuators
@@ -166,7 +167,7 @@ class MeshPlanner:
         request = mesh_pb2.TellPlanRequest(
             planner_id=self.planner_id, wants_to_act=wants_to_act, plans=self._told()
         )
-        request.lease.FromNanoseconds(int(self._settings.lease_s * 1e9))
+        request.lease.CopyFrom(duration(self._settings.lease_s))
         answers = await asyncio.gather(
             *(self._tell_one(one, request) for one in self._calls.addresses)
         )

@@ -21,8 +21,9 @@ MAX_WEIGHT = 12.0
 FARTHEST = 1.5
 """A time is clipped to the expected time multiplied or divided by this factor."""
 DROPPED_UP_TO = 2.0
-"""Weight up to which a time that is farther above the next one is dropped: it is of slow first
-steps. With one step only, two slow ones made drafts look cheap for hundreds of steps.
+"""A time of at most this weight is replaced by the next step's if it exceeds FARTHEST times that
+step's, since the first steps of a kind are often slow. With a weight of 1, two slow first steps
+would count for hundreds of steps.
 """
 FOLLOWED_AFTER = 8
 """After so many consecutive steps of one kind, this kind determines the pace."""

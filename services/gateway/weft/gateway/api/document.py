@@ -104,8 +104,8 @@ class Dialect:
 
     @property
     def schema_ref(self) -> str:
-        """Reference to the schema of a `model`. Names of other dialects' schemas than OpenAI's
-        begin with the dialect's.
+        """Reference to the schema of a `model`. Schemas of all dialects but OpenAI's have the
+        dialect's name in front.
         """
         name = str(self.service.name).removesuffix("Service")
         return _REF + ("{model}" if name == "OpenAI" else f"{name}.{{model}}")

@@ -8,6 +8,7 @@ import grpc
 from weft.common.rpc.authorize import OPERATORS
 from weft.common.rpc.errors import Context, from_rpc_error
 from weft.common.rpc.tls import services_of
+from weft.contract.codec.walk import duration
 from weft.contract.errors import PermissionDenied, RoleFixed, WorkerNotFound
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.worker import FleetWorker
@@ -51,7 +52,7 @@ class WorkerCalls:
             timeout_s = request.timeout.ToNanoseconds() / 1e9
         timeout_s = min(max(0.0, timeout_s), _MAX_TIMEOUT_S)
         order = worker_pb2.DrainRequest(keep_running=not request.hand_back)
-        order.timeout.FromNanoseconds(int(timeout_s * 1e9))
+        order.timeout.CopyFrom(duration(timeout_s))
         try:
             answer = await worker.stub.Drain(order, timeout=timeout_s + _GRACE_S)
         except grpc.aio.AioRpcError as error:

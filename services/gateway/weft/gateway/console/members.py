@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.contract.codec.pairs import EXPERT_BALANCE, MEMBER_ROLES, TRANSPORTS
+from weft.contract.codec.walk import duration
 from weft.contract.experts import describe_experts
 from weft.contract.reports import describe_bubbles
 from weft.gateway.console.stores import StoreState
@@ -31,7 +32,7 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     if (start := worker.start) is not None:
         member.member_id = start.worker_id or member.member_id
         member.start.phase = start.phase
-        member.start.elapsed.FromNanoseconds(int(start.elapsed_s * 1e9))
+        member.start.elapsed.CopyFrom(duration(start.elapsed_s))
         if start.fraction is not None:
             member.start.fraction = start.fraction
     report = worker.report
@@ -40,8 +41,8 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     if worker.load.speed != (0.0, 0.0, 0.0):
         rate, base_s, request_s = worker.load.speed
         member.speed.prefill_tokens_per_second = rate
-        member.speed.step_base.FromNanoseconds(int(base_s * 1e9))
-        member.speed.step_request.FromNanoseconds(int(request_s * 1e9))
+        member.speed.step_base.CopyFrom(duration(base_s))
+        member.speed.step_request.CopyFrom(duration(request_s))
     if report.HasField("role"):
         state = member.role_state
         state.proved, state.changes = report.role.proved, report.role.changes

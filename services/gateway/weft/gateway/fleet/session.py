@@ -15,6 +15,7 @@ import grpc
 from weft.common.rpc.errors import from_error_detail, from_rpc_error
 from weft.common.rpc.streams import WRITE_AFTER_END
 from weft.common.tasks import is_ending, run_together
+from weft.contract.codec.walk import duration
 from weft.contract.errors import PeerUnavailable, Starting, WeftError
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
@@ -137,7 +138,7 @@ class DecodeSession:
         self._hello = decode_pb2.SessionRequest.Hello(
             gateway_id=gateway_id, gateway_epoch=gateway_epoch
         )
-        self._hello.ping_interval.FromNanoseconds(int(ping_interval_s * 1e9))
+        self._hello.ping_interval.CopyFrom(duration(ping_interval_s))
         self._ping_interval_s = ping_interval_s
         self._dead_after_s = dead_after_s
         self._on_lost = on_lost
