@@ -61,7 +61,7 @@ first_stage((sys.argv[2], int(sys.argv[3])), sys.argv[4] == "meanwhile")
 """
 
 harness = Harness(__file__, __doc__, repeats=5)
-harness.flag("--shares", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="of `shaped`")
+harness.flag("--shares", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="of a step")
 
 
 def row_bytes(model: str) -> int:

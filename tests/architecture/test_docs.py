@@ -126,7 +126,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(HOWTO.glob("*.md"))], ids=name_of)
 def test_files_that_commands_name_are_there(page: Path) -> None:
-    """In a clone, before anything has been built."""
+    """Paths in commands that begin with a folder of the repository exist in a fresh clone."""
     folders = "|".join(sorted({re.escape(name.split("/")[0]) for name in files() if "/" in name}))
     for block in blocks(page):
         for path in re.findall(rf"(?<![\w./~-])(?:{folders})/[\w./-]*\w", block.text):

@@ -33,10 +33,14 @@ from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.usefixtures("single_thread"), pytest.mark.full, pytest.mark.needs("nixl")]
 
-PAGE, VOCAB, LIMIT_S, NUM_STRIKES = 8, 517, 4.0, 24
+PAGE, VOCAB, NUM_STRIKES = 8, 517, 24
+LIMIT_S = 10.0
+"""A host that is silent for so long is lost; moments are a tenth of it."""
 FILLER = "p0"
 ENDINGS = ("kill", "stop", "cut", "black-hole", "link")
+"""Faults that end the worker."""
 MOMENTS = ("delay", "stall", "slow")
+"""Faults that pass, after which the worker must still be alive."""
 WHEN = ("accepted", "written")
 """Of which event of the filler a strike follows: before the first page is written, or after it."""
 
@@ -51,7 +55,9 @@ class Pair:
         at = f"{self.network.of_tests}:{self.network.port}"
         self.proxy = ProxyThread(at, self.network.of_tests)
         stack.callback(self.proxy.close)
-        starting = threading.Thread(target=self._start, args=(folder,))
+        self.process: subprocess.Popen[bytes] | None = None
+        stack.callback(self._end)
+        starting = threading.Thread(target=self._start, args=(folder,), daemon=True)
         starting.start()
         clock = ManualClock()
         way: dict[str, Any] = {"transport": "nixl", "num_threads": 1}
@@ -61,10 +67,9 @@ class Pair:
         self.pair, self.is_alive = EnginePair(owner, [filler], clock), True
         stack.callback(self.pair.close)
         starting.join()
-        stack.callback(self._end)
 
     def _start(self, folder: Path) -> None:
-        """Once host 0 listens, which a proxy hides from those who come earlier."""
+        """Starts host 1 once host 0 listens: the proxy accepts connections earlier."""
         while True:
             address = (self.network.of_tests, self.network.port)
             with contextlib.suppress(OSError), socket.create_connection(address, 1):
@@ -77,8 +82,9 @@ class Pair:
         self.process = subprocess.Popen(command, env=os.environ | {"UCX_NET_DEVICES": device})
 
     def _end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     @property
     def kinds(self) -> list[str]:
@@ -86,7 +92,8 @@ class Pair:
         return [kind for kind in (*ENDINGS, *MOMENTS) if has_link or kind != "link"]
 
     def strike(self, kind: str) -> Callable[[], None]:
-        """Returns what ends it, if it is a moment."""
+        """Returns what undoes the fault."""
+        assert self.process is not None
         if kind == "kill":
             self.process.kill()
         elif kind in ("stop", "stall"):
@@ -98,10 +105,11 @@ class Pair:
             self.proxy.proxy.bytes_per_s = random.uniform(50e3, 500e3)
         else:
             modes = {"cut": Mode.CUT, "black-hole": Mode.BLACK_HOLE, "delay": Mode.DELAY}
-            self.proxy.set_mode(modes[kind], random.uniform(0.01, LIMIT_S / 20))
+            self.proxy.set_mode(modes[kind], random.uniform(0.01, LIMIT_S / 50))
         return self._pass
 
     def _pass(self) -> None:
+        assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
         self.proxy.proxy.bytes_per_s = None
         self.proxy.set_mode(Mode.PASS)
@@ -175,7 +183,7 @@ def strike_until_lost(folder: Path, network: Network, most: int, deck: list[str]
                 if kind == "link":
                     stack.callback(end)
                 elif kind in MOMENTS:
-                    timers.append(threading.Timer(random.uniform(0.05, LIMIT_S / 4), end))
+                    timers.append(threading.Timer(random.uniform(0.05, LIMIT_S / 10), end))
                     timers[-1].start()
 
             workers.ship(prompt, expected, strike)

@@ -30,8 +30,8 @@ KERNELS = {
     "drafts": "_join _keep _largest _sliced_linear",
     "drawing": "_scan _bound _collect _decide _search _draw _finish _count _top_of_row _largest "
     "_largest_of_row",
-    "steps": "_resolve _accept _move _digest _gather _scatter _copy_part _take _put",
-    "ranks": "_gather _share _sum _await _put _take _signal _push",
+    "steps": "_resolve _accept _move _digest _copy_rows _copy_part _take _put",
+    "ranks": "_gather _share _sum _await _copy _signal _push",
 }
 """Some that each group must have launched; it prints all."""
 

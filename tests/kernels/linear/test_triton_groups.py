@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import gpu_groups as groups_linear
+from weft.kernels.ops.linear import triton_groups_product
 from weft.kernels.ops.linear.gpu_groups import MAX_OWN_ROWS, in_floats
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_groups_product import GroupsLaunchConfig, multiply_groups
+from weft.kernels.shared.dependent_launch import LaunchOptions
 from weft.kernels.shared.formats.packed_groups import PackedExperts, PackedGroups, pack_groups
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -118,6 +120,23 @@ def test_more_programs_than_blocks_share_k() -> None:
     out = torch.full((rows, columns), float("nan")).half()
     multiply_groups(out, x, packed, GroupsLaunchConfig(32, 64, 0, 4, 2, splits=8))
     assert_as_exact(out, product(torch.float32).half(), product(torch.float64))
+
+
+def test_a_launch_that_may_not_begin_early_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a launch has no options, which are not those that a launch has by default."""
+    fresh_seed()
+    packed, x = pack_groups(draw_groups(40, 128, 128, "plain")), torch.randn(3, 128).half()
+
+    def default(device: torch.device) -> LaunchOptions:
+        raise AssertionError(device)
+
+    monkeypatch.setattr(triton_groups_product, "launch_options", default)
+    out = torch.empty(3, 40).half()
+    multiply_groups(out, x, packed, GroupsLaunchConfig(8, 16, 2, 2, 2), options={})
+    exact = x.double() @ packed.dequantised(torch.float32).double().T
+    torch.testing.assert_close(out.double(), exact, rtol=5e-3, atol=5e-3)
+    with pytest.raises(AssertionError):
+        multiply_groups(out, x, packed, GroupsLaunchConfig(8, 16, 2, 2, 2))
 
 
 @pytest.mark.parametrize(("group", "kind"), KINDS)

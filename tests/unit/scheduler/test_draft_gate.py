@@ -219,7 +219,7 @@ def test_old_requests_that_want_no_drafts_do_not_hide_others() -> None:
 def check_overlapped(slowness: float, num_requests: int, chance: float) -> None:
     """Against the best number of drafts, run all the time, and against none; from its second
     hundreds of steps on, and against none from the first on. (Of thousands of runs the worst were
-    0.938 and 0.952 of none, and 0.81 of the best; a tenth as many are worse by each further 0.01.)
+    0.938 of none, and 0.81 of the best; a tenth as many are worse by each further 0.01.)
     """
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -240,7 +240,7 @@ def check_overlapped(slowness: float, num_requests: int, chance: float) -> None:
     num_tried = sum(depth > 0 for depth in later.depths)
     print(f"{first.rate}, {later.rate}; {num_tried} of {len(later.depths)}; {rates}")
     assert first.rate > 0.92 * plain.rate
-    assert later.rate > 0.94 * rates[0]
+    assert later.rate > 0.92 * rates[0]
     assert later.rate > 0.6 * max(rates.values())
     if chance < 0.1:
         # On a machine in a thousand the first steps without drafts happen to be slow ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any, Literal
 
 from weft.checkpoint.architectures import CLASSIFIER, ConfigReader, is_bidirectional
@@ -334,8 +335,17 @@ FamilyReader = Callable[[Family], ModelConfig]
 """Reads the configuration of a family. Raises ModelError as a `ConfigReader` does."""
 
 
+@cache
 def config_reader(read: FamilyReader) -> ConfigReader:
-    return lambda raw, generation, where: read(Family(raw, generation, where))
+    """The same one for each call, with the name and the module of `read`: what compares readers or
+    groups architectures by them relies on it.
+    """
+
+    @wraps(read)
+    def reader(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+        return read(Family(raw, generation, where))
+
+    return reader
 
 
 def mistral_names() -> NamesConfig:

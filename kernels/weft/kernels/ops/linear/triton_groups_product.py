@@ -197,7 +197,7 @@ def multiply_groups(
         num_warps=launch.warps,
         **given,
         GATING=more.gating.in_kernels,
-        **(options or launch_options(x.device)),
+        **(launch_options(x.device) if options is None else options),
     )
     if is_split:
         sum_parts(out, target, bias, residual)
@@ -215,12 +215,13 @@ def sum_parts(
 
     Args:
         out: [M, N]: receives the result; may be the residual.
-        parts: [splits, at least M, N] float32, or a single part in int32.
+        parts: [splits, at least M, N] float32, or a single part in int32, which has scales.
         bias: [N] or None.
         residual: [M, N] or None.
         scales: [M] and [N] float32, of the rows and of the columns; or None.
     """
     splits, _, columns = parts.shape
+    assert scales is None or splits == 1
     _sum_kernel[(out.shape[0], triton.cdiv(columns, _SUMMED))](
         out,
         parts,
@@ -498,7 +499,9 @@ def _sum_kernel(
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Sums the parts of a row's product in order, and adds bias and residual."""
+    """Sums the parts of a row's product in order, or scales the only one, and adds bias and
+    residual.
+    """
     release_next()
     wait_for_last()
     row = tl.program_id(0).to(tl.int64)

@@ -32,7 +32,7 @@ class Network:
 
     @property
     def device_of_tests(self) -> str:
-        """The test's own network device in it."""
+        """Network device of the test's own process."""
         return f"wb{self.name}" if self.has_namespaces else "lo"
 
     def address(self, host: int) -> str:
@@ -46,7 +46,7 @@ class Network:
         self._ip("netns", "exec", self._host(host), "ip", "link", "set", "eth0", "down")
 
     def uncut(self, host: int) -> None:
-        """Brings it back."""
+        """Connects a host again that `cut` took from the network."""
         self._ip("netns", "exec", self._host(host), "ip", "link", "set", "eth0", "up")
 
     def shape(self, host: int, bits_per_s: float) -> bool:
@@ -72,7 +72,7 @@ class Network:
         return self._counted(host, "rx_bytes")
 
     def num_received(self, host: int) -> int:
-        """Likewise, that a host has received."""
+        """Bytes that a host has received so far, headers of all protocols among them."""
         return self._counted(host, "tx_bytes")
 
     def _counted(self, host: int, name: str) -> int:

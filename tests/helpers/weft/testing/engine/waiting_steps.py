@@ -13,8 +13,8 @@ from weft.engine.loop.engine import Engine
 
 
 class WaitingSteps:
-    """Counts an engine's steps that wait for layers. Each load on a CPU goes on behind its first
-    group once such a step has begun.
+    """Counts an engine's steps that wait for layers. A load on a CPU copies its second group only
+    once such a step has begun, and fails if none does.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -37,7 +37,7 @@ class WaitingSteps:
         def open_and_wait(group: int) -> None:
             open_group(group)
             if group == 0:
-                has_begun.wait(30.0)
+                assert has_begun.wait(30.0), "no step waits for the layers of this load"
 
         local.launch = counted  # type: ignore[method-assign]
         layers.begin = begin_anew  # type: ignore[method-assign]
