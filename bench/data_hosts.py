@@ -1,6 +1,6 @@
 """KV pages between hosts: GB/s as gRPC data, where the time goes, and bytes on each host's link.
 
-    python bench/data_hosts.py            as root, with `ip`: two network namespaces with a bridge
+    python bench/data_hosts.py            as root, with `ip`: network namespaces with a bridge
 
 A prefill and a decode worker, each in a namespace, have pages as large as Llama-3.1-8B's, and a
 prompt that the prefill worker has cached is shipped again and again. `gb_per_s` counts from the
@@ -63,7 +63,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as there:
 
 harness = Harness(__file__, __doc__, repeats=9)
 harness.flag("--prompt", type=int, default=2048, help="tokens, of 128 KiB each")
-harness.flag("--worker-args", default="", help="of both workers")
+harness.flag("--worker-args", default="", help="of all workers")
 
 
 def network_of(run: Run, hosts: int = 2) -> Network:
@@ -90,7 +90,8 @@ def plain(run: Run) -> None:
 
 
 class Hosts:
-    """A worker on each host, and a gateway outside of them. Without a network all are on one.
+    """A prefill worker on the first hosts, one for each of its stages, a decode worker on the next,
+    and a gateway outside of them. Without a network all are on one.
 
     Args:
         stages: Hosts of the prefill worker, the first ones of the network.

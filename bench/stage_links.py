@@ -170,6 +170,7 @@ def paced_steps(network: Network, lanes: int, way: str) -> float:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         listener.bind((network.of_tests, 0))
         listener.listen()
+        listener.settimeout(60.0)
         at = [network.of_tests, str(listener.getsockname()[1])]
         command = [*network.before(1), sys.executable, "-c", FIRST_STAGE]
         command += [str(Path(__file__).parent), *at, way]

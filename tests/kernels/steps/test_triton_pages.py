@@ -42,7 +42,7 @@ SIZES = [
 ]
 """Pages of the pool, words of a page, pages that move."""
 DROPPED_TILE = ("[(len(pages) * parts,)]", "[(len(pages) * parts - 1,)]")
-"""A change of the kernel that copies rows."""
+"""Launches one program less, so that the last tile of the last page is not copied."""
 
 
 def words(pool: torch.Tensor) -> torch.Tensor:

@@ -132,6 +132,7 @@ def attend_tile(
             the unit of the latter (`weights_in_units`) with IN_UNITS.
         rows: The queries, their unit with IN_UNITS, the last position that each row sees, the
             rows' positions, from which windows count, and the factor on scores.
+        before: Positions of the request before the first of the tiles' numbering, for windows.
         scale_at: For numbers in 8 bits: where the scales of K are; those of V are TO_V further.
         IN_UNITS: Whether scores and weights are multiplied by the scales, instead of K and V.
     """

@@ -31,8 +31,8 @@ else:
 class DraftEntries:
     """Writes the head's K and V of a target's step into the pool.
 
-    The work continues from the taps that write `aux`, in the threads of the native operation or
-    concurrently with the following layers. Indices are checked after it has run.
+    The work begins once the taps have written `aux`, in the threads of the native operation or
+    beside the layers that follow. Indices are checked after it has run.
 
     Args:
         aux: [T, W], contiguous: the target's states.

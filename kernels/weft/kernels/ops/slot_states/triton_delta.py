@@ -79,7 +79,9 @@ def _input(
     """The convolution's input at a position, by one load: from a new row, the ring, or the block.
 
     Args:
-        inputs: As in `triton_states`; then by how much further the channels of new rows are.
+        inputs: The request's new rows, the slot's ring, the block's tail, the strides of the first
+            two, the first new position, the border, and by how much further the channels of new
+            rows are.
     """
     new, ring, tail, new_row, ring_row, start, border, between = inputs
     own = new + (position - start) * new_row + between
