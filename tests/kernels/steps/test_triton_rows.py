@@ -70,8 +70,11 @@ def test_activations(
     eager = activate(x, activation, is_gated=is_gated)
     with kernel_module("activation.triton_activation", tmp_path) as module:
         out = module.activate(x, activation, is_gated=is_gated)
-    assert_as_exact(eager, exact.float(), exact)
-    assert_as_exact(out, eager, exact)
+    # Of a few numbers all may be near 0 because a factor is, whose own rounding then decides.
+    factors = (gate.abs() * abs(up)).max().item() if rows else 0.0
+    slack = 4 * torch.finfo(torch.float32).eps * factors
+    assert_as_exact(eager, exact.float(), exact, slack=slack)
+    assert_as_exact(out, eager, exact, slack=slack)
 
 
 @pytest.mark.parametrize(
