@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from weft.contract.clock import monotonic
+from weft.contract.handle import NixlTargetInfo
 from weft.contract.layout import PagePart, PagePiece, PageShare
 from weft.engine.executor.ranks.host_memory import OtherHosts
 from weft.engine.executor.ranks.host_writes import (
@@ -42,7 +43,8 @@ from weft.pages.transfer.nixl import (
 )
 from weft.pages.transfer.shared import WriteHandle
 from weft.pages.transfer.ship import ShipThread
-from weft.pages.transfer.source import Reading
+from weft.pages.transfer.source import PageSource, Reading
+from weft.testing.services.fill_commands import nixl_target
 
 pytestmark = pytest.mark.needs("nixl")
 
@@ -151,6 +153,28 @@ def played() -> Iterator[PlayedHost]:
         yield PlayedHost(stack)
 
 
+def chunk_to(target: NixlTargetInfo, lease_id: bytes, remote_page: int) -> ShipChunk:
+    """Page 1 on its way to an owner."""
+    return ShipChunk(
+        lease_id=lease_id,
+        index=0,
+        start_token=0,
+        end_token=1,
+        local_pages=[1],
+        remote_pages=[remote_page],
+        digests=None,
+        target=target,
+        owner_id=OWNER[0],
+        owner_epoch=EPOCH,
+        term=LeaseTerm(600.0, monotonic),
+    )
+
+
+def results_of(thread: ShipThread) -> dict[bytes, ShipResult]:
+    """Results since the last call, by lease."""
+    return {item.lease_id: item for item in thread.take() if isinstance(item, ShipResult)}
+
+
 def await_that(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
@@ -212,30 +236,8 @@ def test_a_write_that_hosts_refuse_ends_no_other_write_to_the_owner(
     thread = ShipThread(hosts.source, hosts.senders, lambda: None)
     results: dict[bytes, ShipResult] = {}
 
-    def ship(lease_id: bytes, remote_page: int) -> None:
-        thread.ship(
-            ShipChunk(
-                lease_id=lease_id,
-                index=0,
-                start_token=0,
-                end_token=1,
-                local_pages=[1],
-                remote_pages=[remote_page],
-                digests=None,
-                target=hosts.owner.target(),
-                owner_id=OWNER[0],
-                owner_epoch=EPOCH,
-                term=LeaseTerm(600.0, monotonic),
-            )
-        )
-
     def result_of(lease_id: bytes) -> ShipResult:
-        def has_come() -> bool:
-            taken = [item for item in thread.take() if isinstance(item, ShipResult)]
-            results.update({result.lease_id: result for result in taken})
-            return lease_id in results
-
-        await_that(has_come)
+        await_that(lambda: results.update(results_of(thread)) or lease_id in results)
         return results[lease_id]
 
     def held(number: int, handle: Any) -> bool:
@@ -245,8 +247,8 @@ def test_a_write_that_hosts_refuse_ends_no_other_write_to_the_owner(
         mock.patch.object(writer, "_has_ended", held),
         mock.patch.object(hosts.senders, "close_peer") as close_peer,
     ):
-        ship(LEASE, 2)
-        ship(OTHER_LEASE, NUM_PAGES)
+        thread.ship(chunk_to(hosts.owner.target(), LEASE, 2))
+        thread.ship(chunk_to(hosts.owner.target(), OTHER_LEASE, NUM_PAGES))
         refused = result_of(OTHER_LEASE)
         assert "host 1" in refused.error
         assert not refused.needs_fence
@@ -257,6 +259,30 @@ def test_a_write_that_hosts_refuse_ends_no_other_write_to_the_owner(
     thread.close()
     assert (hosts.arrived[2] == hosts.whole[1]).all()
     assert not hosts.lost.is_set()
+
+
+def test_shipping_goes_on_after_an_error_that_nobody_expects() -> None:
+    senders = mock.Mock()
+    senders.write.return_value.poll.side_effect = [ValueError("odd"), "done"]
+    senders.close_peer.return_value = True
+    thread = ShipThread(PageSource(np.zeros((2, 8), np.uint8)), senders, lambda: None)
+    results: dict[bytes, ShipResult] = {}
+    for lease_id in (LEASE, OTHER_LEASE):
+        thread.ship(chunk_to(nixl_target(8, NUM_PAGES), lease_id, 2))
+        await_that(lambda wanted=lease_id: results.update(results_of(thread)) or wanted in results)
+    thread.close()
+    assert "odd" in results[LEASE].error
+    assert results[LEASE].needs_fence
+    assert not results[OTHER_LEASE].error
+
+
+def test_a_close_that_a_host_does_not_answer_fails_alone(played: PlayedHost) -> None:
+    played.group.limit_s = 0.01
+    query = played.others.ask("close", [{}])
+    with pytest.raises(TransferError, match="no answer") as raised:
+        played.others.wait(query)
+    assert raised.value.may_still_arrive
+    assert not played.group.is_stopped
 
 
 def test_answers_that_came_while_nobody_looked_are_in_time(played: PlayedHost) -> None:

@@ -18,7 +18,8 @@ async def report_exit(
     workers: Mapping[str, str], worker_id: str, epoch: int, identity: Identity | None = None
 ) -> dict[str, int]:
     """Ends the quarantine of pages that a gone incarnation was filling. Call it only when the
-    worker's server and engine are both certainly gone.
+    worker's server and engine are both certainly gone. Other hosts of the worker need not be: the
+    fence of an owner ends their writes.
 
     `workers` has the host:port, by name, of every worker that it may have filled. Returns the
     number of released pages by name. A worker that cannot be reached is left out; it learns of the

@@ -15,7 +15,7 @@ from weft.contract.errors import ConfigError
 
 _SIZE = struct.Struct("<I")
 _MOST_BYTES = 1 << 24
-"""Largest message of a start, in bytes."""
+"""Largest message, in bytes."""
 _TRY_EVERY_S = 0.5
 
 
@@ -159,8 +159,10 @@ def receive_message(sock: socket.socket) -> dict[str, Any]:
 
 
 def poll_message(sock: socket.socket, limit_s: float) -> dict[str, Any] | None:
-    """The next message, the rest of which may take so long; None: it has not begun. Raises as
-    `receive_message` does.
+    """The next message; None: it has not begun. Raises as `receive_message` does.
+
+    Args:
+        limit_s: Longest wait for the rest of a message that has begun.
     """
     head = bytearray(_SIZE.size)
     sock.settimeout(0.0)

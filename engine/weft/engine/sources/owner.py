@@ -297,8 +297,8 @@ class OwnerFills:
             self._end_quarantine(fill)
 
     def on_process_exited(self, worker_id: str, epoch: int) -> int:
-        """Handles the proof that a process is gone. Returns the number of pages that left
-        quarantine.
+        """Handles the proof that a process is gone. Other hosts of its worker may still write over
+        NIXL until the fence. Returns the number of pages that left quarantine.
         """
         released = 0
         for fill in list(self._fills.values()):

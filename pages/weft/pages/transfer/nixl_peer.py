@@ -22,7 +22,7 @@ from weft.pages.transfer.nixl_wire import (
     PoolRegion,
     TransferError,
     TransportMismatch,
-    numbers_in_rows,
+    descriptor_numbers,
     strided_rows,
 )
 
@@ -62,6 +62,10 @@ class _PeerAgent:
         target: NixlTargetInfo,
         operation: Operation,
     ) -> None:
+        own, whole = region.ranges()
+        self._num_ranges = len(own)
+        if self._num_ranges * max(region.num_pages, target.num_pages) > MAX_PAGES:
+            raise TransportMismatch("pools have too many pages for NIXL's numbers")
         self.target = target
         self.region = region
         self.reads_one_sided = False
@@ -79,10 +83,6 @@ class _PeerAgent:
         peer = peer.decode() if isinstance(peer, bytes) else peer
         if peer != target.agent_name:
             raise TransportMismatch("agent_metadata is of another agent than agent_name says")
-        own, whole = region.ranges()
-        self._num_ranges = len(own)
-        if self._num_ranges * max(region.num_pages, target.num_pages) > MAX_PAGES:
-            raise TransportMismatch("pools have too many pages for NIXL's numbers")
         self.piece_bytes = sum(one.size for one in own)
         """Bytes of a page that a transfer moves."""
         here = (region.address, region.page_bytes, region.num_pages, region.device_id)
@@ -100,7 +100,7 @@ class _PeerAgent:
         """Numbers of the descriptors of (local, remote) pages."""
         counts = self.region.num_pages, self.target.num_pages
         local, remote = (
-            numbers_in_rows(numbers, count, self._num_ranges)
+            descriptor_numbers(numbers, count, self._num_ranges)
             for numbers, count in zip(pages, counts, strict=True)
         )
         return local, remote
@@ -208,9 +208,9 @@ class Peer:
             agent = self._connected(target)
             if self._operation == "READ":
                 self._require_one_sided_reads(agent)
+            local, remote = agent.descriptors(pages)
             # NIXL's handle refers to the agent. In a local variable it would keep another thread
             # from destroying the agent once the lock is free.
-            local, remote = agent.descriptors(pages)
             with self._binding.calls(f"preparing {self._doing}"):
                 transfer = TransferHandle(
                     self,

@@ -291,8 +291,10 @@ def strided_rows(
     return np.array(rows, dtype=np.uint64)
 
 
-def numbers_in_rows(pages: NDArray[np.int32], num_pages: int, num_ranges: int) -> NDArray[np.int32]:
-    """Numbers of the ranges of pages in `strided_rows`."""
+def descriptor_numbers(
+    pages: NDArray[np.int32], num_pages: int, num_ranges: int
+) -> NDArray[np.int32]:
+    """Indices of the descriptors of these pages in `strided_rows`, range by range."""
     firsts = np.arange(num_ranges, dtype=np.int32) * np.int32(num_pages)
     numbers: NDArray[np.int32] = np.add.outer(firsts, pages).reshape(-1)
     return numbers

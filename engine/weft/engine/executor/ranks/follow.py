@@ -106,7 +106,9 @@ class FollowerGroup:
         another rank's.
         """
         self.writes: socket.socket | None = None
-        """Over which rank 0 says which pages this host writes; None as `memory`."""
+        """Over which rank 0 says which pages this host writes; None if rank 0 or another rank of
+        this host writes.
+        """
         self.local: Ranks | None = None
         """The other ranks of this host, for which this one answers; None: there are none, or
         another rank answers for this one.

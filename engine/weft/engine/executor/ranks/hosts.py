@@ -2,7 +2,8 @@
 
 host i                                   host 0
 connects to the rendezvous: a link    -> checks version, hosts, number
-connects again: frames                -> waits for all hosts
+connects again for each of frames,    -> waits for all hosts
+memory and writes
                                       <- settings, and where the next stage listens
 connects there: rows of its stage
 loads its stage, agrees to each phase -> the same
