@@ -295,14 +295,15 @@ def test_answers_that_came_while_nobody_looked_are_in_time(played: PlayedHost) -
 
 
 def test_a_host_that_waits_for_an_owner_is_not_late(played: PlayedHost) -> None:
-    number = 1
     played.others.ask("connect", [{}])
     reading = played.read(1)
     reading._query.due_at = 0.0
     assert not reading.is_done()
     assert not played.group.is_stopped
-    played.say(number=number)
+    played.say(number=1)
+    reading._query.due_at = 0.0
     assert not reading.is_done()
+    assert not played.group.is_stopped
     reading._query.due_at = 0.0
     with pytest.raises(TransferError, match="no answer"):
         reading.is_done()

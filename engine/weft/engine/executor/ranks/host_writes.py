@@ -217,15 +217,19 @@ class OtherWriters:
             self._lose(ConnectionError(why))
 
     def _check_due(self) -> None:
-        now, limit_s = monotonic(), self._group.limit_s
+        now = monotonic()
         if self._group.is_stopped:
             self._lose(ConnectionError(self._group.reason))
         elif any(query.depends_on_owner for query in self._queries.values()):
-            # One thread of a host does all, so an owner may keep it from any answer.
-            for query in self._queries.values():
-                query.due_at = now + limit_s
+            self._renew_due()
         elif any(query.due_at <= now for query in self._queries.values()):
-            self._lose(TimeoutError(f"no answer within {limit_s:g} s"))
+            self._lose(TimeoutError(f"no answer within {self._group.limit_s:g} s"))
+
+    def _renew_due(self) -> None:
+        """One thread of a host does all, so an owner may have kept it from any answer until now."""
+        due_at = monotonic() + self._group.limit_s
+        for query in self._queries.values():
+            query.due_at = due_at
 
     def close(self) -> None:
         for end in self._ends:
@@ -258,6 +262,8 @@ class OtherWriters:
         query = self._queries.get(answer.get("number", 0))
         if query is None or query.answers[host] is not None:
             raise ConnectionError("an answer to no query")
+        if query.depends_on_owner:
+            self._renew_due()
         query.answers[host] = answer
         if None not in query.answers:
             del self._queries[answer["number"]]
