@@ -244,7 +244,7 @@ def links(run: Run) -> None:
     """Bytes on each host's link, as shares of the pages' bytes: hosts 0 and 1 prefill."""
     for transport in ("nixl", "data"):
         with ExitStack() as stack:
-            # Else NIXL finds that these hosts share memory.
+            # Otherwise NIXL finds that these hosts share memory, and uses no network.
             stack.enter_context(mock.patch.dict(os.environ, UCX_TLS="tcp"))
             network = network_of(run, 3)
             asyncio.run(count(run, Hosts(stack, run, transport, network, 2), network, 3))

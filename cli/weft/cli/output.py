@@ -18,8 +18,8 @@ class SteadyOutput(io.TextIOBase):
     """
 
     def __init__(self) -> None:
-        # Not looked up at each write: Rich's bars put something in the place of `sys.stdout` that
-        # writes to their console, and so to this file.
+        # Kept, since Rich replaces `sys.stdout` while it shows a bar by a file that writes to the
+        # bar's console. If that console writes here, each write would lead back to itself.
         self._stream = sys.stdout
 
     def write(self, text: str) -> int:

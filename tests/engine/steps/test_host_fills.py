@@ -42,7 +42,9 @@ ENDINGS = ("kill", "stop", "cut", "black-hole", "link")
 MOMENTS = ("delay", "stall", "slow")
 """Faults that pass, after which the worker must still be alive."""
 WHEN = ("accepted", "written")
-"""Of which event of the filler a strike follows: before the first page is written, or after it."""
+"""Events of a fill after one of which a strike comes: the filler has accepted it and written
+nothing, or has written some pages.
+"""
 
 
 class Pair:
@@ -115,7 +117,9 @@ class Pair:
         self.proxy.set_mode(Mode.PASS)
 
     def ship(self, prompt: list[int], expected: list[int], strike: Callable[[], None]) -> None:
-        """Ships a prompt, and strikes after a random event of the fill."""
+        """Has a prompt filled and shipped, and calls `strike` after one of `WHEN`. The text must be
+        right all the same.
+        """
         self.pair.owner.memory.flush_cache()
         at = random.choice(WHEN)
 

@@ -74,9 +74,9 @@ def read_text_model(
     family: Family,
     usual: Mapping[str, Any] | None = None,
 ) -> tuple[ModelConfig, Fields]:
-    """The language model that `text_config` describes, and its fields, defaults included. `usual`
-    are defaults of the text model; None: those of its kind. Raises ModelError if a field is
-    malformed, or its value is not supported.
+    """Reads the language model of a model that takes images: its configuration, and the fields of
+    `text_config` with their defaults, which are `usual`; None: those of its model type. Raises
+    ModelError if a field is malformed, or its value is not supported.
     """
     whole, raw = family.whole, family.raw
     text = whole.section("text_config")

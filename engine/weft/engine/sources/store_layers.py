@@ -287,7 +287,9 @@ class StoreLoads:
         return {"store_load_plans": len(self._planned), "store_loads": self.num_open}
 
     def close(self) -> None:
-        """Stops the thread, within a limit. The process's end ends what it may still read."""
+        """Stops the thread. If it does not stop within a limit, its readers stay open until the
+        process ends, since it may still use them.
+        """
         if self._thread.close():
             self._readers.close_all()
 

@@ -123,8 +123,8 @@ class RankLeader(ABC):
             self._send(follower, {"number": number})
 
     def combine(self, own: RankResult) -> RankResult:
-        """Waits for the results of the other ranks' jobs, in any thread, and joins them with this
-        rank's.
+        """Waits for the results of the other ranks' jobs, and joins them with this rank's. Any
+        thread may call it.
         """
         found = [own]
         for follower in self.others:

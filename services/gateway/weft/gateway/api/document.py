@@ -114,7 +114,7 @@ class Dialect:
         """Methods, such as `get`, and paths of a route."""
         rule = self.service.methods_by_name[route.rpc].GetOptions().Extensions[annotations_pb2.http]
         bindings = [(one.WhichOneof("pattern"), one) for one in (rule, *rule.additional_bindings)]
-        # A parameter may be of several parts of a path.
+        # `=**` marks a parameter that spans several segments of a path; OpenAPI has no such mark.
         return [(method, getattr(one, method).replace("=**", "")) for method, one in bindings]
 
 

@@ -33,7 +33,7 @@ FINISH_NAMES = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "abort",
 }
-"""Why samples end, in the words of vLLM, SGLang and Ollama."""
+"""Finish reasons as vLLM, SGLang and Ollama name them."""
 _to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
