@@ -5,34 +5,40 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from weft.checkpoint.adapters.rows import DevicePlace
 from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.device_copies import Mark
+from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.local import LocalExecutor, RankPool
 from weft.engine.executor.ranks import context
 from weft.engine.executor.ranks.context import (
     LEAST_ROWS,
+    ContextExecutor,
     DeviceGather,
     is_divided,
     launch_share,
     share_of,
 )
+from weft.engine.executor.ranks.frames import Barrier, Frame, decode
 from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.combinations import check_combination
 from weft.engine.loop.engine import Engine
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
+from weft.engine.transfer.device_pages import DevicePages, PagePart, rows_of_pool
 from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.families import FAMILIES, make_family
@@ -40,6 +46,9 @@ from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.lora_reference import PeftModels, load
 from weft.testing.models.moe_families import MOE_FAMILIES, make_any_family
 from weft.testing.models.tiny_models import make_tiny
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -292,16 +301,78 @@ class _Pools:
 class _Gather(DeviceGather):
     """As on GPUs, with threads in place of them."""
 
-    def __init__(self, barrier: threading.Barrier, pools: list[torch.Tensor], rank: int) -> None:
-        self._meet = barrier
+    def __init__(self, meet: Callable[[], object], pools: list[torch.Tensor], rank: int) -> None:
+        self.meet = meet  # type: ignore[method-assign, assignment]
         self._pools: Any = _Pools(pools, rank)
 
     def __call__(self, mixer: Any, step: Step, pool: torch.Tensor) -> None:
         self._pools.push(step.groups[0].places, range(mixer.in_pool, mixer.in_pool + 1))
         self.meet()
 
+
+class _Noted:
+    """What rank 0 posts, and how often it has met the others."""
+
+    num_met, num_frames = 0, 0
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+    def post(self, frame: Frame) -> None:
+        self.frames.append(frame)
+
     def meet(self) -> None:
-        self._meet.wait(60.0)
+        self.num_met += 1
+
+
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_marks_follow_all_ranks_where_pages_come_from_elsewhere(
+    is_filled: bool, tmp_path: Path, seed: int
+) -> None:
+    """Rank 0 then writes such pages to the pools of all ranks, whose orders must have ended."""
+    model = load_model(make_tiny("llama", tmp_path, seed), "float32", "cpu").model
+    layout, noted = model.kv_layout(PAGE), _Noted()
+    pools = [torch.zeros(layout.pool_shape(20)) for _ in range(2)]
+    parts = [PagePart(pool, 0, is_copy=pool is not pools[0]) for pool in pools]
+    pool = RankPool(pools[0], pools[0], DevicePages(parts) if is_filled else None)
+    sizes = layout, 20, 3, 64, torch.device("cpu")
+    local = LocalExecutor(model, *sizes, max_step_tokens=64, pool=pool)
+    local.gather = _Gather(noted.meet, pools, 0)
+    ranks: Any = SimpleNamespace(group=noted)
+    executor = ContextExecutor(local, ranks, cast("DevicePeers", noted), 64)
+    executor.mark().wait()
+    frames = [decode(np.concatenate(frame)) for frame in noted.frames]
+    assert frames == ([Barrier()] if is_filled else [])
+    assert noted.num_met == len(frames)
+    page = local.page_pool()
+    page.target(0, 7)[:] = sent = np.frombuffer(random.randbytes(layout.page_bytes), np.uint8)
+    page.commit([7])
+    found = [rows_of_pool(one)[7].numpy().tolist() for one in pools]
+    assert found == [sent.tolist(), sent.tolist() if is_filled else [0] * len(sent)]
+
+
+def test_ranks_with_memory_of_their_own_get_whole_adapters(tmp_path: Path, seed: int) -> None:
+    """As on GPUs, where rank 0 writes them to the memory of all ranks that divide prompts."""
+    folder = make_tiny("llama", tmp_path / "model", seed)
+    models = PeftModels(folder, tmp_path)
+    models.add(seed, r=12, target_modules=["q_proj", "down_proj"])
+    config = EngineConfig(model_dir=folder, enable_lora=True, max_loras=2, dtype="float32")
+    memories = list[torch.Tensor]()
+
+    def memory(num_bytes: int) -> list[torch.Tensor]:
+        memories.extend(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(3))
+        return memories
+
+    ranks: Any = SimpleNamespace(rank=1, size=1, memory=memory, publish=lambda: None)
+    loaded = load_model(folder, "float32", "cpu")
+    pool = make_lora_pool(config, loaded, torch.device("cpu"), ranks=ranks)
+    assert pool is not None
+    weights = pool.read(str(*models.directories.values()), is_lenient=False)
+    rows = {kind: np.arange(count, dtype=np.int32) for kind, count in weights.needs.items()}
+    pool.write(DevicePlace(1, rows), weights)
+    assert memories[0].any()
+    for other in memories[1:]:
+        assert torch.equal(other, memories[0])
 
 
 def _step(*chunks: tuple[int, int, int], draws: Sequence[int], decodes: int = 0) -> StepInput:
@@ -330,7 +401,7 @@ def test_ranks_with_pools_of_their_own_have_the_same_whole_pages(
     """As on GPUs: steps that are divided, and ones that rank 0 computes alone."""
     folder, size = make_tiny(kind, tmp_path, seed), 2
     models = [load_model(folder, "float32", "cpu").model for _ in range(1 + size)]
-    layout, barrier = models[0].kv_layout(PAGE), threading.Barrier(size)
+    layout, meet = models[0].kv_layout(PAGE), partial(threading.Barrier(size).wait, 60.0)
     pools = [torch.zeros(layout.pool_shape(130)) for _ in range(1 + size)]
     sizes = layout, 130, 3, 64 * PAGE, torch.device("cpu")
     alone, *ranks = (
@@ -339,7 +410,7 @@ def test_ranks_with_pools_of_their_own_have_the_same_whole_pages(
     )
     pages = np.random.permutation(np.arange(1, 129)).reshape(2, 64)
     for rank, executor in enumerate([alone, *ranks], -1):
-        executor.gather = _Gather(barrier, pools[1:], rank) if rank >= 0 else None
+        executor.gather = _Gather(meet, pools[1:], rank) if rank >= 0 else None
         for slot, own in enumerate(pages.tolist()):
             executor.page_table.extend(slot, own)
     steps = [

@@ -873,8 +873,7 @@ class EngineConfig(PageConfig):
             ),
             (
                 "cp",
-                not (self.is_on_gpu and self.moves_pages)
-                or (self.role == "prefill" and not (self.has_tiers or self.has_store)),
+                not (self.is_on_gpu and self.takes_pages),
                 "1 on GPUs of workers whose pages others fill: take prefill workers without tiers "
                 "and KV store",
             ),
@@ -1059,6 +1058,11 @@ class EngineConfig(PageConfig):
     def moves_pages(self) -> bool:
         """Whether pages leave the pool or come into it: from other workers, a store or tiers."""
         return self.ships_pages or self.has_tiers
+
+    @property
+    def takes_pages(self) -> bool:
+        """Whether pages come into the pool from elsewhere."""
+        return self.has_tiers or self.has_store or (self.owns_requests and self.ships_pages)
 
     @property
     def ships_pages(self) -> bool:

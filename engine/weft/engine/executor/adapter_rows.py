@@ -117,6 +117,7 @@ class RankMemory(Protocol):
 
     rank: int
     size: int
+    """Ranks that divide the layers. Where each has whole layers, it is 1."""
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
         """Makes zeros of [num_bytes] uint8 on each rank, all of which rank 0 can write. All ranks
@@ -216,7 +217,7 @@ class LoraPool:
         self.has_drafts = np.zeros(self.max_slots, np.bool_)
         """[max_slots]: whether the adapter in each slot brings a draft adapter."""
         self._stream = copy_stream(device)
-        self._ranks = ranks
+        self._ranks, self._num_shares = ranks, 1 if ranks is None else ranks.size
 
     def _make(self, device: torch.device, ranks: RankMemory | None) -> list[_Tables]:
         def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -325,7 +326,7 @@ class LoraPool:
             vocab_size=self._model.vocab_size,
             for_gpu=self._is_cuda,
             takes_whole=bool(self._replaced),
-            num_ranks=len(self._of_ranks),
+            num_ranks=self._num_shares,
         )
 
     def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
@@ -379,7 +380,7 @@ class LoraPool:
         """
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for rank, tables in enumerate(self._of_ranks):
-                self._write(rank, tables, place, weights)
+                self._write(rank % self._num_shares, tables, place, weights)
         kinds = (self._projections[name] for name in weights.kinds)
         self.has_drafts[place.slot] = any(projection.is_draft for projection in kinds)
         if self._stream is not None:

@@ -520,8 +520,9 @@ class LocalExecutor:
 
     def meet(self) -> None:
         """Makes the devices of all ranks wait for one another."""
-        assert self._peers is not None
-        self._peers.meet()
+        meets = self._peers or self.gather
+        assert meets is not None, "there are no other ranks"
+        meets.meet()
 
     def mark(self) -> Mark:
         return Mark(self.device)

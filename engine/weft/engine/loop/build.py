@@ -252,7 +252,7 @@ def _load_parts(
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
-    shared = None if ranks is None else SharedMemory(ranks, peers)
+    shared = None if ranks is None else SharedMemory(ranks, peers, context)
     media = media_of(config, loaded, layout, device, peers)
     with sleep.loading() if shared is None else nullcontext():
         lora = make_lora_pool(config, loaded, device, drafts, shared)

@@ -66,6 +66,10 @@ class Gather(Protocol):
         """
         ...
 
+    def meet(self) -> None:
+        """Waits for all ranks."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class Step:

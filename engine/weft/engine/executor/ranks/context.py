@@ -25,7 +25,7 @@ from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import Order, PageOrder
 from weft.engine.executor.port import Launched
-from weft.engine.executor.ranks.frames import encode_step, frame_of_order
+from weft.engine.executor.ranks.frames import encode_barrier, encode_step, frame_of_order
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import SentPages
 from weft.engine.executor.step_input import StepInput
@@ -163,6 +163,9 @@ class HostGather:
     def __call__(self, mixer: Any, step: Step, pool: torch.Tensor) -> None:
         self._group.meet()
 
+    def meet(self) -> None:
+        self._group.meet()
+
 
 class DeviceGather:
     """Implements `weft.engine.model.step.Gather` on GPUs, which map one another's pools.
@@ -206,6 +209,8 @@ class ContextExecutor:
         self._peers = peers
         self.page_table, self.window_tables = local.page_table, local.window_tables
         self._sent_pages = SentPages(local.page_table)
+        self._fills_pools = not local.device_pages.is_whole
+        """Whether rank 0 copies pages that come from elsewhere to the pools of all ranks."""
         self.facts = local.facts
 
     def launch(self, step: StepInput) -> Launched:
@@ -228,6 +233,10 @@ class ContextExecutor:
         self._local.keep(tokens)
 
     def mark(self) -> Mark:
+        if self._fills_pools:
+            # Another rank may not have zeroed yet what such a copy writes to.
+            self._ranks.group.post(encode_barrier())
+            self._local.meet()
         return self._local.mark()
 
     def order(self, order: Order) -> None:
@@ -255,7 +264,11 @@ def launch_share(
     if is_divided(step, least):
         share = share_of(step, rank, size, least)
         assert share is not None, "each rank has two segments of a chunk"
-        return executor.launch(share)
+        launched = executor.launch(share)
+        if isinstance(gather, DeviceGather):
+            # When the step has ended on rank 0, no other rank still reads memory for it.
+            gather.meet()
+        return launched
     if rank:
         return None
     launched = executor.launch(step)

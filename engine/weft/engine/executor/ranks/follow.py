@@ -199,7 +199,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     sleep = sleep_memory(config, device)
     with sleep.loading():
         loaded, drafted = load_share(config, others, peers)
-    shared = SharedMemory(others, peers)
+    shared = SharedMemory(others, peers, context)
     lora = make_lora_pool(config, loaded, device, ranks=shared)
     layout = kept_layout(config, loaded, device)
     max_step_tokens = config.max_step_tokens + config.decodes_beside

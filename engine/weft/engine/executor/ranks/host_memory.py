@@ -278,7 +278,6 @@ class HostPages(DevicePages):
     ) -> None:
         self.parts: tuple[DevicePart, ...] = ()
         self.device = torch.device("cpu")
-        self.num_pages = own.num_rows
         self._memory, self._own, self._pieces = memory, own, pieces
         self._others, self._hosts = others, hosts
         self._sizes = [_row_bytes(each) for each in others]

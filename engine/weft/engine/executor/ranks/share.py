@@ -36,6 +36,7 @@ from weft.engine.parallel.shards import kv_heads_of, layout_of_rank, num_pages_h
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stages import layers_of_stages, stage_of_rank
 from weft.engine.transfer.device_pages import DevicePages, PagePart
+from weft.kernels.ops.pages.pool import PageShare
 from weft.kernels.ops.peers.spec import Peers
 
 if TYPE_CHECKING:
@@ -80,13 +81,21 @@ class SharedMemory:
     """`RankMemory` for the adapters.
 
     Args:
-        peers: Ranks that divide the layers; None: each rank has whole layers, and one memory serves
-            all.
+        peers: Ranks that divide the layers; None: each rank has whole layers.
+        context: GPUs that have whole layers; None: one memory serves all ranks with whole layers.
     """
 
-    def __init__(self, others: RankGroup, peers: SharedGroup | DevicePeers | None) -> None:
+    def __init__(
+        self,
+        others: RankGroup,
+        peers: SharedGroup | DevicePeers | None,
+        context: DevicePeers | None = None,
+    ) -> None:
         self.rank, self.size = (0, 1) if peers is None else (peers.rank, peers.size)
+        if context is not None:
+            self.rank = context.rank
         self.others, self.peers = others, peers
+        self._devices = peers if context is None else context
         self.rows: torch.Tensor | None = None
         """Memory of all ranks of a host, [n, MIRROR_ROW_BYTES]; None: there is none."""
         self.send: Callable[[], None] | None = None
@@ -96,13 +105,14 @@ class SharedMemory:
 
     def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
         """Raises ConfigError if the system refuses the memory, or if another rank is gone."""
-        if self.peers is None or isinstance(self.peers, SharedGroup):
+        devices = self._devices
+        if devices is None or isinstance(devices, SharedGroup):
             num_rows = -(-self.size * num_bytes // MIRROR_ROW_BYTES)
             segment = self.others.share(num_rows * MIRROR_ROW_BYTES)
             self.rows = segment.tensor((num_rows, MIRROR_ROW_BYTES), torch.uint8)
             of_ranks = self.rows.view(-1)[: self.size * num_bytes]
             return of_ranks.view(self.size, num_bytes).unbind()
-        memory = self.peers.memory(num_bytes)
+        memory = devices.memory(num_bytes)
         self.others.agree("memory")
         return memory
 
@@ -406,12 +416,15 @@ def pool_of(
     if context is not None:
         pools = _mapped(context.memory, layout, num_pages)
         others.agree("memory")
-        mine = pools[context.rank]
-        return layout, RankPool(mine, mine, of_ranks=pools)
+        mine, copies = pools[context.rank], None
+        if config.takes_pages:
+            copies = DevicePages([PagePart(pool, 0, is_copy=pool is not mine) for pool in pools])
+        return layout, RankPool(mine, mine, copies, of_ranks=pools)
     if config.has_pages_by_stage and config.tp == 1:
         return layout, None
     if config.is_on_gpu and config.dcp > 1:
-        return _divided_pool(shared, layout, num_pages, config.dcp)
+        own, pool = _divided_pool(shared, layout, num_pages, config.dcp)
+        return own, pool if config.moves_pages else pool._replace(pages=None)
     if config.is_on_gpu and not config.moves_pages:
         return layout_of_rank(layout, shared.size), None
     if config.is_on_gpu:
@@ -463,23 +476,39 @@ def _divided_pool(
     pools = _mapped(shared.memory, own, num_pages_here(num_pages, size))
     first = shared.rank // size * size
     divided = DividedPool(peers.pages, pools[first : first + size], peers.meet)
-    return own, RankPool(pools[shared.rank], pools[shared.rank], divided=divided)
+    heads, head_bytes = _first_heads(layout, shared.size)
+    parts = [
+        PagePart(
+            *(pool, heads[rank] * head_bytes),
+            is_copy=heads[rank] in heads[: rank // size * size],
+            share=PageShare(rank % size, size),
+        )
+        for rank, pool in enumerate(pools)
+    ]
+    return own, RankPool(
+        pools[shared.rank], pools[shared.rank], DevicePages(parts), divided=divided
+    )
 
 
 def _mapped_pool(
     shared: SharedMemory, layout: CacheLayout, num_pages: int
 ) -> tuple[CacheLayout, RankPool]:
-    size, plane = shared.size, layout.plane
-    own = layout_of_rank(layout, size)
+    own = layout_of_rank(layout, shared.size)
     pools = _mapped(shared.memory, own, num_pages)
-    heads = [kv_heads_of(plane.heads, rank, size).start for rank in range(size)]
-    head_bytes = layout.page_bytes // plane.heads
+    heads, head_bytes = _first_heads(layout, shared.size)
     parts = [
         PagePart(pool, first * head_bytes, is_copy=first in heads[:rank])
         for rank, (pool, first) in enumerate(zip(pools, heads, strict=True))
     ]
     mine = pools[shared.rank]
     return own, RankPool(mine, mine, DevicePages(parts))
+
+
+def _first_heads(layout: CacheLayout, size: int) -> tuple[list[int], int]:
+    """The first KV head of each rank, and the bytes of a head in a page."""
+    heads = layout.plane.heads
+    firsts = [kv_heads_of(heads, rank, size).start for rank in range(size)]
+    return firsts, layout.page_bytes // heads
 
 
 def _mapped(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from weft.kernels.ops.pages import is_viewable_as, page_words
+from weft.kernels.ops.pages import is_viewable_as, page_words, rows_here
+from weft.kernels.ops.pages.pool import ALL_PAGES, PageShare
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 
 
-def page_digests(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
+def page_digests(
+    pool: Tensor, pages: Tensor, first_word: int = 0, share: PageShare = ALL_PAGES
+) -> Tensor:
     """Digests of some pages, left on the pool's device.
 
     Args:
@@ -36,24 +39,30 @@ def page_digests(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
             Each must be in the pool.
         first_word: For a pool that has a part of each page: index of the part's first word in the
             page. Digests of parts add up to digests of pages.
+        share: Which of the pages the pool has; 0 is the digest of the others.
 
     Returns:
         int64 `[n]`: the 64 bits of each page's digest.
     """
     rows = _words(pool, pages)
     if pool.is_cuda and len(pages):
-        return _triton_digest.row_digests(rows, pages, first_word)
-    return page_digests_reference(pool, pages, first_word)
+        return _triton_digest.row_digests(rows, pages, first_word, share)
+    return page_digests_reference(pool, pages, first_word, share)
 
 
-def page_digests_reference(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
+def page_digests_reference(
+    pool: Tensor, pages: Tensor, first_word: int = 0, share: PageShare = ALL_PAGES
+) -> Tensor:
     """`page_digests` in eager torch, any device; a CPU uses it too."""
-    words = _words(pool, pages)[pages]
+    here, rows = rows_here(pages, share)
+    found = torch.zeros_like(pages)
+    words = _words(pool, pages)[rows]
     numbers = torch.arange(1, words.shape[1] + 1, device=pool.device) + first_word
     z = words + numbers * _signed(INCREMENT)
     for shift, factor in FACTORS:
         z = (z ^ _shifted(z, shift)) * _signed(factor)
-    return (z ^ _shifted(z, LAST_SHIFT)).sum(dim=1)
+    found[here] = (z ^ _shifted(z, LAST_SHIFT)).sum(dim=1)
+    return found
 
 
 def _words(pool: Tensor, pages: Tensor) -> Tensor:

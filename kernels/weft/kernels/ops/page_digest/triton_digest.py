@@ -7,13 +7,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.ops.pages.pool import ALL_PAGES, PageShare
 from weft.kernels.shared.launch_sizes import cdiv
 
 _TILE, _TILES, _WARPS = 1024, 4, 8
 """Words that a program digests at once, number of such tiles, and warps (measured on an H200)."""
 
 
-def row_digests(rows: torch.Tensor, pages: torch.Tensor, first_word: int = 0) -> torch.Tensor:
+def row_digests(
+    rows: torch.Tensor, pages: torch.Tensor, first_word: int = 0, share: PageShare = ALL_PAGES
+) -> torch.Tensor:
     """`weft.kernels.ops.page_digest.page_digests` for CUDA tensors of int64 words."""
     num_pages, num_words = len(pages), rows.shape[1]
     parts = cdiv(num_words, _TILE * _TILES)
@@ -22,7 +25,8 @@ def row_digests(rows: torch.Tensor, pages: torch.Tensor, first_word: int = 0) ->
     # memory.
     _digest_kernel[(num_pages * parts,)](
         partial, rows, pages, num_words, rows.stride(0), first_word, parts,
-        TILE=_TILE, TILES=_TILES, IS_WHOLE=num_words % (_TILE * _TILES) == 0, num_warps=_WARPS,
+        TILE=_TILE, TILES=_TILES, IS_WHOLE=num_words % (_TILE * _TILES) == 0,
+        RANK=share.rank, SIZE=share.size, num_warps=_WARPS,
     )  # fmt: skip
     return partial.sum(dim=1)
 
@@ -39,10 +43,17 @@ def _digest_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
 ) -> None:
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     page = tl.load(pages + row)
+    if SIZE > 1:
+        if page % SIZE != RANK:
+            tl.store(partial + tl.program_id(0), 0)
+            return
+        page = 1 + page // SIZE
     first = part * TILE * TILES
     lane = tl.arange(0, TILE)
     # The states of SplitMix64 at a tile's words; each state of the next tile is the same distance

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from weft.contract.layout import PagePart
-from weft.kernels.ops.pages.pool import has_dense_pages
+from weft.kernels.ops.pages.pool import ALL_PAGES, PageShare, has_dense_pages
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]
     rows.index_copy_(0, index, rows[page_index(sources, pool.device)])
 
 
-def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
+def gather_pages(pool: Tensor, pages: Tensor, out: Tensor, share: PageShare = ALL_PAGES) -> None:
     """Copies pages of a pool to a dense buffer.
 
     Args:
@@ -71,18 +71,21 @@ def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
             Each must be in the pool.
         out: uint8 `[n or more, bytes of a page]` on the pool's device, whose rows are contiguous
             and a multiple of 4 bytes apart; its first n rows are written.
+        share: Which of the pages the pool has. Rows of the others are left as they are.
 
     Raises:
         ValueError: A shape, dtype or device does not fit; nothing was copied.
     """
     rows = _words(pool, pages, out)
     if pool.is_cuda and len(pages):
-        _triton_pages.gather_rows(rows, pages, out.view(torch.int32))
+        _triton_pages.gather_rows(rows, pages, out.view(torch.int32), share)
     elif len(pages):
-        gather_pages_reference(pool, pages, out)
+        gather_pages_reference(pool, pages, out, share)
 
 
-def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
+def scatter_pages(
+    source: Tensor, pages: Tensor, pool: Tensor, share: PageShare = ALL_PAGES
+) -> None:
     """Copies the rows of a dense buffer to pages of a pool.
 
     Args:
@@ -92,15 +95,16 @@ def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
             must be in the pool.
         pool: `[num_pages, ...]`, contiguous within a page; a page, and the distance between pages,
             is a multiple of 4 bytes; changed.
+        share: Which of the pages the pool has. The others are not copied.
 
     Raises:
         ValueError: A shape, dtype or device does not fit; nothing was copied.
     """
     rows = _words(pool, pages, source)
     if pool.is_cuda and len(pages):
-        _triton_pages.scatter_rows(source.view(torch.int32), pages, rows)
+        _triton_pages.scatter_rows(source.view(torch.int32), pages, rows, share)
     elif len(pages):
-        scatter_pages_reference(source, pages, pool)
+        scatter_pages_reference(source, pages, pool, share)
 
 
 def copy_parts(addresses: Tensor, pages: Tensor, pool: Tensor, part: PagePart) -> None:
@@ -143,14 +147,28 @@ def copy_parts_reference(addresses: Tensor, pages: Tensor, pool: Tensor, part: P
         ]
 
 
-def gather_pages_reference(pool: Tensor, pages: Tensor, out: Tensor) -> None:
+def rows_here(pages: Tensor, share: PageShare) -> tuple[Tensor | slice, Tensor]:
+    """Which of these pages a pool has, as indices into them, and their rows in the pool."""
+    if share.size == 1:
+        return slice(0, len(pages)), pages
+    (here,) = (pages % share.size == share.rank).nonzero(as_tuple=True)
+    return here, 1 + pages[here] // share.size
+
+
+def gather_pages_reference(
+    pool: Tensor, pages: Tensor, out: Tensor, share: PageShare = ALL_PAGES
+) -> None:
     """`gather_pages` in eager torch, any device; a CPU uses it too."""
-    out[: len(pages)] = _bytes(pool)[pages]
+    here, rows = rows_here(pages, share)
+    out[here] = _bytes(pool)[rows]
 
 
-def scatter_pages_reference(source: Tensor, pages: Tensor, pool: Tensor) -> None:
+def scatter_pages_reference(
+    source: Tensor, pages: Tensor, pool: Tensor, share: PageShare = ALL_PAGES
+) -> None:
     """`scatter_pages` in eager torch, any device; a CPU uses it too."""
-    _bytes(pool).index_copy_(0, pages, source[: len(pages)])
+    here, rows = rows_here(pages, share)
+    _bytes(pool).index_copy_(0, rows, source[here])
 
 
 def _words(pool: Tensor, pages: Tensor, buffer: Tensor) -> Tensor:

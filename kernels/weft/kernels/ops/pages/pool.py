@@ -41,6 +41,25 @@ class PlaneInPage(NamedTuple):
         return pool.as_strided((pool.shape[0], *shape), (pool.stride(0), *strides), begin)
 
 
+class PageShare(NamedTuple):
+    """The pages of a pool that divides all pages with others by their numbers."""
+
+    rank: int = 0
+    size: int = 1
+    """Number of pools. If it is 1, page p is row p; else row 1 + p // size of pool p % size, since
+    row 0 of each receives what no one reads.
+    """
+
+    def row(self, page: int) -> int | None:
+        """None: the page is in another pool."""
+        if self.size == 1:
+            return page
+        return 1 + page // self.size if page % self.size == self.rank else None
+
+
+ALL_PAGES = PageShare()
+
+
 def has_dense_pages(pool: torch.Tensor) -> bool:
     """Whether a pool is contiguous within each page. The first stride may exceed a page, as it does
     for a plane that shares pages with other planes.

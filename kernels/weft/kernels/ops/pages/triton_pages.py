@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.contract.layout import PagePart
+from weft.kernels.ops.pages.pool import ALL_PAGES, PageShare
 from weft.kernels.shared.launch_sizes import cdiv
 
 _TILE = 4096
@@ -14,23 +15,37 @@ _MAX_COPIERS = 32
 """Most programs that copy out of host memory. Few suffice for the bus, and steps run meanwhile."""
 
 
-def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
+def gather_rows(
+    rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, share: PageShare = ALL_PAGES
+) -> None:
     """`weft.kernels.ops.pages.gather_pages` for CUDA tensors of int32 words."""
-    _copy_rows(rows, pages, out, is_gathered=True)
+    _copy_rows(rows, pages, out, share, is_gathered=True)
 
 
-def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
+def scatter_rows(
+    source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, share: PageShare = ALL_PAGES
+) -> None:
     """`weft.kernels.ops.pages.scatter_pages` for CUDA tensors of int32 words."""
-    _copy_rows(rows, pages, source, is_gathered=False)
+    _copy_rows(rows, pages, source, share, is_gathered=False)
 
 
 def _copy_rows(
-    rows: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor, *, is_gathered: bool
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    buffer: torch.Tensor,
+    share: PageShare,
+    *,
+    is_gathered: bool,
 ) -> None:
     parts = cdiv(rows.shape[1], _TILE)
     sizes = (rows.shape[1], rows.stride(0), buffer.stride(0), parts)
     _copy_rows_kernel[(len(pages) * parts,)](
-        rows, buffer, pages, *sizes, IS_GATHERED=is_gathered, TILE=_TILE, num_warps=8
+        *(rows, buffer, pages, *sizes),
+        IS_GATHERED=is_gathered,
+        RANK=share.rank,
+        SIZE=share.size,
+        TILE=_TILE,
+        num_warps=8,
     )
 
 
@@ -83,6 +98,8 @@ def _copy_rows_kernel(
     buffer_stride: int,
     parts: int,
     IS_GATHERED: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     # Programs of one page are neighbours, so that programs that run at the same time access
@@ -90,6 +107,9 @@ def _copy_rows_kernel(
     row = (tl.program_id(0) // parts).to(tl.int64)
     page = tl.load(pages + row)
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
+    if SIZE > 1:
+        num_words = tl.where(page % SIZE == RANK, num_words, 0)
+        page = 1 + page // SIZE
     mask = column < num_words
     in_pool, in_buffer = rows + page * stride + column, buffer + row * buffer_stride + column
     if IS_GATHERED:

@@ -48,14 +48,20 @@ def engine_there(folder: Path, role: str, clock: ManualClock, **settings: Any) -
 
 
 def ship(folder: Path, settings: dict[str, Any], of_filler: dict[str, Any]) -> dict[str, Any]:
-    """Prompts that the owner computes, then has another worker compute: their texts."""
+    """Prompts that the owner computes, then has another worker compute: their texts, and those of
+    longer prompts that begin alike, which the owner computes each time.
+    """
     clock = ManualClock()
     owner = engine_there(folder, "decode", clock, **settings)
     filler = engine_there(folder, "prefill", clock, worker_id="p0", **of_filler)
     pair = EnginePair(owner, [filler], clock)
     found: dict[str, Any] = {"alone": [], "shipped": [], "tokens": [], "failures": []}
+    found |= {"longer": [], "after": []}
     for _ in range(3):
         prompt = new_prompt(6)
+        longer = prompt + new_prompt(5)
+        owner.memory.flush_cache()
+        found["longer"] += pair.finish(pair.submit(longer, max_tokens=16, candidates=[]))
         owner.memory.flush_cache()
         found["alone"] += pair.finish(pair.submit(prompt, max_tokens=16, candidates=[]))
         owner.memory.flush_cache()
@@ -64,6 +70,7 @@ def ship(folder: Path, settings: dict[str, Any], of_filler: dict[str, Any]) -> d
         (fill,) = pair.answers[request_id].finished[0].timeline.fills
         found["tokens"].append(fill.accepted_tokens)
         found["failures"].append(fill.failure)
+        found["after"] += pair.finish(pair.submit(longer, max_tokens=16, candidates=[]))
         pair.settle()
     found["transport"] = owner.info.transport_detail
     pair.close()
@@ -71,20 +78,30 @@ def ship(folder: Path, settings: dict[str, Any], of_filler: dict[str, Any]) -> d
 
 
 def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Texts of a prompt whose pages went to host memory and disk and came back."""
+    """Texts of prompts whose pages went to host memory and disk and came back, and of longer
+    prompts after them, which an engine without ranks computes too.
+    """
     with tempfile.TemporaryDirectory() as disk:
         tiers = {"host_cache_bytes": 1 << 20, "disk_cache_dir": Path(disk)}
         sizes = SIZES | {"num_pages": 64, "load_back_threshold": 0}
         bench = TierBench(folder, 40 * PAGE, **(sizes | tiers | settings))
         prompts = [new_prompt(19) for _ in range(2)]
+        longer = [prompt + new_prompt(5) for prompt in prompts]
         found: dict[str, Any] = {"alone": [bench.ask(prompt) for prompt in prompts]}
         bench.push_out()
         found["again"] = [bench.ask(prompt) for prompt in prompts]
+        found["after"] = [bench.ask(prompt) for prompt in longer]
         found["corrupt"] = bench.counters("host")["corrupt_pages"]
         found["loaded"] = [bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")]
         found["notices"] = bench.engine.info.notices
         bench.close()
         bench.pair.close()
+    own = {name: value for name, value in settings.items() if name not in ("tp", "dcp", "cp")}
+    own["device"] = settings["device"].partition(",")[0]
+    one = TierBench(folder, 40 * PAGE, **(sizes | {"host_cache_bytes": 1 << 20} | own))
+    found["longer"] = [one.ask(prompt) for prompt in longer]
+    one.close()
+    one.pair.close()
     return found
 
 

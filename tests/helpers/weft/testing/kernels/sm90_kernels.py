@@ -80,6 +80,7 @@ from weft.kernels.ops.norm import triton_layer as layer_norm
 from weft.kernels.ops.page_digest import triton_digest as page_digest
 from weft.kernels.ops.pages import triton_pages as page_ops
 from weft.kernels.ops.pages import triton_push as page_push
+from weft.kernels.ops.pages.pool import PageShare
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES
 from weft.kernels.ops.peers import triton_logits as peer_logits
 from weft.kernels.ops.peers import triton_pages as peer_pages
@@ -561,6 +562,10 @@ def compile_steps() -> None:
     page_digest.row_digests(rows, numbers[:2])
     page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
     page_ops.scatter_rows(rows[:2], numbers[:2], rows)
+    share = PageShare(1, 2)
+    page_digest.row_digests(rows, numbers[:2], 0, share)
+    page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096), share)
+    page_ops.scatter_rows(rows[:2], numbers[:2], rows, share)
     page_ops.copy_part_rows(numbers[:2], numbers[:2], rows.int(), PagePart(2, 8192, 2048, 4096))
     states = torch.zeros(4, 64, dtype=BF16)
     slot_rows.take_rows(numbers[:2], table, states, known.tokens[0])
