@@ -779,11 +779,6 @@ class EngineConfig(PageConfig):
             ("balance_experts", is_alone, "off with pp, cp or hosts"),
             (
                 "balance_experts",
-                not self.is_on_gpu,
-                "off on GPUs, where moved experts have not been compared yet",
-            ),
-            (
-                "balance_experts",
                 not self.deterministic,
                 "off with deterministic: sums would depend on where experts are",
             ),
@@ -883,11 +878,6 @@ class EngineConfig(PageConfig):
         return [
             ("dcp", self.tp % self.dcp == 0, f"a divisor of tp = {self.tp}"),
             ("dcp", self.hosts == 1, f"1 with hosts = {self.hosts}"),
-            (
-                "dcp",
-                not self.is_on_gpu,
-                "1 on GPUs, where no one has yet seen ranks divide pages",
-            ),
             (
                 "dcp",
                 not (self.is_on_gpu and self.moves_pages),
