@@ -3,6 +3,7 @@
     python bench/gpu_ranks.py --only sums [--ranks 2 4]
     python bench/gpu_ranks.py --only engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts]
     python bench/gpu_ranks.py --only engine --model llama-3.1-8b --cp 2 --batches
+    python bench/gpu_ranks.py --only engine --model llama-3.1-8b --pp 2 --hosts 2
     python bench/gpu_ranks.py --only engine --model deepseek-v3-12-layers-fp8 --tp 2 --ep 2 \
         --dcp 2 --kv-gib 2 --context 4096 --batches --prompts 0
 
@@ -25,6 +26,11 @@ two ranks hold that do not divide pages.
 before it, so that kernels which start early do not count their wait for others, and all times add
 up to the step's; a sum contains the wait for the other ranks. On the host it times the calls that
 are known to take long, and those that ranks add.
+
+With `--hosts` NCCL carries the rows between stages: over NVLink, or over sockets of the loopback
+device with NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 in the environment.
+`rows of stages` says what travels for a token, and which share of the time of prompts it would take
+on a link of 25 Gbit/s, both by arithmetic.
 
 `--quick` runs every kind of step but a few times, which fills caches of compiled kernels; ranks may
 then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
@@ -74,6 +80,7 @@ from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.norm.triton_rms import add_rms_norm
+from weft.testing.engine.other_hosts import other_hosts
 
 CARD, H200 = Rates(3.35e12, 989e12), Rates(4.8e12, 989e12)
 PROMPT_TOKENS, NEW_TOKENS = 256, 96
@@ -81,6 +88,7 @@ LONG_TOKENS, ANSWER_TOKENS = 1_408, 1_024
 STEP_TOKENS = 8_192
 """Most tokens of a step."""
 TRACED_STEPS = 10
+LINK_BITS = 25e9
 WIDTH, PER_GRAPH = 4096, 64
 SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SUM_LIMIT_S = 60.0
@@ -93,6 +101,7 @@ harness.flag("--model", choices=[*MODELS, *LARGE_MODELS], default="llama-3.1-8b"
 harness.flag("--tp", type=int, default=1)
 harness.flag("--ep", type=int, default=1)
 harness.flag("--pp", type=int, default=1)
+harness.flag("--hosts", type=int, default=1, help="as many as pp: a process each, on this machine")
 harness.flag("--cp", type=int, default=1)
 harness.flag("--dcp", type=int, default=1)
 harness.flag("--kv-gib", type=float, help="of a card's pool; default: enough pages for the rest")
@@ -198,7 +207,7 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
     ranks = {"tp": case.tp, "ep": case.ep, "pp": case.pp, "cp": case.cp, "dcp": case.dcp}
     cards = case.tp * case.pp * case.cp
     began = time.perf_counter()
-    run.keep(model=name, **ranks, quantization=case.quantization)
+    run.keep(model=name, **ranks, hosts=case.hosts, quantization=case.quantization)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_config(Path(folder), name, **changed)
         config = ModelConfig.load(model_dir)
@@ -215,7 +224,11 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
         if case.kv_gib:
             settings["kv_memory_bytes"] = int(case.kv_gib * 2**30)
         sizes = weight_bytes(config, case.quantization)
-        with LLM(model_dir, **settings, **ranks) as llm:
+        if case.hosts > 1:
+            devices = [f"cuda:{host}" for host in range(case.hosts)]
+            hosts = run.stack.enter_context(other_hosts(model_dir, case.hosts, devices=devices))
+            settings |= hosts | {"num_threads": None}
+        with LLM(model_dir, **settings | ranks) as llm:
             gc.collect()
             gc.freeze()
             free = torch.cuda.mem_get_info()[0] / 2**30
@@ -244,6 +257,10 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
                     figures = decode(llm, config, count, case.context, rates, sizes, False)
                     run.row(figures, table="contexts", requests=count, fit=fit)
             rate = prompts(run, llm, config, rates) if case.prompts else None
+            if rate is not None and case.hosts > 1:
+                row_bits = 16 * config.hidden_size
+                share = rate * row_bits / LINK_BITS
+                run.row(table="rows of stages", bytes=row_bits // 8, of_25_gbit_s=share)
             if case.prompts and case.parts and not case.quick:
                 run.row(parts_of_prompts(llm, case.prompts), table=f"us of {STEP_TOKENS:,} tokens")
             if case.long and not case.quick:

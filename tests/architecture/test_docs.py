@@ -17,7 +17,7 @@ from weft.testing.docs import HOWTO, ROOT, anchors, blocks, links, num_words, pa
 PAGES = pages()
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
 MAX_README_LINES = 150
-MAX_WORDS = 57_040
+MAX_WORDS = 57_090
 MAX_TOUR_WORDS = 2_500
 MAX_DECISION_WORDS = 400
 FOREIGN_FLAGS = {

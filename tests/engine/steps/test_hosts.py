@@ -252,6 +252,7 @@ STRANGERS: list[tuple[dict[str, Any], str]] = [
     ({"host_rank": 2}, "--host-rank 2: must be from 1 to 1"),
     ({"host_rank": [1]}, "must be from 1 to 1"),
     ({"host_rank": True}, "must be from 1 to 1"),
+    ({"device": "cuda"}, "host 1 computes on cuda, host 0 on cpu: give all the same --device"),
     ({"kind": "frames"}, "must be from 1 to 1"),
     ({"kind": {}}, "must be from 1 to 1"),
     ({"rows_at": None}, "no address at which it takes rows"),
@@ -271,6 +272,7 @@ def test_what_is_no_host_of_this_engine_is_refused_and_others_come(
         await_listener(*address)
         for changed, why in STRANGERS:
             right = {"kind": "link", "host_rank": 1, "hosts": 2, "version": version()}
+            right |= {"device": "cpu"}
             with socket.create_connection(address, LATE_S) as stranger:
                 send_message(stranger, right | {"rows_at": [address[0], 1]} | changed)
                 assert why in receive_message(stranger)["error"]

@@ -327,7 +327,7 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
         LLM(folder, pp=4)
     for name, settings in (
         ("1 or 2 on GPUs", {"pp": 3}),
-        ("1 on GPUs with tp or hosts", {"tp": 2}),
+        ("1 on GPUs with tp", {"tp": 2}),
         ("1 on GPUs with drafts", {"drafter": "ngram"}),
         ("1 on GPUs with adapters", {"enable_lora": True}),
         ("1 on GPUs of workers whose pages leave", {"host_cache_bytes": 1 << 20}),

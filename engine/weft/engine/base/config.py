@@ -99,7 +99,8 @@ class EngineConfig(PageConfig):
     )
     pp: int = setting(
         "stages of the engine, processes that each hold consecutive layers with their weights and "
-        "KV, and hand the rows of each step on: pipeline parallelism; on GPUs at most 2",
+        "KV, and hand the rows of each step on: pipeline parallelism; on GPUs of one host at most "
+        "2",
         1,
         ge=1,
         le=64,
@@ -829,8 +830,13 @@ class EngineConfig(PageConfig):
         if not self.is_on_gpu:
             return []
         return [
-            ("pp", self.pp == 2, "1 or 2 on GPUs"),
-            ("pp", self.tp == self.hosts == 1, "1 on GPUs with tp or hosts"),
+            ("pp", self.pp == 2 or self.hosts > 1, "1 or 2 on GPUs of one host"),
+            ("pp", self.tp == 1, "1 on GPUs with tp"),
+            (
+                "device",
+                self.hosts == 1 or "," not in self.device,
+                "one GPU with hosts: that of this host's stage",
+            ),
             ("pp", self.drafter == "none", "1 on GPUs with drafts"),
             ("pp", not self.enable_lora, "1 on GPUs with adapters"),
             (

@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -33,6 +33,7 @@ from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.executor.rotations import SlotRotations
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.interface import Model
+from weft.engine.parallel.linked_stages import LinkedStages
 from weft.kernels.ops.attention import is_faster_by_lengths, is_faster_when_cold
 from weft.kernels.ops.attention.spec import MAX_TREE_ROWS, AttentionMetadata
 from weft.kernels.ops.latent_attention import is_faster_uncompressed
@@ -328,6 +329,8 @@ class StepGraphs:
         rotations: Rotations of slots with images; None: there are none.
         has_logits: Whether this process computes logits.
         late: What steps with prompts wait for, layer by layer; None: pages are loaded whole.
+        beside: Stages of other hosts, whose rows come before a graph and go after it; None: there
+            are none.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -344,8 +347,10 @@ class StepGraphs:
         *,
         has_logits: bool = True,
         late: LayerWaits | None = None,
+        beside: LinkedStages | None = None,
     ) -> None:
         self._rotations, self._has_logits, self._late = rotations, has_logits, late
+        self._beside = beside
         self._model = model
         self._pool = pool
         self._inputs = inputs
@@ -452,7 +457,8 @@ class StepGraphs:
 
     def _replay(self, bucket: GraphBucket) -> torch.Tensor:
         graph, hidden = self._graphs[bucket]
-        graph.replay()
+        with nullcontext() if self._beside is None else self._beside.replaying(bucket.tokens):
+            graph.replay()
         return hidden
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:

@@ -95,6 +95,7 @@ from weft.pages.transfer.page_pool import HostPool, PagePool
 if TYPE_CHECKING:
     from weft.engine.parallel.device_page_ranks import DividedPool
     from weft.engine.parallel.device_peers import DevicePeers
+    from weft.engine.parallel.linked_stages import LinkedStages
 
 
 class Verifying(NamedTuple):
@@ -159,6 +160,8 @@ class LocalExecutor:
         beside: Returns the tensors that sleep with the weights and that no update fills.
         counts: Counts the rows of experts; None: the model has none.
         experts: Puts experts on other ranks; None: they stay.
+        beside_stages: The GPUs of other hosts with the stages beside this one; None: there are
+            none.
     """
 
     def __init__(
@@ -197,6 +200,7 @@ class LocalExecutor:
         beside: TensorsOf = list,
         counts: ExpertCounts | None = None,
         experts: ExpertMoves | None = None,
+        beside_stages: LinkedStages | None = None,
     ) -> None:
         sleep = sleep or SleepMemory()
         is_in_arena = sleep.weights is not None
@@ -330,6 +334,7 @@ class LocalExecutor:
                     self.rotations,
                     has_logits=self._has_logits,
                     late=self._late,
+                    beside=beside_stages,
                 )
         step_sizes = () if self.graphs is None else self.graphs.buckets.ragged_sizes
         self.facts = ExecutorFacts(layout.page_size, step_sizes, is_asynchronous=is_cuda)

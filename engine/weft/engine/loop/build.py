@@ -69,6 +69,7 @@ from weft.engine.executor.ranks.share import (
     has_companions,
     layouts_of_stages,
     link_stages,
+    linked_stages_of,
     media_of,
     num_slot_rows,
     peers_of,
@@ -285,7 +286,9 @@ def _load_parts(
     )
     ranked: RankedExecutor | StagedExecutor | ContextExecutor | LockstepExecutor | None = None
     if ranks is not None and config.pp > 1:
-        hosts = ranks.memory if isinstance(ranks, HostRanks) else None
+        # On GPUs pages stay on their worker, so nothing asks for those of other hosts.
+        reads_hosts = isinstance(ranks, HostRanks) and not config.is_on_gpu
+        hosts = ranks.memory if isinstance(ranks, HostRanks) and reads_hosts else None
         ranked = StagedExecutor(executor, ranks, lanes_of(config), hosts)
     elif ranks is not None and config.cp > 1:
         progress(0, 0, "timing divided prompts")
@@ -519,7 +522,7 @@ def _load_models(
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
     layout = own_layout = kept_layout(config, loaded, device)
-    if config.hosts > 1:
+    if config.hosts > 1 and not config.is_on_gpu:
         layout = whole_layout(config, loaded, device)
     most = min(loaded.config.max_position_embeddings, loaded.pooling.max_tokens or sys.maxsize)
     return _Models(
@@ -590,10 +593,11 @@ def _make_executor(
         experts=None
         if shared is None
         else expert_moves_of(config, models.loaded, shared.others, device),
+        beside_stages=None if shared is None else linked_stages_of(shared.others),
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)
-        if isinstance(shared.others, HostRanks):
+        if isinstance(shared.others, HostRanks) and not config.is_on_gpu:
             layouts, hosts = layouts_of_stages(config, models.loaded, device), shared.others.memory
             spread(executor, layouts, hosts)
             if shared.rows is not None:

@@ -85,7 +85,7 @@ class SocketStages:
         max_step_tokens: int,
         copies: Sequence[socket.socket] = (),
     ) -> None:
-        self._ends, self._group, self._copies = ends, group, copies
+        self.ends, self._group, self._copies = ends, group, copies
         self._max_step_tokens = max_step_tokens
         self._busy = np.zeros(stage + 1, np.int64)
         self._blocked_ns = 0
@@ -146,16 +146,16 @@ class SocketStages:
         self, most: Sequence[int], dtype: torch.dtype, deadline: float | None = None
     ) -> _Received:
         """The next rows, at most so many and of that width; `deadline` None: whenever they come."""
-        assert self._ends.before is not None
+        assert self.ends.before is not None
         head = bytearray(_HEADER.size + self._busy[:-1].nbytes)
-        self._read(self._ends.before, memoryview(head), deadline)
+        self._read(self.ends.before, memoryview(head), deadline)
         told = _HEADER.unpack_from(head)
         _, *rows = told
         if not 0 <= rows[0] <= most[0] or rows[1:] != list(most[1:]):
             self._refuse(told, most)
         stream = torch.empty(rows, dtype=dtype)
         if stream.numel():
-            self._read(self._ends.before, _bytes_of(stream), deadline)
+            self._read(self.ends.before, _bytes_of(stream), deadline)
         return _Received(bytes(head), stream)
 
     def _refuse(self, told: Sequence[int], shape: Sequence[int]) -> NoReturn:
@@ -167,14 +167,14 @@ class SocketStages:
         )
 
     def _send(self, stream: torch.Tensor) -> None:
-        if self._ends.after is None:
+        if self.ends.after is None:
             return  # The first rank of a host sends for the others.
         self._num_sent += 1
         header = _HEADER.pack(self._num_sent, *stream.shape) + self._busy.tobytes()
         if self._sending is not None:
             self._sending.result()
             self._sending = None
-        rows = (self._ends.after, header, stream.contiguous(), self._after)
+        rows = (self.ends.after, header, stream.contiguous(), self._after)
         if stream.nbytes < _THREAD_BYTES:
             self._write(*rows)
         else:
@@ -193,14 +193,14 @@ class SocketStages:
             self._lose(f"{name} is gone")
 
     def close(self) -> None:
-        for end in self._ends:
+        for end in self.ends:
             if end is not None:
                 # Ends what a thread waits for, which closing alone would not.
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(end, socket.SHUT_RDWR)
         jobs: list[Future[Any]] = [one for one in (self._sending, self._coming) if one is not None]
         wait(jobs, 2 * _SEEN_S)
-        self._ends.close()
+        self.ends.close()
 
     def _read(self, end: socket.socket, into: memoryview, deadline: float | None) -> None:
         try:

@@ -63,6 +63,7 @@ from weft.engine.executor.ranks.share import (
     gather_of,
     layouts_of_stages,
     link_stages,
+    linked_stages_of,
     load_share,
     media_of,
     peers_of,
@@ -75,6 +76,7 @@ from weft.engine.executor.ranks.start import START_LIMIT_S, Ranks
 from weft.engine.executor.step_input import StepInput
 from weft.engine.model.stage import Neighbours
 from weft.engine.parallel.host_group import HostGroup
+from weft.engine.parallel.linked_stages import LinkedStages
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank, num_pages_of_all
 from weft.engine.parallel.shared import SharedGroup
@@ -265,9 +267,10 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         combine=others.combine,
         sleep=sleep,
         experts=expert_moves_of(config, loaded, others, device),
+        beside_stages=linked_stages_of(others),
     )
     executor.gather = gather_of(config, others, context, pool)
-    if others.memory is not None:
+    if others.memory is not None and device.type == "cpu":
         layouts = layouts_of_stages(config, loaded, device)
         stage = stage_of_rank(others.rank, config.pp, config.tp)
         assert isinstance(others.group, HostGroup)
@@ -364,7 +367,7 @@ def take_part(config: EngineConfig, others: FollowerGroup) -> None:
     try:
         follow(executor, drafting, others.group, launch, leaves_pages=leaves_pages)
     finally:
-        if isinstance(others.neighbours, SocketStages):
+        if isinstance(others.neighbours, SocketStages | LinkedStages):
             others.neighbours.close()
 
 

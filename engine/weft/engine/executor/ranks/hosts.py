@@ -272,6 +272,10 @@ class HostRanks(RankLeader):
         return f"rank {rank} (host {self._host(rank).address.host}) is gone"
 
 
+def _kind_of(config: EngineConfig) -> str:
+    return "cuda" if config.is_on_gpu else "cpu"
+
+
 def share_on_host(local: Ranks | None, size: int) -> Segment:
     """Makes memory that the ranks of one host map; `local`: the others of this host."""
     return Segment.create(size, "weft-pool") if local is None else local.share(size)
@@ -284,6 +288,9 @@ def _why_not(config: EngineConfig, told: Mapping[str, Any], numbers: Collection[
         return f"host {number} runs version {told.get('version')}, host 0 {version()}"
     if told.get("hosts") != config.hosts:
         return f"host {number} has --hosts {told.get('hosts')}, host 0 has {config.hosts}"
+    device, own = told.get("device"), _kind_of(config)
+    if device != own:
+        return f"host {number} computes on {device}, host 0 on {own}: give all the same --device"
     is_link = told.get(_KIND) == "link"
     if not is_link or type(number) is not int or not 0 < number < config.hosts:
         return f"--host-rank {number}: must be from 1 to {config.hosts - 1}"
@@ -361,6 +368,7 @@ def join(config: EngineConfig) -> Joined:
                 _NUMBER: number,
                 "hosts": config.hosts,
                 "version": version(),
+                "device": _kind_of(config),
                 _ROWS_AT: rows_at,
             }
         )

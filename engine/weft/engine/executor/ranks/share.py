@@ -30,11 +30,14 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.stage import Neighbours, Stage
 from weft.engine.parallel.host_group import HostGroup
+from weft.engine.parallel.linked_stages import LinkedStages
+from weft.engine.parallel.nccl_links import link_over_nccl
 from weft.engine.parallel.page_ranks import HostPageRanks, memory_bytes
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank, num_pages_here
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
-from weft.engine.parallel.stages import layers_of_stages, stage_of_rank
+from weft.engine.parallel.stage_links import SocketStages
+from weft.engine.parallel.stages import layers_of_stages, names_of_neighbours, stage_of_rank
 from weft.engine.transfer.device_pages import DevicePages, PagePart
 from weft.kernels.ops.pages.pool import PageShare
 from weft.kernels.ops.peers.spec import Peers
@@ -321,21 +324,32 @@ def context_peers_of(
 
 def link_stages(others: RankGroup, config: EngineConfig, device: torch.device) -> None:
     """Makes the neighbours of this rank's stage on a GPU; on a CPU they are there. Raises
-    ConfigError if the GPUs cannot map each other's memory.
+    ConfigError if the GPUs cannot map each other's memory, or those of several hosts are not
+    connected over NCCL.
     """
     if config.pp == 1 or device.type == "cpu":
         return
-    from weft.engine.parallel.device_peers import join
-    from weft.engine.parallel.device_stages import DeviceStages
-
-    assert isinstance(others.group, SharedGroup), "stages on GPUs are on one host"
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     rows = config.max_step_tokens + config.decodes_beside
-    ranks = join(others.rank, others.size, others.store_path)
     sizes = rows, model.hidden_size, dtype
-    others.neighbours = DeviceStages(others.group, device, ranks, *sizes, others.agree)
+    if isinstance(others.group, HostGroup):
+        assert isinstance(others.neighbours, SocketStages), "hosts have connected their stages"
+        names = names_of_neighbours(others.rank, config.pp, config.tp)
+        ends = others.neighbours.ends
+        others.neighbours = link_over_nccl(ends, others.group, names, device, *sizes)
+    else:
+        from weft.engine.parallel.device_peers import join
+        from weft.engine.parallel.device_stages import DeviceStages
+
+        ranks = join(others.rank, others.size, others.store_path)
+        others.neighbours = DeviceStages(others.group, device, ranks, *sizes, others.agree)
     others.agree("neighbours")
+
+
+def linked_stages_of(others: RankGroup) -> LinkedStages | None:
+    """The stages beside this rank's if they are GPUs of other hosts."""
+    return others.neighbours if isinstance(others.neighbours, LinkedStages) else None
 
 
 def _device_peers(

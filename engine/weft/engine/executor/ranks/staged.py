@@ -29,9 +29,15 @@ from weft.engine.executor.ranks.host_memory import OtherHosts
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import SentPages
 from weft.engine.executor.step_input import StepInput
+from weft.engine.parallel.host_group import HostGroup
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stage_links import SocketStages
 from weft.pages.memory.page_table import PageTable
+
+_MOST_AHEAD = 16
+"""Frames by which the host of rank 0 may be ahead of the other hosts where it does not wait for
+their GPUs.
+"""
 
 
 class _LateStep:
@@ -133,6 +139,8 @@ class StagedExecutor:
     def launch(self, step: StepInput) -> Launched:
         """Raises RanksLost if a rank is gone."""
         group, pages = self._ranks.group, self._sent_pages.take()
+        if not self._is_late and isinstance(group, HostGroup):
+            group.await_ended_by(group.num_frames - _MOST_AHEAD)
         group.post(encode_step(step, pages))
         if not self._is_late:
             return self._launch_own(step, group.num_frames)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from weft.testing.engine.host_network import Network
 
 @contextmanager
 def other_hosts(
-    folder: Path, count: int, network: Network | None = None
+    folder: Path, count: int, network: Network | None = None, devices: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Starts them for a model; the value is the settings of host 0. Close its engine first.
 
     Args:
         network: In which they are; None: loopback.
+        devices: That of each host; empty: the CPU.
     """
     (port,) = free_ports("127.0.0.1", 1)
     meet = "127.0.0.1" if network is None else network.of_tests
@@ -30,11 +31,13 @@ def other_hosts(
     processes = []
     try:
         for host in range(1, count):
-            own = json.dumps(settings | {"host_rank": host})
+            # Host 0 says whether there are drafts; on GPUs there may be none.
+            device = {"device": devices[host], "drafter": "none"} if devices else {}
+            own = json.dumps(settings | {"host_rank": host} | device)
             command = [] if network is None else network.before(host)
             command += [sys.executable, "-m", host_process.__name__, str(folder), own, "[]"]
             processes.append(subprocess.Popen(command))
-        yield settings
+        yield settings | ({"device": devices[0]} if devices else {})
     finally:
         for process in processes:
             process.kill()

@@ -1,0 +1,175 @@
+"""Links between GPUs of several hosts over NCCL.
+
+Each two consecutive stages have a communicator of two members. Its name, which the first of them
+makes, goes over the connection of their hosts, which both trust.
+
+first of two                        second
+name, version of NCCL            -> checks the version
+waits                            <- version
+joins the communicator              the same
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+import torch
+from weft.contract.errors import ConfigError, GroupFailed
+from weft.engine.base.device_copies import Mark
+from weft.engine.parallel.host_group import HostGroup
+from weft.engine.parallel.host_sockets import receive_exactly
+from weft.engine.parallel.linked_stages import LinkedStages
+from weft.engine.parallel.nccl import Communicator, nccl_version, new_id, within
+from weft.engine.parallel.stage_links import StageEnds
+
+logger = logging.getLogger(__name__)
+
+_MEET_S = 120.0
+"""Longest wait for a stage that has said that it comes to the communicator."""
+_MAX_BLOCKS = 4
+"""A link that waits for rows holds as many processors, which steps lack meanwhile."""
+_NAMED = struct.Struct("<128sq")
+_VERSION = struct.Struct("<q")
+_INTERFACE = "NCCL_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_REQUEST_BYTES = 256
+
+
+class NcclLink:
+    """Implements `weft.engine.parallel.linked_stages.RowsLink`."""
+
+    def __init__(self, name: bytes, rank: int, device: torch.device) -> None:
+        """Waits for the other end. Raises GroupFailed.
+
+        Args:
+            rank: 0 at the end that sends, 1 at the other.
+        """
+        self._device, self._other = device, 1 - rank
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._communicator = Communicator(name, rank, 2, device, _MEET_S, _MAX_BLOCKS)
+        nothing = torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
+
+        def connect() -> None:
+            with torch.cuda.stream(self._stream):
+                if rank == 0:
+                    self._communicator.send(nothing, self._other)
+                else:
+                    self._communicator.receive(nothing, self._other)
+            self._stream.synchronize()
+
+        # Members connect when they first send, for which the host waits.
+        within(connect, _MEET_S, "the stages have not connected over NCCL")
+
+    def send(self, rows: torch.Tensor, written: Mark) -> Mark:
+        written.hold(self._stream)
+        with torch.cuda.stream(self._stream):
+            self._communicator.send(rows, self._other)
+            return Mark(self._device)
+
+    def receive(self, out: torch.Tensor, left: Mark | None) -> Mark:
+        if left is not None:
+            left.hold(self._stream)
+        with torch.cuda.stream(self._stream):
+            self._communicator.receive(out, self._other)
+            return Mark(self._device)
+
+    def abort(self) -> None:
+        self._communicator.abort()
+
+
+def link_over_nccl(
+    ends: StageEnds,
+    group: HostGroup,
+    names: tuple[str, str],
+    device: torch.device,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+) -> LinkedStages:
+    """Makes the links of this stage. Raises ConfigError if a stage beside is gone, or NCCL does not
+    connect both.
+
+    Args:
+        ends: Connections of this host to those of the stages beside.
+        names: As in `LinkedStages`.
+    """
+    before, after = None, None
+    try:
+        own = next(end for end in ends if end is not None).getsockname()[0]
+        if interface := interface_of(own):
+            os.environ.setdefault(_INTERFACE, f"={interface}")
+        name = None
+        if ends.after is not None:
+            name = new_id()
+            ends.after.settimeout(group.limit_s)
+            ends.after.sendall(_NAMED.pack(name, nccl_version()))
+        if ends.before is not None:
+            before = NcclLink(_named(ends.before, group.limit_s, names[0]), 1, device)
+        if name is not None and ends.after is not None:
+            _await_answer(ends.after, names[1])
+            after = NcclLink(name, 0, device)
+    except (OSError, GroupFailed) as error:
+        for link in (before, after):
+            if link is not None:
+                link.abort()
+        told = error.message if isinstance(error, GroupFailed) else str(error)
+        beside = " and ".join(
+            name for name, end in zip(names, ends, strict=True) if end is not None
+        )
+        raise ConfigError(
+            f"hosts: no link over NCCL to {beside}: {told}; NCCL_DEBUG=INFO says more, and "
+            f"{_INTERFACE} chooses the network",
+            param="hosts",
+        ) from error
+    network = os.environ.get(_INTERFACE, "a network device of its choice").removeprefix("=")
+    logger.info("rows travel over NCCL %d, whose sockets are on %s", nccl_version(), network)
+    return LinkedStages(before, after, group, names, device, rows, width, dtype)
+
+
+def _named(end: socket.socket, limit_s: float, other: str) -> bytes:
+    """The communicator's name, once the stage before has told it."""
+    end.settimeout(limit_s)
+    told = bytearray(_NAMED.size)
+    receive_exactly(end, memoryview(told))
+    name, version = _NAMED.unpack(told)
+    end.sendall(_VERSION.pack(nccl_version()))
+    _check_version(version, other)
+    return bytes(name)
+
+
+def _await_answer(end: socket.socket, other: str) -> None:
+    told = bytearray(_VERSION.size)
+    receive_exactly(end, memoryview(told))
+    _check_version(_VERSION.unpack(told)[0], other)
+
+
+def _check_version(version: int, other: str) -> None:
+    if version != nccl_version():
+        raise GroupFailed(f"{other} has NCCL {version}, this host {nccl_version()}")
+
+
+def interface_of(address: str) -> str:
+    """The network device of this host that has an address; empty: none is known to."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        known = Path("/proc/net/if_inet6")
+        lines = known.read_text().split("\n") if known.exists() else []
+        found = (line.split() for line in lines if line.strip())
+        return next((parts[-1] for parts in found if parts[0] == wanted.packed.hex()), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = name.encode().ljust(_REQUEST_BYTES, b"\0")
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # It has no address.
+            if answer[20:24] == wanted.packed:
+                return name
+    return ""

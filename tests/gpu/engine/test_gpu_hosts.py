@@ -1,0 +1,105 @@
+"""Stages on GPUs of several hosts, which are processes of this machine, make the tokens of one GPU.
+Needs two GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from weft.testing.engine import host_process
+from weft.testing.engine.other_hosts import other_hosts
+from weft.testing.engine.ranked_texts import (
+    check_texts,
+    make_llm,
+    make_model,
+    random_prompts,
+    ranked,
+    texts_of,
+)
+
+pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
+
+SIZES: dict[str, Any] = {"drafter": "none", "num_pages": 90}
+LIMIT_S, LATE_S = 3.0, 30.0
+OVER_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each of two stages")
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "link"),
+    [
+        ("llama", 2, "NVLink"),
+        ("llama", 2, "sockets"),
+        ("qwen3_moe", 2, "sockets"),
+        ("llama", 3, "sockets"),
+    ],
+)
+def test_texts_of_hosts_are_those_of_one_gpu(
+    kind: str, count: int, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts in chunks, prefix hits, constraints, and too few pages for all. Of three hosts
+    the last one has the GPU of the first.
+    """
+    folder = make_model(kind, tmp_path / "model")
+    prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
+    with make_llm(folder, device="cuda:0", **SIZES) as llm:
+        alone = texts_of(llm, prompts)
+    for name, value in OVER_SOCKETS.items() if link == "sockets" else ():
+        monkeypatch.setenv(name, value)
+    devices = [f"cuda:{host % 2}" for host in range(count)]
+    with other_hosts(folder, count, devices=devices) as hosts:
+        found = ranked("texts", folder, prompts, **SIZES | hosts)
+    assert any(f"{count} stages" in notice for notice in found["notices"])
+    assert found["counters"]["prefix_hit_tokens"] > 0
+    check_texts(found["texts"], alone)
+
+
+@pytest.mark.parametrize(("how", "lost"), [("killed", 0), ("killed", 1), ("stopped", 1)])
+def test_a_host_that_is_lost_ends_the_other_in_time(how: str, lost: int, tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model")
+    with other_hosts(folder, 2, devices=["cuda:0", "cuda:1"]) as meet:
+        settings = SIZES | meet | {"rank_timeout_s": LIMIT_S}
+        command = [sys.executable, "-m", host_process.__name__]
+        command += [str(folder), json.dumps(settings), "[]"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        first = subprocess.Popen(command, text=True, **pipes)
+        try:
+            (other,) = [
+                one
+                for one in psutil.Process().children()
+                if host_process.__name__ in one.cmdline() and one.pid != first.pid
+            ]
+            assert first.stderr is not None
+            for line in first.stderr:
+                if "a text" in line:
+                    break
+            time.sleep(random.uniform(0.2, 1.0))
+            sent = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+            os.kill([first.pid, other.pid][lost], sent)
+            began = time.monotonic()
+            if lost == 0:
+                other.wait(2 * LIMIT_S + LATE_S)
+            else:
+                told, _ = first.communicate(timeout=LIMIT_S + LATE_S)
+                found = json.loads(told.splitlines()[-1])
+                assert "rank 1" in found["error"]
+            print(f"{how} host {lost}: {time.monotonic() - began:.1f} s", end=" ")
+        finally:
+            first.kill()
+            first.wait()
