@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -155,10 +157,19 @@ def test_tokens_of_latents_are_those_of_one_gpu(ep: int, tmp_path: Path) -> None
     assert [one["tokens"] for one in together] == [one["tokens"] for one in alone]
 
 
-@pytest.mark.parametrize("kind", ["latents", "heads"])
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *(
+            (kind, {"cuda_graphs": graphs})
+            for kind, graphs in product(("latents", "heads"), (True, False))
+        ),
+        ("latents", {"cuda_graphs": False, "kv_dtype": "fp8_e4m3"}),
+        ("heads", {"cuda_graphs": False, "kv_dtype": "int8"}),
+    ],
+)
 def test_tokens_of_divided_pages_are_those_of_one_gpu(
-    kind: str, graphs: bool, tmp_path: Path
+    kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """In chunks, after prefix hits that end within a page, and with drafts."""
     if kind == "latents":
@@ -170,7 +181,6 @@ def test_tokens_of_divided_pages_are_those_of_one_gpu(
         folder = make_model("llama", tmp_path / "model", num_key_value_heads=1)
     prompts = [[random.randrange(3, 250) for _ in range(n)] for n in (1, 30, 150, 64, 9, 70)]
     prompts += [prompts[2][:101] + prompts[3][:20]]
-    settings = {"cuda_graphs": graphs}
     alone = ranked("greedy", folder, prompts, **settings)["texts"]
     together = ranked("greedy", folder, prompts, tp=2, dcp=2, **settings)["texts"]
     assert [one["tokens"] for one in together] == [one["tokens"] for one in alone]

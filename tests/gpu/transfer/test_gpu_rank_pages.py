@@ -80,14 +80,15 @@ def test_pages_of_all_ranks_come_back_from_host_memory_and_disk(model_dir: Path)
     check_tiers(ranked_pages("tiers", model_dir, {"tp": 2, "device": gpus_of_ranks(2)}))
 
 
-DIVIDED = {"tp": 2, "dcp": 2, "device": gpus_of_ranks(2)}
-DIVIDES_PROMPTS = {
-    "cp": 2,
-    "device": gpus_of_ranks(2),
-    "cp_least_tokens": 64,
-    "prefill_chunk_tokens": 8 * PAGE,
-}
-PLAIN = {"device": "cuda:0"}
+PLAIN: dict[str, Any] = {}
+DIVIDED = {"tp": 2, "dcp": 2}
+DIVIDES_PROMPTS = {"cp": 2, "cp_least_tokens": 64, "prefill_chunk_tokens": 8 * PAGE}
+
+
+def placed(settings: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Settings of an engine on one GPU, or with two ranks."""
+    device = "cuda:0" if settings == PLAIN else gpus_of_ranks(2)
+    return {"device": device, "cuda_graphs": False, **settings, **others}
 
 
 @pytest.fixture(scope="module", params=["latents", "one KV head"])
@@ -116,24 +117,24 @@ def same_heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_pages_that_ranks_divide_are_shipped(
     transport: str, owner: dict[str, Any], filler: dict[str, Any], same_heads: Path
 ) -> None:
-    sides = ({"transport": transport, **one} for one in (owner, filler))
+    sides = (placed(one, transport=transport) for one in (owner, filler))
     check_shipped(ranked_pages("shipped", same_heads, *sides))
 
 
 def test_pages_that_ranks_divide_come_back_from_tiers(same_heads: Path) -> None:
-    check_tiers(ranked_pages("tiers", same_heads, DIVIDED))
+    check_tiers(ranked_pages("tiers", same_heads, placed(DIVIDED)))
 
 
 @pytest.mark.parametrize("transport", ["data", pytest.param("nixl", marks=NIXL)])
 def test_ranks_that_divide_prompts_all_get_the_pages_that_are_shipped(
     transport: str, model_dir: Path
 ) -> None:
-    sides = ({"transport": transport, **one} for one in (DIVIDES_PROMPTS, PLAIN))
+    sides = (placed(one, transport=transport) for one in (DIVIDES_PROMPTS, PLAIN))
     check_shipped(ranked_pages("shipped", model_dir, *sides))
 
 
 def test_ranks_that_divide_prompts_all_get_the_pages_of_tiers(model_dir: Path) -> None:
-    check_tiers(ranked_pages("tiers", model_dir, DIVIDES_PROMPTS))
+    check_tiers(ranked_pages("tiers", model_dir, placed(DIVIDES_PROMPTS)))
 
 
 @pytest.fixture(scope="module", params=["nemotron_h", "qwen3_next"])
