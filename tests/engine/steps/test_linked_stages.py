@@ -230,7 +230,7 @@ def test_a_link_that_fails_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> No
 class NamedLink:
     """In place of an end of a link over NCCL: knows its communicator's name."""
 
-    def __init__(self, name: bytes, rank: int, device: torch.device) -> None:
+    def __init__(self, name: bytes, rank: int, device: torch.device, end: socket.socket) -> None:
         self.name, self.rank = name, rank
 
     def abort(self) -> None: ...
