@@ -97,6 +97,18 @@ def test_what_is_no_json_stays_so(body: bytes) -> None:
         parse_body(ChatBody, body, MAX_BYTES)
 
 
+def test_brackets_of_long_texts_are_none_of_the_body() -> None:
+    text = "a" + "[{" * (1 << 18)
+    body = parse_body(ChatBody, chat_of(text), MAX_BYTES)
+    assert body.messages[0].content == text
+    with pytest.raises(InvalidRequest, match="brackets"):
+        parse_body(ChatBody, chat_of(["[" * 1000] * 300), MAX_BYTES)
+
+
+def chat_of(content: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+
+
 def test_images_of_bodies_are_where_they_lie() -> None:
     """Elsewhere the same strings are texts."""
     image, url = encoded(), "data:image/png;base64," + encoded()

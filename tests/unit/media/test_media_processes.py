@@ -98,6 +98,27 @@ async def test_images_that_come_back_are_not_decoded_again() -> None:
         assert reader.num_images == 5
 
 
+async def test_known_images_do_not_wait_for_new_ones() -> None:
+    async with reading(media_processes=1) as reader:
+        (known,) = await process(reader, [picture(1)])
+        (pid,) = reader.pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        images = [picture(2), picture(1), picture(2)]
+        sources, told = await sources_of(reader, images), list[ProcessedFile]()
+        deadline = asyncio.get_running_loop().time() + 60
+        work = reader.process({"image": FORM}, images, sources, told.append, deadline=deadline)
+        task = asyncio.create_task(work)
+        await until(lambda: told)
+        assert told == [known]
+        os.kill(pid, signal.SIGCONT)
+        found = await task
+        assert found[1] == known
+        assert found[0] == found[2]
+        assert found[0].media == tuple(FORM.process(random_image(2, 100, 50)))
+        assert sorted(map(id, told)) == sorted(map(id, found))
+        assert (reader.num_repeated, reader.num_images) == (2, 4)
+
+
 async def test_the_memo_is_bounded_in_bytes() -> None:
     most = 200_000
     async with reading(media_memo_bytes=most) as reader:

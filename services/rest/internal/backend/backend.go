@@ -29,6 +29,9 @@ const (
 	streamWindow = 1 << 20
 	// The same for all answers of a connection.
 	connectionWindow = 4 << 20
+	// Bytes of requests that one call of the kernel takes. The default of 32 KiB makes dozens of calls
+	// of a picture, each of which may wake the gateway.
+	writeBuffer = 1 << 20
 )
 
 // Dial connects to gateways; it returns before any of them is reached.
@@ -63,6 +66,7 @@ func dial(
 		// Windows that adapt cost a ping, its answer and updates for each message of a relay.
 		grpc.WithStaticStreamWindowSize(streamWindow),
 		grpc.WithStaticConnWindowSize(connectionWindow),
+		grpc.WithWriteBufferSize(writeBuffer),
 		grpc.WithNoProxy(),
 		grpc.WithDisableServiceConfig(), // DNS has none
 		grpc.WithDefaultServiceConfig(serviceConfig),

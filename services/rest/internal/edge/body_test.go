@@ -2,8 +2,10 @@ package edge_test
 
 import (
 	"bufio"
+	"bytes"
 	"fmt"
 	"io"
+	"math/rand"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -154,6 +156,40 @@ func waitFor(t *testing.T, holds func() bool) {
 	for until := time.Now().Add(10 * time.Second); !holds(); time.Sleep(shortly) {
 		if time.Now().After(until) {
 			t.Fatal("it did not become so in time")
+		}
+	}
+}
+
+func TestBodiesOfAllLengthsPassWhole(t *testing.T) {
+	rng := rand.New(rand.NewSource(time.Now().UnixNano()))
+	got := make(chan []byte, 1)
+	gateway := &fakeGateway{chat: func(body *httpbody.HttpBody, stream server) error {
+		got <- body.Data
+		return stream.Send(jsonBody("{}"))
+	}}
+	front := httptest.NewServer(handler(t, gateway, edge.Config{MaxBodyBytes: 8 << 20}))
+	t.Cleanup(front.Close)
+	for _, size := range []int{1, 511, 512, 513, 1<<20 - 513, 1<<20 - 512, 1 << 20, 3<<20 + 7} {
+		body := make([]byte, size)
+		rng.Read(body)
+		for _, isTold := range []bool{true, false} {
+			request, err := http.NewRequest(
+				http.MethodPost, front.URL+"/v1/chat/completions", bytes.NewReader(body),
+			)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !isTold {
+				request.ContentLength = -1
+			}
+			response, err := http.DefaultClient.Do(request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = response.Body.Close()
+			if response.StatusCode != http.StatusOK || !bytes.Equal(<-got, body) {
+				t.Errorf("%d bytes, length told: %v: answered %d", size, isTold, response.StatusCode)
+			}
 		}
 	}
 }

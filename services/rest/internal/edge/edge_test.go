@@ -115,7 +115,9 @@ func handler(t *testing.T, gateway *fakeGateway, config edge.Config) http.Handle
 	t.Cleanup(func() { _ = connection.Close() })
 
 	config.Backend = connection
-	config.MaxBodyBytes = maxBody
+	if config.MaxBodyBytes == 0 {
+		config.MaxBodyBytes = maxBody
+	}
 	if config.Logger == nil {
 		config.Logger = slog.New(slog.NewTextHandler(io.Discard, nil))
 	}

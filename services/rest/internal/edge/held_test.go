@@ -1,6 +1,10 @@
 package edge
 
-import "testing"
+import (
+	"bytes"
+	"strings"
+	"testing"
+)
 
 func TestRoomForBodiesFollowsTheLargest(t *testing.T) {
 	for _, one := range []struct{ body, held, want int64 }{
@@ -12,5 +16,18 @@ func TestRoomForBodiesFollowsTheLargest(t *testing.T) {
 		if got := NewRoom(one.held, one.body).limit; got != one.want {
 			t.Errorf("%+v: %d", one, got)
 		}
+	}
+}
+
+func TestABodyThatHasNotComeHoldsLittle(t *testing.T) {
+	for announced, most := range map[int64]int64{
+		0: bytes.MinRead, 1000: 1000 + bytes.MinRead, 93 << 20: 1 << 20, -1: bytes.MinRead,
+	} {
+		if got := firstBodyBytes(&limitedBody{announced: announced}); got != most {
+			t.Errorf("%d bytes are announced: %d", announced, got)
+		}
+	}
+	if got := firstBodyBytes(strings.NewReader("")); got != bytes.MinRead {
+		t.Errorf("no length: %d", got)
 	}
 }

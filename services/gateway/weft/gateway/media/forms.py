@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from weft.contract.spans import Media
-from weft.gateway.media.prompts import BadFile
+from weft.gateway.media.prompts import BadFile, MediaForm
 
 if TYPE_CHECKING:
     from PIL.Image import Image  # which only media processes load
@@ -28,10 +28,8 @@ class ImagePlan:
     """Number of the medium whose next rows each run has; empty: each is a medium of its own."""
 
 
-class ImageForm(Protocol):
-    """One form with its options. Immutable."""
-
-    name: ClassVar[str]
+class ImageForm(MediaForm, Protocol):
+    """One form of images with its options."""
 
     @property
     def image_token(self) -> str:
@@ -61,10 +59,6 @@ class ImageForm(Protocol):
 
     def process(self, image: Image, *, is_coarse: bool = False) -> list[Media]:
         """The media of an RGB image, in the plan's order."""
-        ...
-
-    def options(self) -> dict[str, Any]:
-        """Arguments that make the same form in another process."""
         ...
 
 

@@ -44,6 +44,8 @@ class MediaForm(Protocol):
         """Arguments that make the same form in another process."""
         ...
 
+    def __hash__(self) -> int: ...
+
 
 class MediaPrompts(Protocol):
     """How one model takes files of one kind. Safe to use from several threads."""

@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from weft.contract.errors import Overloaded
@@ -53,6 +54,14 @@ class ProcessedFile(NamedTuple):
     def num_bytes(self) -> int:
         """Memory that it is counted as."""
         return _ENTRY_BYTES + sum(len(one.data) for one in self.media)
+
+
+class _Job(NamedTuple):
+    form: MediaForm
+    file: MediaFile
+    source: Source
+    key: bytes
+    """Names the result in the memo."""
 
 
 @dataclass(slots=True)
@@ -206,16 +215,13 @@ class MediaReader:
         does.
         """
 
-        async def size(file: MediaFile, source: Source) -> tuple[int, ...]:
-            form = forms[file.modality]
-            known = self.memo.get(_key(form, file, source))
-            if known is not None:
-                return known.size
-            work = self._run(form, file, source, deadline, tenant, measures=True)
-            reply, _ = await _blamed(work, file)
+        async def measured(job: _Job) -> tuple[int, ...]:
+            work = self._run(job, deadline, tenant, measures=True)
+            reply, _ = await _blamed(work, job.file)
             return tuple(reply["size"])
 
-        return await self._each(size, files, sources)
+        jobs = _jobs(forms, files, sources)
+        return await self._each(jobs, lambda _, known: known.size, measured)
 
     async def process(
         self,
@@ -237,52 +243,61 @@ class MediaReader:
             PeerUnavailable: A process died.
         """
 
-        async def one(file: MediaFile, source: Source) -> ProcessedFile:
-            form = forms[file.modality]
-            key = _key(form, file, source)
-            known = self.memo.get(key)
-            if file.modality == "image":
-                self.num_repeated += known is not None
+        def repeated(job: _Job, known: ProcessedFile) -> ProcessedFile:
+            if job.file.modality == "image":
+                self.num_repeated += 1
                 self.num_images += 1
-            if known is not None:
-                return known
-            flight = self._flights.get(key)
+            on_file(known)
+            return known
+
+        async def made(job: _Job) -> ProcessedFile:
+            if (known := self.memo.get(job.key)) is not None:
+                return repeated(job, known)  # Meanwhile, or the request has the file twice.
+            self.num_images += job.file.modality == "image"
+            flight = self._flights.get(job.key)
             if flight is None:
-                work = self._process(form, file, source, deadline, tenant)
-                flight = self._flights[key] = _Flight(asyncio.create_task(work))
-                flight.task.add_done_callback(lambda done: self._landed(key, done))
+                work = self._process(job, deadline, tenant)
+                flight = self._flights[job.key] = _Flight(asyncio.create_task(work))
+                flight.task.add_done_callback(lambda done: self._landed(job.key, done))
             flight.num_waiters += 1
             try:
-                return await _blamed(asyncio.shield(flight.task), file)
+                new = await _blamed(asyncio.shield(flight.task), job.file)
             finally:
                 flight.num_waiters -= 1
                 if not flight.num_waiters and not flight.task.done():
                     # All have left. Whoever comes now begins anew.
-                    del self._flights[key]
+                    del self._flights[job.key]
                     flight.task.cancel()
+            on_file(new)
+            return new
 
-        async def told(file: MediaFile, source: Source) -> ProcessedFile:
-            made = await one(file, source)
-            on_file(made)
-            return made
-
-        return await self._each(told, files, sources)
+        return await self._each(_jobs(forms, files, sources), repeated, made)
 
     async def _each(
         self,
-        work: Callable[[MediaFile, Source], Awaitable[T]],
-        files: Sequence[MediaFile],
-        sources: Sequence[Source],
+        jobs: Sequence[_Job],
+        repeated: Callable[[_Job, ProcessedFile], T],
+        work: Callable[[_Job], Awaitable[T]],
     ) -> list[T]:
-        """A request has no more jobs in the queue than there are processes."""
+        """What `repeated` makes of the files that the memo has, at once, and `work` of the others.
+        A request has no more jobs in the queue than there are processes.
+        """
+        found: dict[int, T] = {}
         places = asyncio.Semaphore(self._max_running)
 
-        async def placed(file: MediaFile, source: Source) -> T:
+        async def placed(index: int) -> None:
             async with places:
-                return await work(file, source)
+                found[index] = await work(jobs[index])
 
-        pairs = zip(files, sources, strict=True)
-        return await _all(placed(file, source) for file, source in pairs)
+        lacking = []
+        for index, job in enumerate(jobs):
+            known = self.memo.get(job.key)
+            if known is None:
+                lacking.append(index)
+            else:
+                found[index] = repeated(job, known)
+        await _all(map(placed, lacking))
+        return [found[index] for index in range(len(jobs))]
 
     def _landed(self, key: bytes, flight: asyncio.Task[ProcessedFile]) -> None:
         known = self._flights.get(key)
@@ -292,10 +307,8 @@ class MediaReader:
         if not flight.cancelled() and flight.exception() is None:
             self.memo.put(key, flight.result())
 
-    async def _process(
-        self, form: MediaForm, file: MediaFile, source: Source, deadline: float, tenant: str
-    ) -> ProcessedFile:
-        reply, data = await self._run(form, file, source, deadline, tenant, measures=False)
+    async def _process(self, job: _Job, deadline: float, tenant: str) -> ProcessedFile:
+        reply, data = await self._run(job, deadline, tenant, measures=False)
         media, at, view = [], 0, memoryview(data)
         for told in reply["media"]:
             shape = tuple(told["shape"])
@@ -303,7 +316,7 @@ class MediaReader:
             digest, content = bytes.fromhex(told["digest"]), bytes(view[at:end])
             media.append(
                 Media(
-                    kind="audio" if file.modality == "audio" else "image",
+                    kind="audio" if job.file.modality == "audio" else "image",
                     processor=told["processor"],
                     shape=shape,
                     data=content,
@@ -312,20 +325,14 @@ class MediaReader:
             )
             at = end
         made = ProcessedFile(tuple(reply["size"]), tuple(media))
-        if file.modality == "audio":
+        if job.file.modality == "audio":
             self.heard.count(made)
         return made
 
     async def _run(
-        self,
-        form: MediaForm,
-        file: MediaFile,
-        source: Source,
-        deadline: float,
-        tenant: str,
-        *,
-        measures: bool,
+        self, job: _Job, deadline: float, tenant: str, *, measures: bool
     ) -> tuple[dict[str, Any], bytearray]:
+        form, file, source, _ = job
         is_video = file.modality == "video"
         head = {
             "form": form.name,
@@ -414,6 +421,17 @@ async def _blamed(work: Awaitable[T], file: MediaFile) -> T:
         raise MediaRefused(file, str(error)) from None
 
 
-def _key(form: MediaForm, file: MediaFile, source: Source) -> bytes:
-    how = json.dumps([form.name, form.options(), file.is_coarse], sort_keys=True)
-    return source.digest + how.encode()
+def _jobs(
+    forms: Mapping[FileKind, MediaForm], files: Sequence[MediaFile], sources: Sequence[Source]
+) -> list[_Job]:
+    jobs = []
+    for file, source in zip(files, sources, strict=True):
+        form = forms[file.modality]
+        jobs.append(_Job(form, file, source, source.digest + _how(form, file.is_coarse)))
+    return jobs
+
+
+@lru_cache(maxsize=64)
+def _how(form: MediaForm, is_coarse: bool) -> bytes:
+    """What processing depends on beside the file."""
+    return json.dumps([form.name, form.options(), is_coarse], sort_keys=True).encode()

@@ -34,7 +34,7 @@ _LARGE_BYTES = 64 << 10
 """Size from which bodies are not parsed on the event loop."""
 _MAX_BRACKETS = 1 << 18
 """Most opening brackets: lists and objects take far more memory than their text. Brackets inside
-strings count as well; a text with this many has more tokens than a context.
+strings count as well, but for those of `cut`'s long texts.
 """
 _MAX_DEPTH = 200
 """Levels of lists and objects that the parser surely takes."""
@@ -106,13 +106,13 @@ def parse_body(
         raise BodyTooLarge(
             f"the body has {len(data)} bytes; at most {max_bytes} are accepted", stage="validate"
         )
-    num_brackets = sum(map(data.count, b"[{"))
+    short = cut(data)
+    num_brackets = sum(map(BodyBytes.of(short.data).count, b"[{"))
     if num_brackets > _MAX_BRACKETS:
         raise InvalidRequest(
             f"the body has {num_brackets} opening brackets; at most {_MAX_BRACKETS} are accepted",
             stage="validate",
         )
-    short = cut(data)
     try:
         value = from_json(short.data)
         if short.texts:
