@@ -145,8 +145,9 @@ def test_no_free_page_is_read(tmp_path: Path, seed: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param("none", marks=FULL)])
 def test_texts_are_the_same_where_the_last_stage_does_not_wait(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    drafter: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs, where each step is enqueued when it is launched."""
     begin = StagedExecutor.__init__
@@ -159,10 +160,10 @@ def test_texts_are_the_same_where_the_last_stage_does_not_wait(
     folder = make_tiny("llama", tmp_path, seed, tokenizer=True, vocab_size=VOCAB)
     prompts = random_prompts((5, 90, 41, 77, 12))
     kinds = sampled(len(prompts))
-    with make_llm(folder, drafter="none") as llm:
+    with make_llm(folder, drafter=drafter) as llm:
         alone = run(llm, prompts, kinds)
     monkeypatch.setattr(StagedExecutor, "__init__", begin_at_once)
-    with make_llm(folder, pp=2, drafter="none") as llm:
+    with make_llm(folder, pp=2, drafter=drafter) as llm:
         under_way = most_under_way(llm)
         assert run(llm, prompts, kinds) == alone
     assert max(under_way) == 2
@@ -325,15 +326,16 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
     folder = make_tiny("llama", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match="has 3 layers; take pp = 1"):
         LLM(folder, pp=4)
+    with pytest.raises(ConfigError, match="1 on GPUs with tp"):
+        LLM(folder, pp=2, tp=2, device="cuda")
     for name, settings in (
-        ("1 or 2 on GPUs", {"pp": 3}),
-        ("1 on GPUs with tp", {"tp": 2}),
         ("1 on GPUs with drafts", {"drafter": "ngram"}),
         ("1 on GPUs with adapters", {"enable_lora": True}),
         ("1 on GPUs of workers whose pages leave", {"host_cache_bytes": 1 << 20}),
     ):
+        hosts = {"pp": 2, "hosts": 2, "rendezvous": "localhost:29600", "device": "cuda"}
         with pytest.raises(ConfigError, match=name):
-            LLM(folder, **{"pp": 2, "device": "cuda"} | settings)
+            LLM(folder, **hosts | settings)
     head = make_tiny_draft(tmp_path / "head", folder, 1)
     with pytest.raises(ConfigError, match="1 with a draft head"):
         LLM(folder, pp=2, draft_dir=head)

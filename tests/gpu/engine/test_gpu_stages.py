@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from weft.testing.engine.ranked_texts import (
+    adapted_texts,
     check_texts,
     make_llm,
     make_model,
@@ -15,23 +17,55 @@ from weft.testing.engine.ranked_texts import (
     texts_of,
 )
 from weft.testing.models.float32_reference import ties_of
+from weft.testing.models.lora_reference import PeftModels
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
 SIZES: dict[str, Any] = {"drafter": "none", "num_pages": 90}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_texts_are_those_of_one_gpu(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count", "drafter"),
+    [
+        ("llama", 2, "none"),
+        ("qwen3_moe", 2, "none"),
+        ("llama", 2, "ngram"),
+        ("qwen3_moe", 2, "ngram"),
+        ("llama", 3, "ngram"),
+    ],
+)
+def test_texts_are_those_of_one_gpu(kind: str, count: int, drafter: str, tmp_path: Path) -> None:
     """With prompts in chunks, prefix hits, constraints, and too few pages for all."""
     folder = make_model(kind, tmp_path / "model")
     prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
-    with make_llm(folder, **SIZES) as llm:
+    settings = SIZES | {"drafter": drafter}
+    with make_llm(folder, **settings) as llm:
         alone = texts_of(llm, prompts)
-    found = ranked("texts", folder, prompts, pp=2, **SIZES)
-    assert any("2 stages" in notice for notice in found["notices"])
+    found = ranked("texts", folder, prompts, pp=count, **settings)
+    assert any(f"{count} stages" in notice for notice in found["notices"])
     assert found["counters"]["prefix_hit_tokens"] > 0
+    assert drafter == "none" or found["counters"]["accepted_tokens"] > 0
     check_texts(found["texts"], alone)
+
+
+def test_tokens_with_adapters_are_those_of_one_gpu(tmp_path: Path) -> None:
+    """More adapters than the devices have room for."""
+    folder = make_model("llama", tmp_path / "model")
+    models = PeftModels(folder, tmp_path)
+    kinds = ({"r": 8}, {"r": 24, "target_modules": ["k_proj", "o_proj"]}, {"r": 5})
+    for kind in kinds:
+        models.add(random.randrange(1 << 30), **kind)
+    models.add(random.randrange(1 << 30), r=4, target_modules=["embed_tokens", "lm_head", "v_proj"])
+    folders = list(models.directories.values())
+    prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
+    names = ("q", "k", "v", "o", "gate", "up", "down", "embed_tokens", "lm_head")
+    settings = {"enable_lora": True, "max_loras": 2, "lora_memory_bytes": 8 << 20}
+    settings |= SIZES | {"num_pages": 120, "lora_projections": names}
+    found = ranked("adapted", folder, prompts, folders, pp=2, **settings)["tokens"]
+    with make_llm(folder, **settings) as llm:
+        assert found == adapted_texts(llm, prompts, folders)
+    plain = ranked("adapted", folder, prompts, pp=2, **settings)["tokens"]
+    assert plain != found
 
 
 def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -> None:

@@ -99,8 +99,7 @@ class EngineConfig(PageConfig):
     )
     pp: int = setting(
         "stages of the engine, processes that each hold consecutive layers with their weights and "
-        "KV, and hand the rows of each step on: pipeline parallelism; on GPUs of one host at most "
-        "2",
+        "KV, and hand the rows of each step on: pipeline parallelism",
         1,
         ge=1,
         le=64,
@@ -809,7 +808,7 @@ class EngineConfig(PageConfig):
     def _relations_of_stages(self) -> list[tuple[str, bool, str]]:
         is_divided = self.hosts > 1
         return [
-            *self._relations_of_gpu_stages(),
+            *(self._relations_of_gpu_stages() if self.is_on_gpu else []),
             ("pp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             ("pp", not self.has_head, "1 with a draft head, which reads several stages"),
             ("pp", self.drafter != "model", "1 with drafter = model, which has no stages"),
@@ -827,21 +826,19 @@ class EngineConfig(PageConfig):
         ]
 
     def _relations_of_gpu_stages(self) -> list[tuple[str, bool, str]]:
-        if not self.is_on_gpu:
-            return []
+        is_divided = self.hosts > 1
         return [
-            ("pp", self.pp == 2 or self.hosts > 1, "1 or 2 on GPUs of one host"),
             ("pp", self.tp == 1, "1 on GPUs with tp"),
             (
                 "device",
-                self.hosts == 1 or "," not in self.device,
+                not is_divided or "," not in self.device,
                 "one GPU with hosts: that of this host's stage",
             ),
-            ("pp", self.drafter == "none", "1 on GPUs with drafts"),
-            ("pp", not self.enable_lora, "1 on GPUs with adapters"),
+            ("hosts", not is_divided or self.drafter == "none", "1 on GPUs with drafts"),
+            ("hosts", not is_divided or not self.enable_lora, "1 on GPUs with adapters"),
             (
-                "pp",
-                not self.moves_pages,
+                "hosts",
+                not is_divided or not self.moves_pages,
                 "1 on GPUs of workers whose pages leave their pool: take no tiers, no KV store, "
                 f"--transport data and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
             ),

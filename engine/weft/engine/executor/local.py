@@ -95,6 +95,7 @@ from weft.pages.transfer.page_pool import HostPool, PagePool
 if TYPE_CHECKING:
     from weft.engine.parallel.device_page_ranks import DividedPool
     from weft.engine.parallel.device_peers import DevicePeers
+    from weft.engine.parallel.device_stages import DeviceStages
     from weft.engine.parallel.linked_stages import LinkedStages
 
 
@@ -216,6 +217,8 @@ class LocalExecutor:
         self._has_logits = has_logits and model.config.head == "tokens"
         self.gather: Gather | None = None
         """For steps whose rows ranks divide; None: there are none."""
+        self.stages: DeviceStages | None = None
+        """The stages beside this one, on GPUs; None: there are none."""
         self.media = media
         self.rotations: SlotRotations | None = None
         """None: rotations are by tokens' positions alone."""
@@ -524,8 +527,10 @@ class LocalExecutor:
             keep_tokens(given, of_slots, self.known)
 
     def meet(self) -> None:
-        """Makes the devices of all ranks wait for one another."""
-        meets = self._peers or self.gather
+        """Makes the devices of all ranks wait for one another; of stages, those of later ones for
+        earlier ones.
+        """
+        meets = self._peers or self.gather or self.stages
         assert meets is not None, "there are no other ranks"
         meets.meet()
 

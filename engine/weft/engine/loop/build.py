@@ -74,8 +74,10 @@ from weft.engine.executor.ranks.share import (
     num_slot_rows,
     peers_of,
     pool_of,
+    sized_layout,
     sleep_memory,
     stage_of,
+    stages_that_map,
     whole_layout,
     window_pools_of,
 )
@@ -150,7 +152,7 @@ class _Models:
     layout: CacheLayout
     """Of whole pages."""
     own_layout: CacheLayout
-    """What this host has of them."""
+    """What this host, or this stage's GPU, has of them."""
     max_context_tokens: int
     """Most tokens of a request, as far as the model and the settings limit it."""
     model_context_tokens: int
@@ -238,8 +240,7 @@ def _load_parts(
 ) -> EngineComponents:
     peers = None if ranks is None else peers_of(ranks, config, device)
     context = None if ranks is None else context_peers_of(ranks, config, device)
-    if ranks is not None:
-        link_stages(ranks, config, device)
+    stages = None if ranks is None else link_stages(ranks, config, device)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         models = _load_models(config, model, device, ranks, peers, progress, group)
@@ -253,7 +254,7 @@ def _load_parts(
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
-    shared = None if ranks is None else SharedMemory(ranks, peers, context)
+    shared = None if ranks is None else SharedMemory(ranks, peers, context or stages)
     media = media_of(config, loaded, layout, device, peers)
     with sleep.loading() if shared is None else nullcontext():
         lora = make_lora_pool(config, loaded, device, drafts, shared)
@@ -261,7 +262,7 @@ def _load_parts(
     pools = size_pools(
         config,
         loaded,
-        models.own_layout,
+        sized_layout(models.own_layout, stages_that_map(config, loaded, device)),
         models.max_context_tokens,
         models.draft,
         device,
@@ -284,6 +285,7 @@ def _load_parts(
         *(config, models, pools, max_tokens, device, lora, shared, peers, context),
         *(progress, media, sleep),
     )
+    executor.stages = stages
     ranked: RankedExecutor | StagedExecutor | ContextExecutor | LockstepExecutor | None = None
     if ranks is not None and config.pp > 1:
         # On GPUs pages stay on their worker, so nothing asks for those of other hosts.
@@ -522,7 +524,7 @@ def _load_models(
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
     layout = own_layout = kept_layout(config, loaded, device)
-    if config.hosts > 1 and not config.is_on_gpu:
+    if config.has_pages_by_stage:
         layout = whole_layout(config, loaded, device)
     most = min(loaded.config.max_position_embeddings, loaded.pooling.max_tokens or sys.maxsize)
     return _Models(
@@ -553,9 +555,10 @@ def _make_executor(
     layout, pool, blocks = models.own_layout, None, None
     windows: Sequence[RankPool] = ()
     if shared is not None:
-        layout, pool = pool_of(config, shared, layout, pools.num_pages, context)
+        of_stages = stages_that_map(config, models.loaded, device)
+        layout, pool = pool_of(config, shared, layout, pools.num_pages, context, of_stages)
         windows = window_pools_of(shared, models.layout, pools.num_pieces)
-        blocks = blocks_of(config, shared, layout, pools.num_pieces)
+        blocks = blocks_of(config, shared, layout, pools.num_pieces, of_stages)
     executor = LocalExecutor(
         models.loaded.model,
         layout,

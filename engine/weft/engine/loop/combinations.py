@@ -53,8 +53,9 @@ def check_combination(config: EngineConfig) -> ModelConfig:
     if isinstance(model, TransformersConfig):
         _check_transformers(config, model)
     check_ranks(folder, model, config.task, config.tp, config.ep, on_gpu=config.is_on_gpu)
-    has_images, has_hosts = config.has_tower(model), config.has_pages_by_stage
-    check_stages(folder, model, config.task, config.pp, has_images=has_images, has_hosts=has_hosts)
+    has_images, has_own_pages = config.has_tower(model), config.has_pages_by_stage
+    stages = config.task, config.pp
+    check_stages(folder, model, *stages, has_images=has_images, has_own_pages=has_own_pages)
     if config.cp > 1:
         _check_context(config, model)
     check_divided_pages(model, config.tp, config.dcp)

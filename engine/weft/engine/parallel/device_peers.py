@@ -36,6 +36,44 @@ _LOGITS_ROWS, _LOGITS_BYTES = 1024, 128 << 20
 _PORTABLE_AND_MAPPED = 3
 
 
+class MappedMemory:
+    """Memory of ranks with a GPU each, which all of them map.
+
+    Args:
+        device: GPU of this rank. Ranks that share one, as in tests, take turns on it.
+        ranks: The process group by which torch knows the ranks, from `join`.
+        agree: Waits until all ranks have reached a phase, and raises the error of another rank.
+    """
+
+    def __init__(
+        self, device: torch.device, ranks: dist.ProcessGroup, agree: Callable[[str], object]
+    ) -> None:
+        self._device, self._ranks, self._agree = device, ranks, agree
+        self._kept: list[object] = []
+
+    def map(self, num_bytes: int) -> tuple[torch.Tensor, Any]:
+        """Makes zeros of [num_bytes] uint8 on each rank. All ranks call it together, with the same
+        number. Returns this rank's, and torch's handle on those of all. Raises RuntimeError if the
+        memory does not fit on this rank, and WeftError if another rank has failed.
+        """
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        memory.zero_()
+        torch.cuda.synchronize(self._device)
+        # The others must not wait in torch's exchange for a rank that had no room.
+        self._agree("allocated")
+        handle: Any = symmetric.rendezvous(memory, self._ranks)
+        self._kept += [memory, handle]
+        return memory, handle
+
+    def memory(self, num_bytes: int) -> list[torch.Tensor]:
+        """As `map`: the memory of every rank, which kernels and copies of this rank can read and
+        write.
+        """
+        _, handle = self.map(num_bytes)
+        ranks = range(self._ranks.size())
+        return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in ranks]
+
+
 class DevicePeers:
     """Implements `weft.kernels.ops.peers.spec.GpuPeers` through memory that all ranks map.
 
@@ -66,17 +104,16 @@ class DevicePeers:
         self.pages: PageRanks | None = None
         self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
         """How partial sums are added up, in words."""
-        self._agree = agree
-        self._group, self._device, self._ranks = group, device, ranks
-        self._kept: list[object] = []
+        self._group, self._device = group, device
+        self._mapped = MappedMemory(device, ranks, agree)
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
         layout = layout_of(self.size, width * itemsize, once, twice)
         try:
-            bases = self._mapped(layout.end, device, ranks)[1]
+            _, bases = self._map(layout.end)
             rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
             num_bytes = memory_bytes(self.size, columns, rows)
-            of_logits, bases_of_logits, _ = self._mapped(num_bytes, device, ranks)
+            of_logits, bases_of_logits = self._map(num_bytes)
         except RuntimeError as error:
             raise ConfigError(
                 f"tp = {self.size}: the GPUs cannot map each other's memory ({error}); take GPUs "
@@ -114,31 +151,17 @@ class DevicePeers:
             control,
         )
 
-    def _mapped(
-        self, num_bytes: int, device: torch.device, ranks: dist.ProcessGroup
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Memory of zeros on this rank, the addresses at which this process has all ranks' memory,
-        and torch's handle.
+    def _map(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of zeros on this rank, and the addresses at which this process has all ranks'
+        memory.
         """
-        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-        # The others must not wait in torch's exchange for a rank that had no room.
-        self._agree("allocated")
-        handle: Any = symmetric.rendezvous(memory, ranks)
-        self._kept += [memory, handle]
+        memory, handle = self._mapped.map(num_bytes)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
-        return memory, torch.tensor(pointers, dtype=torch.int64, device=device), handle
+        return memory, torch.tensor(pointers, dtype=torch.int64, device=self._device)
 
     def memory(self, num_bytes: int) -> list[torch.Tensor]:
-        """Makes zeros of [num_bytes] uint8 on each rank. All ranks call it together. Returns the
-        memory of every rank, which kernels and copies of this rank can read and write. Raises
-        RuntimeError if the memory does not fit on this rank, and WeftError if another rank has
-        failed.
-        """
-        _, _, handle = self._mapped(num_bytes, self._device, self._ranks)
-        sizes = range(self.size)
-        return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in sizes]
+        """`MappedMemory.memory`."""
+        return self._mapped.memory(num_bytes)
 
     def divide_pages(self, size: int, heads: int, dim: int, value_dim: int, itemsize: int) -> None:
         """Lets each `size` consecutive ranks divide the pages of their KV heads. All ranks call it
@@ -153,7 +176,7 @@ class DevicePeers:
         sizes = heads, dim, value_dim, itemsize, MAX_ROWS
         num_bytes = triton_pages.layout_of(size, *sizes).end
         try:
-            bases = self._mapped(num_bytes, self._device, self._ranks)[1]
+            _, bases = self._map(num_bytes)
         except RuntimeError as error:
             raise ConfigError(
                 f"dcp = {size}: {num_bytes:,} bytes for queries and results: {error}", param="dcp"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import _symmetric_memory as symmetric
 from weft.contract.errors import ConfigError
+from weft.engine.parallel.device_peers import MappedMemory
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stages import stage_of_rank
 from weft.kernels.ops.peers.triton_stage import (
@@ -27,10 +26,9 @@ class DeviceStages:
 
     Args:
         device: GPU of this rank. Ranks that share one, as in tests, take turns on it.
-        ranks: The process group by which torch knows the ranks.
+        mapped: Makes memory that all stages map.
         rows: Most rows of a step.
         width: Entries of a row.
-        agree: Waits until all ranks have reached a phase, and raises the error of another rank.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -40,29 +38,24 @@ class DeviceStages:
         self,
         group: SharedGroup,
         device: torch.device,
-        ranks: dist.ProcessGroup,
+        mapped: MappedMemory,
         rows: int,
         width: int,
         dtype: torch.dtype,
-        agree: Callable[[str], object],
     ) -> None:
-        rank, size = group.rank, group.size
+        self.rank, size = group.rank, group.size
         row_bytes = width * torch.empty(0, dtype=dtype).element_size()
         num_bytes = memory_bytes(row_bytes, rows)
         try:
-            memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-            memory.zero_()
-            torch.cuda.synchronize(device)
-            agree("allocated")
-            handle: Any = symmetric.rendezvous(memory, ranks)
+            _, handle = mapped.map(num_bytes)
         except RuntimeError as error:
             raise ConfigError(
                 f"pp = {size}: the GPUs cannot map each other's memory ({error}); take GPUs that "
                 "are linked, or pp = 1",
                 param="pp",
             ) from error
-        self._group, self._device = group, device
-        self._kept = memory, handle
+        self._group, self._device, self._mapped = group, device, mapped
+        self._nothing = torch.zeros((1, width), dtype=dtype, device=device)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         address, num_words = group.words
         # Kernels that have waited for long look at the group's counters in host memory.
@@ -78,7 +71,7 @@ class DeviceStages:
             capacity, ends = rows * row_bytes // 4, (pointers[receiver], pointers[sender])
             return StageMemory(other, size, capacity, *ends, turns, control)
 
-        stage = stage_of_rank(rank, size)
+        rank, stage = self.rank, stage_of_rank(self.rank, size)
         self._before: StageMemory | None = None
         self._after: StageMemory | None = None
         if stage > 0:
@@ -96,6 +89,19 @@ class DeviceStages:
     def send(self, stream: torch.Tensor) -> None:
         assert self._after is not None, "the last stage sends nothing"
         send_rows(self._after, stream.contiguous())
+
+    def memory(self, num_bytes: int) -> list[torch.Tensor]:
+        """`MappedMemory.memory`."""
+        return self._mapped.memory(num_bytes)
+
+    def meet(self) -> None:
+        """Makes the device of each stage wait, after its work so far, for that of the stages before
+        it. All stages call it between two steps.
+        """
+        if self._before is not None:
+            self.receive(self._nothing.shape, self._nothing.dtype)
+        if self._after is not None:
+            self.send(self._nothing)
 
     def close(self) -> None:
         """Unmaps the host's memory. No kernel may wait any more."""

@@ -35,14 +35,14 @@ def check_stages(
     count: int,
     *,
     has_images: bool,
-    has_hosts: bool = False,
+    has_own_pages: bool = False,
 ) -> None:
     """Checks that stages can serve a model.
 
     Args:
         task: As in `load_pooling`.
         has_images: Whether the engine loads the model's image tower.
-        has_hosts: Whether each stage has a host, with pages for its own layers.
+        has_own_pages: Whether each stage has pages for its own layers alone, as on hosts and GPUs.
 
     Raises:
         ModelError, ConfigError: They cannot; the message says why, and what to set instead.
@@ -72,11 +72,11 @@ def check_stages(
     kinds = [layers for _, planes in config.page_planes for _, _, layers in planes]
     kinds += [list(parts.recurrent_layers)] if parts is not None and parts.recurrent_layers else []
     for number, own in enumerate(layers_of_stages(config.num_layers, count)):
-        if has_hosts and not all(set(own).intersection(layers) for layers in kinds):
+        if has_own_pages and not all(set(own).intersection(layers) for layers in kinds):
             raise ConfigError(
-                f"hosts = {count}: layers {own.start} to {own.stop - 1}, those of stage {number}, "
-                "lack a kind of the model's layers; take fewer hosts",
-                param="hosts",
+                f"pp = {count}: layers {own.start} to {own.stop - 1}, those of stage {number}, "
+                "lack a kind of the model's layers; take fewer stages",
+                param="pp",
             )
 
 

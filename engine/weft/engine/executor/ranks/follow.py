@@ -68,7 +68,9 @@ from weft.engine.executor.ranks.share import (
     media_of,
     peers_of,
     pool_of,
+    sized_layout,
     sleep_memory,
+    stages_that_map,
     window_pools_of,
     with_media_rows,
 )
@@ -197,13 +199,14 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     device = find_device(config)
     peers = peers_of(others, config, device)
     context = context_peers_of(others, config, device)
-    link_stages(others, config, device)
+    stages = link_stages(others, config, device)
     sleep = sleep_memory(config, device)
     with sleep.loading():
         loaded, drafted = load_share(config, others, peers)
-    shared = SharedMemory(others, peers, context)
+    shared = SharedMemory(others, peers, context or stages)
     lora = make_lora_pool(config, loaded, device, ranks=shared)
     layout = kept_layout(config, loaded, device)
+    of_stages = stages_that_map(config, loaded, device)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
     max_tokens = min(config.max_context_tokens or most, most)
@@ -211,7 +214,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     has_logits = is_in_last_stage and config.cp == 1
     num_pages = num_blocks = UNBOUNDED
     if device.type == "cuda" and not config.num_pages and config.kv_memory_bytes is None:
-        own = layout_of_rank(layout, config.tp)
+        own = layout_of_rank(sized_layout(layout, of_stages), config.tp)
         needs = measure_needs(
             loaded.model,
             own,
@@ -237,7 +240,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         others.agree("pieces", num_blocks if one is layout.states else UNBOUNDED)
         for one in layout.companions
     ]
-    own, pool = pool_of(config, shared, layout, num_pages, context)
+    own, pool = pool_of(config, shared, layout, num_pages, context, of_stages)
     media = media_of(config, loaded, layout, device, peers)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
@@ -255,7 +258,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         num_pieces=num_pieces,
         pool=pool,
         window_pools=window_pools_of(shared, layout, num_pieces),
-        blocks=blocks_of(config, shared, own, num_pieces),
+        blocks=blocks_of(config, shared, own, num_pieces, of_stages),
         num_ranks=config.tp,
         rank=others.rank,
         peers=None if isinstance(peers, SharedGroup) else peers,
@@ -269,7 +272,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         experts=expert_moves_of(config, loaded, others, device),
         beside_stages=linked_stages_of(others),
     )
-    executor.gather = gather_of(config, others, context, pool)
+    executor.gather, executor.stages = gather_of(config, others, context, pool), stages
     if others.memory is not None and device.type == "cpu":
         layouts = layouts_of_stages(config, loaded, device)
         stage = stage_of_rank(others.rank, config.pp, config.tp)

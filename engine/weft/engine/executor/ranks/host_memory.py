@@ -63,7 +63,7 @@ def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[PagePiec
     if any(piece.whole.begin % _WORD or piece.whole.size % _WORD for piece in pieces):
         raise ConfigError(
             f"page_size = {page_size}: the layers of a page must be multiples of {_WORD} bytes "
-            "where pages leave several hosts",
+            "where pages leave stages that have some of their layers each",
             param="page_size",
         )
     return pieces

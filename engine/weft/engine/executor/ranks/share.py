@@ -10,7 +10,7 @@ import torch
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.dtypes import resolve_dtype
 from weft.contract.errors import ConfigError
-from weft.contract.layout import CacheLayout, PageGroup, StatePlane
+from weft.contract.layout import CacheLayout, PageGroup, StatePart, StatePlane
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.embeddings import MediaEmbeddings
@@ -21,7 +21,7 @@ from weft.engine.executor.memory_plan import MemoryNeeds, with_media
 from weft.engine.executor.peer_weights import peer_weights
 from weft.engine.executor.rank_jobs import RankResult
 from weft.engine.executor.ranks.context import DeviceGather, HostGather
-from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES
+from weft.engine.executor.ranks.host_memory import MIRROR_ROW_BYTES, pieces_of_pages
 from weft.engine.executor.routes import by_page
 from weft.engine.executor.sleeping import SleepMemory
 from weft.engine.executor.states import RankBlocks
@@ -38,12 +38,13 @@ from weft.engine.parallel.shards import kv_heads_of, layout_of_rank, num_pages_h
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.engine.parallel.stage_links import SocketStages
 from weft.engine.parallel.stages import layers_of_stages, names_of_neighbours, stage_of_rank
-from weft.engine.transfer.device_pages import DevicePages, PagePart
+from weft.engine.transfer.device_pages import DevicePages, PagePart, rows_of_pool
 from weft.kernels.ops.pages.pool import PageShare
 from weft.kernels.ops.peers.spec import Peers
 
 if TYPE_CHECKING:
     from weft.engine.parallel.device_peers import DevicePeers
+    from weft.engine.parallel.device_stages import DeviceStages
 
 
 class RankGroup(Protocol):
@@ -85,20 +86,20 @@ class SharedMemory:
 
     Args:
         peers: Ranks that divide the layers; None: each rank has whole layers.
-        context: GPUs that have whole layers; None: one memory serves all ranks with whole layers.
+        whole: GPUs that have whole layers; None: one memory serves all ranks with whole layers.
     """
 
     def __init__(
         self,
         others: RankGroup,
         peers: SharedGroup | DevicePeers | None,
-        context: DevicePeers | None = None,
+        whole: DevicePeers | DeviceStages | None = None,
     ) -> None:
         self.rank, self.size = (0, 1) if peers is None else (peers.rank, peers.size)
-        if context is not None:
-            self.rank = context.rank
+        if whole is not None:
+            self.rank = whole.rank
         self.others, self.peers = others, peers
-        self._devices = peers if context is None else context
+        self._devices = peers if whole is None else whole
         self.rows: torch.Tensor | None = None
         """Memory of all ranks of a host, [n, MIRROR_ROW_BYTES]; None: there is none."""
         self.send: Callable[[], None] | None = None
@@ -138,7 +139,7 @@ def stage_of(config: EngineConfig, model: ModelConfig, others: RankGroup) -> Sta
 def layouts_of_stages(
     config: EngineConfig, loaded: LoadedModel, device: torch.device
 ) -> list[CacheLayout]:
-    """The layouts of what each of several hosts has of pages and blocks, by stage."""
+    """The layouts of what each stage has of pages and blocks, where it has its own."""
     stages = (
         Stage(number, config.pp, layers, has_own_pages=True)
         for number, layers in enumerate(layers_of_stages(loaded.config.num_layers, config.pp))
@@ -146,8 +147,30 @@ def layouts_of_stages(
     return [_layout_of(config, loaded, device, stage) for stage in stages]
 
 
+def stages_that_map(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device
+) -> list[CacheLayout]:
+    """The layouts of stages with a GPU each, whose pools and blocks rank 0 maps since pages leave
+    them; empty: there are none.
+    """
+    is_mapped = config.pp > 1 and config.is_on_gpu and config.hosts == 1 and config.moves_pages
+    return layouts_of_stages(config, loaded, device) if is_mapped else []
+
+
+def sized_layout(layout: CacheLayout, of_stages: Sequence[CacheLayout]) -> CacheLayout:
+    """The layout by whose bytes a rank sizes its pool and blocks: its own, or, of stages that map
+    equal memory, the largest of them.
+    """
+    if not of_stages:
+        return layout
+    pages = max(of_stages, key=lambda one: one.page_bytes)
+    states = [one.states for one in of_stages if one.states is not None]
+    most = max(states, key=lambda one: one.layers, default=None)
+    return replace(layout, groups=pages.groups, states=most)
+
+
 def whole_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
-    """The layout of pages with the layers of all hosts."""
+    """The layout of pages with the layers of all stages."""
     return _layout_of(config, loaded, device, None)
 
 
@@ -322,29 +345,34 @@ def context_peers_of(
     return _device_peers(others, others.group, config, device)
 
 
-def link_stages(others: RankGroup, config: EngineConfig, device: torch.device) -> None:
-    """Makes the neighbours of this rank's stage on a GPU; on a CPU they are there. Raises
-    ConfigError if the GPUs cannot map each other's memory, or those of several hosts are not
-    connected over NCCL.
+def link_stages(
+    others: RankGroup, config: EngineConfig, device: torch.device
+) -> DeviceStages | None:
+    """Makes the neighbours of this rank's stage on a GPU, and returns them if they are on this
+    host; on a CPU they are there. Raises ConfigError if the GPUs cannot map each other's memory, or
+    those of several hosts are not connected over NCCL.
     """
     if config.pp == 1 or device.type == "cpu":
-        return
+        return None
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     rows = config.max_step_tokens + config.decodes_beside
-    sizes = rows, model.hidden_size, dtype
+    sizes, stages = (rows, model.hidden_size, dtype), None
     if isinstance(others.group, HostGroup):
         assert isinstance(others.neighbours, SocketStages), "hosts have connected their stages"
         names = names_of_neighbours(others.rank, config.pp, config.tp)
         ends = others.neighbours.ends
         others.neighbours = link_over_nccl(ends, others.group, names, device, *sizes)
     else:
-        from weft.engine.parallel.device_peers import join
+        from weft.engine.parallel.device_peers import MappedMemory, join
         from weft.engine.parallel.device_stages import DeviceStages
 
         ranks = join(others.rank, others.size, others.store_path)
-        others.neighbours = DeviceStages(others.group, device, ranks, *sizes, others.agree)
+        mapped = MappedMemory(device, ranks, others.agree)
+        stages = DeviceStages(others.group, device, mapped, *sizes)
+        others.neighbours = stages
     others.agree("neighbours")
+    return stages
 
 
 def linked_stages_of(others: RankGroup) -> LinkedStages | None:
@@ -417,6 +445,7 @@ def pool_of(
     layout: CacheLayout,
     num_pages: int,
     context: DevicePeers | None = None,
+    of_stages: Sequence[CacheLayout] = (),
 ) -> tuple[CacheLayout, RankPool | None]:
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
@@ -425,8 +454,13 @@ def pool_of(
     leave the GPUs. So code that moves whole pages need not know of ranks. Ranks of several hosts
     have a pool each, and so have GPUs that divide prompts (`context`).
     Raises ConfigError if the pool does not fit, or pages cannot leave these GPUs.
+
+    Args:
+        of_stages: From `stages_that_map`.
     """
     others = shared.others
+    if of_stages:
+        return layout, _pool_of_stages(shared, of_stages, num_pages)
     if context is not None:
         pools = _mapped(context.memory, layout, num_pages)
         others.agree("memory")
@@ -525,20 +559,67 @@ def _first_heads(layout: CacheLayout, size: int) -> tuple[list[int], int]:
     return firsts, layout.page_bytes // heads
 
 
+def _pool_of_stages(
+    shared: SharedMemory, of_stages: Sequence[CacheLayout], num_pages: int
+) -> RankPool:
+    parts, pools = list[PagePart](), _pools_of_stages(shared, of_stages, num_pages)
+    for stage, rows in enumerate(map(rows_of_pool, pools)):
+        for whole, own in pieces_of_pages(of_stages, stage):
+            for index in range(own.num_ranges):
+                begin = own.begin + index * own.stride
+                part = rows[:, begin : begin + own.size]
+                parts.append(PagePart(part, whole.begin + index * whole.stride))
+    mine = pools[stage_of_rank(shared.rank, len(pools))]
+    return RankPool(mine, mine, DevicePages(parts))
+
+
+def _pools_of_stages(
+    shared: SharedMemory, of_stages: Sequence[CacheLayout], num_pages: int
+) -> list[torch.Tensor]:
+    """The pools of all stages, in their order. Raises ConfigError."""
+    num_bytes = num_pages * max(layout.page_bytes for layout in of_stages)
+    flats = _by_stage(_flat_pools(shared.memory, num_bytes))
+    return [
+        _pool_in(flat, layout, num_pages) for flat, layout in zip(flats, of_stages, strict=True)
+    ]
+
+
+def _by_stage(of_ranks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What ranks have of which each is a stage, in the order of the stages."""
+    count = len(of_ranks)
+    ranks = sorted(range(count), key=lambda rank: stage_of_rank(rank, count))
+    return [of_ranks[rank] for rank in ranks]
+
+
 def _mapped(
     memory: Callable[[int], Sequence[torch.Tensor]], layout: CacheLayout, num_pages: int
 ) -> list[torch.Tensor]:
     """The pools of all ranks. Raises ConfigError."""
-    num_bytes, shape = num_pages * layout.page_bytes, layout.pool_shape(num_pages)
+    flats = _flat_pools(memory, num_pages * layout.page_bytes)
+    return [_pool_in(flat, layout, num_pages) for flat in flats]
+
+
+def _flat_pools(
+    memory: Callable[[int], Sequence[torch.Tensor]], num_bytes: int
+) -> Sequence[torch.Tensor]:
     try:
-        flats = memory(num_bytes)
+        return memory(num_bytes)
     except RuntimeError as error:
         raise ConfigError(f"a KV pool of {num_bytes:,} bytes does not fit: {error}") from error
-    return [flat.view(dtype_of(layout.plane)).view(shape) for flat in flats]
+
+
+def _pool_in(flat: torch.Tensor, layout: CacheLayout, num_pages: int) -> torch.Tensor:
+    """The pool at the beginning of some memory."""
+    own = flat[: num_pages * layout.page_bytes].view(dtype_of(layout.plane))
+    return own.view(layout.pool_shape(num_pages))
 
 
 def blocks_of(
-    config: EngineConfig, shared: SharedMemory, layout: CacheLayout, num_pieces: Sequence[int]
+    config: EngineConfig,
+    shared: SharedMemory,
+    layout: CacheLayout,
+    num_pieces: Sequence[int],
+    of_stages: Sequence[CacheLayout] = (),
 ) -> RankBlocks | None:
     """The blocks of recurrent layers; None: the model has none, or the executor allocates them.
 
@@ -548,12 +629,16 @@ def blocks_of(
     Args:
         layout: From `pool_of`: of all ranks on a CPU, of one rank on a GPU.
         num_pieces: Of each of the layout's companions.
+        of_stages: From `stages_that_map`.
     """
     plane, size = layout.states, shared.size
-    is_alone = config.has_pages_by_stage and config.tp == 1
+    is_alone = config.has_pages_by_stage and config.tp == 1 and not of_stages
     if plane is None or is_alone or (config.is_on_gpu and not config.moves_pages):
         return None
     num_blocks = layout.of_states(num_pieces)
+    if of_stages:
+        planes = [one.states for one in of_stages if one.states is not None]
+        return _blocks_of_stages(shared, planes, num_blocks)
     if config.is_on_gpu:
         return _mapped_blocks(shared, plane, num_blocks)
     whole: list[torch.Tensor] = []
@@ -569,18 +654,44 @@ def blocks_of(
 def _mapped_blocks(shared: SharedMemory, plane: StatePlane, num_blocks: int) -> RankBlocks:
     ranks: list[list[torch.Tensor]] = []
     for part in plane.parts:
-        num_bytes = num_blocks * plane.layers * part.num_bytes
-        try:
-            memory = shared.memory(num_bytes)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{num_bytes:,} bytes of recurrent states do not fit: {error}"
-            ) from error
-        dtype: torch.dtype = getattr(torch, part.dtype)
-        shape = (num_blocks, plane.layers, *part.shape)
-        ranks.append([flat.view(dtype).view(shape) for flat in memory])
+        memory = _memory_of_states(shared, num_blocks * plane.layers * part.num_bytes)
+        ranks.append([_states_in(flat, part, num_blocks, plane.layers) for flat in memory])
     own = tuple(parts[shared.rank] for parts in ranks)
     return RankBlocks(runs_over_ranks(ranks), own, is_mapped=True)
+
+
+def _blocks_of_stages(
+    shared: SharedMemory, planes: Sequence[StatePlane], num_blocks: int
+) -> RankBlocks:
+    """`planes`: of each stage."""
+    own_stage = stage_of_rank(shared.rank, len(planes))
+    whole, own = list[torch.Tensor](), list[torch.Tensor]()
+    for part in planes[0].parts:
+        num_bytes = num_blocks * max(plane.layers for plane in planes) * part.num_bytes
+        memory = _by_stage(_memory_of_states(shared, num_bytes))
+        of_stages = [
+            _states_in(flat, part, num_blocks, plane.layers)
+            for flat, plane in zip(memory, planes, strict=True)
+        ]
+        whole += of_stages
+        own.append(of_stages[own_stage])
+    return RankBlocks(tuple(whole), tuple(own), is_mapped=True)
+
+
+def _memory_of_states(shared: SharedMemory, num_bytes: int) -> Sequence[torch.Tensor]:
+    try:
+        return shared.memory(num_bytes)
+    except RuntimeError as error:
+        raise ConfigError(f"{num_bytes:,} bytes of recurrent states do not fit: {error}") from error
+
+
+def _states_in(
+    flat: torch.Tensor, part: StatePart, num_blocks: int, num_layers: int
+) -> torch.Tensor:
+    """[num_blocks, layers, *shape] at the beginning of some memory."""
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    own = flat[: num_blocks * num_layers * part.num_bytes]
+    return own.view(dtype).view(num_blocks, num_layers, *part.shape)
 
 
 def runs_over_ranks(ranks: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:

@@ -24,7 +24,12 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.orders import Order, PageOrder
 from weft.engine.executor.port import Launched, Logits
-from weft.engine.executor.ranks.frames import NewPages, encode_step, frame_of_order
+from weft.engine.executor.ranks.frames import (
+    NewPages,
+    encode_barrier,
+    encode_step,
+    frame_of_order,
+)
 from weft.engine.executor.ranks.host_memory import OtherHosts
 from weft.engine.executor.ranks.leader import RankLeader
 from weft.engine.executor.ranks.ranked import SentPages
@@ -133,6 +138,8 @@ class StagedExecutor:
         self._late = deque[_LateStep]()
         self._has_one_pool = self._is_late and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
+        self._maps_pools = not self._is_late and not local.device_pages.is_whole
+        """Whether rank 0 reads and writes the pages of stages on other GPUs."""
         self.facts = local.facts._replace(num_lanes=num_lanes)
         self._began_ns = self._under_way_ns = 0
 
@@ -206,12 +213,26 @@ class StagedExecutor:
 
     def mark(self) -> Mark:
         if not self._is_late:
+            if self._maps_pools:
+                self._meet()
             return self._local.mark()
         return _StageMark(self._local.device, self._late[-1] if self._late else None)
+
+    def _meet(self) -> None:
+        """Makes rank 0's GPU wait for what those of the other stages were told so far."""
+        self._ranks.group.post(encode_barrier())
+        self._local.meet()
 
     def order(self, order: Order) -> None:
         """On a CPU it waits for all steps so far. Raises RanksLost if a rank is gone."""
         group = self._ranks.group
+        if self._maps_pools and self._local.lies_on_all(order):
+            # Rank 0 copies between pages and pieces in the memory of all stages, whose GPUs go on
+            # with what comes after, and do not wait for that of rank 0.
+            self._meet()
+            self._local.order(order)
+            self._local.mark().wait()
+            return
         # Of several hosts rank 0 copies between pieces and pages, whose bytes lie on all of them.
         is_alone = self._hosts is not None and self._local.lies_on_all(order)
         if not (is_alone or (self._has_one_pool and isinstance(order, PageOrder))):

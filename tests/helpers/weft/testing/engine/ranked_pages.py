@@ -1,7 +1,7 @@
-"""Pages of an engine with ranks that come from another worker or from tiers, in a process of its
-own, since a process can have one engine with ranks on GPUs.
+"""Pages of an engine with ranks or stages that come from another worker, from tiers or from a KV
+store, in a process of its own, since a process can have one engine with ranks on GPUs.
 
-    python -m weft.testing.engine.ranked_pages shipped|tiers MODEL_DIR SETTINGS OF_FILLER
+    python -m weft.testing.engine.ranked_pages shipped|tiers|stored MODEL_DIR SETTINGS OF_FILLER
 
 Settings are JSON, as are the results on standard output.
 """
@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from weft.contract.messages import Inbox, Outbox
 from weft.engine.loop.engine import Engine
+from weft.engine.sources import store
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.engine.store_pair import StorePair
 from weft.testing.engine.tier_bench import VOCAB, TierBench
 
 PAGE = 16
@@ -96,12 +98,36 @@ def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         found["notices"] = bench.engine.info.notices
         bench.close()
         bench.pair.close()
-    own = {name: value for name, value in settings.items() if name not in ("tp", "dcp", "cp")}
+    own = {name: value for name, value in settings.items() if name not in ("tp", "pp", "dcp", "cp")}
     own["device"] = settings["device"].partition(",")[0]
     one = TierBench(folder, 40 * PAGE, **(sizes | {"host_cache_bytes": 1 << 20} | own))
     found["longer"] = [one.ask(prompt) for prompt in longer]
     one.close()
     one.pair.close()
+    return found
+
+
+class _Store(StorePair):
+    """A store of pages of models without windows and recurrent layers."""
+
+    def blocks_of(self, key: bytes) -> list[bytes]:
+        """None: all that a request needs lies in pages."""
+        return []
+
+
+def keep_in_store(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Texts of prompts whose pages went to a KV store and came back."""
+    store.LOOKUP_TIMEOUT_S = 60.0
+    clock, sizes = ManualClock(), {"has_store": True, "load_back_threshold": 0, "num_pages": 64}
+    pair = _Store(engine_there(folder, "decode", clock, **sizes, **settings), clock, 1, 6)
+    prompts = [new_prompt(6) for _ in range(2)]
+    found: dict[str, Any] = {"alone": [pair.ask(prompt) for prompt in prompts]}
+    pair.forget()
+    found["again"], found["sources"] = [], []
+    for prompt in prompts:
+        found["again"].append(pair.ask(prompt))
+        found["sources"] += [fill.source for fill in pair.fills()]
+    pair.close()
     return found
 
 
@@ -125,6 +151,8 @@ def main(argv: list[str]) -> None:
             one["draft_dir"] = Path(one["draft_dir"])
     if what == "tiers":
         found = push_to_tiers(Path(folder), settings)
+    elif what == "stored":
+        found = keep_in_store(Path(folder), settings)
     else:
         found = ship(Path(folder), settings, of_filler)
     print(json.dumps(found))
