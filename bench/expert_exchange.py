@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import torch
 from harness import Harness, Run, ratio_of, spread
-from weft.engine.parallel.dispatch import ExchangeShape, ExpertDispatch
+from weft.engine.parallel.dispatch import ExchangeShape, HostDispatch
 from weft.engine.parallel.lockstep import Lockstep
 from weft.engine.parallel.segment import Segment
 from weft.kernels.ops.moe.pack import pack_experts
@@ -45,7 +45,7 @@ def worker(
     placement[numbers.start : numbers.stop] = torch.arange(own, dtype=torch.int32)
     w = pack_experts(experts, own, placement=placement)
     lockstep = Lockstep(segment, rank, shape.size, LIMIT_S, lambda: None)
-    dispatch = ExpertDispatch(lockstep, segment, shape, FORMS[form])
+    dispatch = HostDispatch(lockstep, segment, shape, FORMS[form])
     dispatch.layers = [w] * LAYERS
     x = torch.randn(rows, HIDDEN).bfloat16()
     ids = torch.rand(rows, EXPERTS).topk(TOP_K).indices.sort().values.to(torch.int32)

@@ -123,6 +123,7 @@ harness.flag("--gate-s", type=float, default=120.0, help="longest wait for loadi
 harness.flag("--ranks", nargs="+", type=int, default=[2, 4], help="of sums")
 KINDS = {
     "sums over ranks": ("_sum_kernel", "nccl"),
+    "rows to experts": ("_send_kernel", "_return_kernel"),
     "tokens to ranks": ("_share_kernel",),
     "pages of ranks": ("_queries_kernel", "_results_kernel"),
     "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash", "latent"),

@@ -19,7 +19,7 @@ from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.executor.ranks import attention_dp
 from weft.engine.loop.llm import LLM, GeneratedSample
-from weft.engine.parallel.dispatch import PIECE_ROWS, ExchangeShape, ExpertDispatch
+from weft.engine.parallel.dispatch import PIECE_ROWS, ExchangeShape, HostDispatch
 from weft.engine.parallel.lockstep import Lockstep
 from weft.engine.parallel.segment import Segment
 from weft.kernels.ops.moe import moe
@@ -156,7 +156,7 @@ CASES = [
 
 def force_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     least = {"gathered": NEVER, "dispatched": 0}[form]
-    monkeypatch.setattr(attention_dp, "ExpertDispatch", partial(ExpertDispatch, least_rows=least))
+    monkeypatch.setattr(attention_dp, "HostDispatch", partial(HostDispatch, least_rows=least))
 
 
 @pytest.mark.parametrize(("name", "size", "form"), CASES)
@@ -287,7 +287,7 @@ class Ranks:
         self.whole = pack_experts(all_w, self.experts)
         self.woken = [threading.Event() for _ in range(size)]
         self.locksteps: list[Lockstep] = []
-        self.dispatches: list[ExpertDispatch] = []
+        self.dispatches: list[HostDispatch] = []
         self.layers: list[list[ExpertWeights]] = []
         for rank in range(size):
             own = range(4 * rank, 4 * rank + 4)
@@ -297,7 +297,7 @@ class Ranks:
                 pack_experts([all_w[one] for one in own], 4, placement=placement) for _ in range(2)
             ]
             lockstep = Lockstep(segment, rank, size, LIMIT_S, self.woken[rank].set)
-            dispatch = ExpertDispatch(lockstep, segment, shape, least_rows)
+            dispatch = HostDispatch(lockstep, segment, shape, least_rows)
             dispatch.layers = layers
             self.layers.append(layers)
             self.locksteps.append(lockstep)
@@ -446,7 +446,7 @@ def test_engines_with_other_files_are_refused(tmp_path: Path, seed: int) -> None
 
     def start(rank: int) -> None:
         own = {"attention_dp": 2, "attention_dp_rank": rank, "attention_dp_group": group}
-        with pytest.raises(ConfigError, match="needs equal files and number formats"):
+        with pytest.raises(ConfigError, match="needs equal files, number formats and settings"):
             LLM(folders[rank], **SIZES | own)
 
     on_each(2, start)

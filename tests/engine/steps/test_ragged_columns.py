@@ -321,3 +321,44 @@ def test_steps_with_trees_have_buckets_where_they_are_asked_for(
                 assert bucket.drafts + 1 == (8 if rows <= 8 else 32)
                 assert bucket.requests in (requests, requests + 1)
                 assert bucket.columns.max_logits == bucket.tokens >= rows * requests
+
+
+def test_engines_share_a_bucket_that_has_room_for_the_steps_of_each(tmp_path: Path) -> None:
+    config = load_model(make_tiny("llama", tmp_path / "tiny", 0)).config
+    listed = step_buckets(config, torch.bfloat16, 40, 700, max_drafts=3)
+    buckets = GraphBuckets(config, listed)
+    assert buckets.sizes == sorted(bucket for bucket in listed if not bucket.has_lora)
+    some = [bucket.plain for bucket in buckets.sizes]
+    decodes = [bucket for bucket in some if bucket.kind == "decode"]
+    for _ in range(300):
+        wanted = random.choices(some, k=random.randint(1, 4))
+        found = buckets.common(wanted)
+        assert found == buckets.common([*wanted, wanted[0]])
+        assert found is not None
+        for bucket in wanted:
+            assert found.tokens >= bucket.tokens
+            assert found.requests >= bucket.requests
+            assert found.columns.max_logits >= bucket.columns.max_logits
+            if bucket.kind in ("ragged", "verify"):
+                assert found.columns.max_several >= bucket.columns.max_several
+        assert found.kind == "ragged" or set(wanted) == {found} or found in decodes
+    assert buckets.common(decodes) == decodes[-1]
+    verify = random.choice([bucket for bucket in some if bucket.kind == "verify"])
+    assert buckets.common([verify, verify]) == verify
+
+
+def test_a_step_takes_the_bucket_that_was_agreed_on(tmp_path: Path) -> None:
+    config = load_model(make_tiny("llama", tmp_path / "tiny", 0)).config
+    buckets = GraphBuckets(config, step_buckets(config, torch.float32, 40, 700))
+    table = np.arange(1, 31).reshape(3, 10)
+    arrays = make_arrays(table, [1, 9, 5], [7, 9, 5])
+    own = buckets.of(arrays)
+    assert own is not None
+    for agreed in (None, *(b for b in buckets.sizes if b.kind == "ragged" and b.tokens > 64)):
+        with buckets.agreed(agreed):
+            found = buckets.of(arrays)
+            assert found is None if agreed is None else found is not None
+            assert found is None or found.plain == agreed
+            adapted = buckets.of(replace(arrays, adapter_slots=np.zeros(15, np.int32)))
+            assert adapted == (agreed and agreed._replace(has_lora=True))
+    assert buckets.of(arrays) == own

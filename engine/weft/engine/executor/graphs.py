@@ -105,6 +105,12 @@ class GraphBucket(NamedTuple):
         return self.kind in ("ragged", "prompts", "cold")
 
     @property
+    def plain(self) -> GraphBucket:
+        """The bucket without adapters that has the same rows in every layer."""
+        kind = "ragged" if self.kind == "prompts" else self.kind
+        return self._replace(has_lora=False, kind=kind)
+
+    @property
     def columns(self) -> RaggedColumns:
         """Layout of the step's arrays; decode steps have none."""
         return _columns_of(self)
@@ -250,7 +256,10 @@ class _ShortBuckets:
 class GraphBuckets:
     def __init__(self, config: ModelConfig, buckets: Sequence[GraphBucket]) -> None:
         self._config = config
-        sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
+        self.sizes = sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
+        """All buckets, without adapters."""
+        self._is_agreed = False
+        self._agreed: GraphBucket | None = None
         self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
         self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
         self._prompts = frozenset(bucket for bucket in sizes if bucket.kind == "prompts")
@@ -262,9 +271,50 @@ class GraphBuckets:
         self.ragged_sizes = sorted({bucket.tokens for bucket in ragged})
         """Token counts that steps with prompts are padded to, ascending."""
 
+    def common(self, wanted: Sequence[GraphBucket]) -> GraphBucket | None:
+        """The bucket that steps of several engines share, whose own ones are `wanted`, all `plain`;
+        None: they run without graphs. Decodes share the largest bucket, other steps a ragged one
+        unless all want the same.
+        """
+        kinds = {bucket.kind for bucket in wanted}
+        if kinds == {"decode"} or (len(set(wanted)) == 1 and kinds <= {"verify", "tree"}):
+            return max(wanted)
+        tokens, requests = max(b.tokens for b in wanted), max(b.requests for b in wanted)
+        num_logits = max(b.columns.max_logits for b in wanted)
+        several = max(0 if b.kind == "decode" else b.columns.max_several for b in wanted)
+        return next(
+            (
+                bucket
+                for bucket in self.sizes
+                if bucket.kind == "ragged"
+                and bucket.tokens >= tokens
+                and bucket.requests >= requests
+                and bucket.columns.max_logits >= num_logits
+                and bucket.columns.max_several >= several
+            ),
+            None,
+        )
+
+    @contextmanager
+    def agreed(self, bucket: GraphBucket | None) -> Iterator[None]:
+        """Meanwhile all steps take this bucket, from `common`, with the step's adapters."""
+        self._is_agreed, self._agreed = True, bucket
+        try:
+            yield
+        finally:
+            self._is_agreed = False
+
     def of(self, arrays: StepArrays) -> GraphBucket | None:
         """None: the step runs without a graph."""
-        return _bucket_for(self._size_of(arrays), arrays.adapter_slots)
+        bucket = self._agreed_for(arrays) if self._is_agreed else self._size_of(arrays)
+        return _bucket_for(bucket, arrays.adapter_slots)
+
+    def _agreed_for(self, arrays: StepArrays) -> GraphBucket | None:
+        if self._agreed is None or self._agreed.kind != "ragged":
+            return self._agreed
+        cold = self._agreed._replace(kind="prompts")
+        takes_cold = arrays.max_q_len > 1 and arrays.is_cold and arrays.adapter_slots is None
+        return cold if takes_cold and cold in self._prompts else self._agreed
 
     def of_decodes(self, step: StepInput) -> GraphBucket | None:
         """The bucket of a step of decodes alone at positions that the host knows; None: another
@@ -272,12 +322,18 @@ class GraphBuckets:
         """
         if not step.is_decodes or step.num_decodes > len(self._decode):
             return None
+        if self._is_agreed:
+            is_decode = self._agreed is not None and self._agreed.kind == "decode"
+            return _bucket_for(self._agreed, step.adapters) if is_decode else None
         return _bucket_for(self._decode[step.num_decodes - 1], step.adapters)
 
     def of_requests(self, step: StepInput) -> GraphBucket | None:
         """The bucket of a step that is sent by its requests; None: it must be sent by rows."""
         if not step.is_by_requests:
             return None
+        if self._is_agreed:
+            is_short = self._agreed is not None and self._agreed.kind in ("verify", "tree")
+            return _bucket_for(self._agreed, step.adapters) if is_short else None
         sizes = self._tree if step.has_trees else self._verify
         return _bucket_for(sizes.with_room(len(step.slots), step.max_count), step.adapters)
 
@@ -483,6 +539,11 @@ class StepGraphs:
             self._inputs.send_decodes(StepDecodes.of_arrays(step), bucket.tokens)
         else:
             self._inputs.send_ragged(step, bucket.columns)
+
+    def run_nothing(self, bucket: GraphBucket) -> None:
+        """Runs the smallest step with a bucket's graph."""
+        self.send_nothing(bucket)
+        self._replay(bucket)
 
     def _capture(self, bucket: GraphBucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         self.send_nothing(bucket)

@@ -212,6 +212,8 @@ class LocalExecutor:
         self.counts, self.experts = counts, experts
         self._verifying: Verifying | None = None
         """None if the last step verified no drafts."""
+        self._made: tuple[StepInput, StepArrays] | None = None
+        """Arrays of the step that is launched next, if they were needed before."""
         self._model = model
         self._peers = peers
         self._has_logits = has_logits and model.config.head == "tokens"
@@ -415,10 +417,7 @@ class LocalExecutor:
         if step.drafts is not None:
             with torch.inference_mode():
                 step.drafts.begin()
-        if step.pages is not None:
-            (new,) = (step.pages >= 0).nonzero()
-            self.page_table.note(step.slots[new], step.max_starts[new] // self._page_size)
-        arrays = StepArrays.of_step(step, self.page_table, self._page_size)
+        arrays = self._arrays_of(step)
         scores, vectors = None, None
         if step.scores or step.pooled or step.pooled_elsewhere:
             (hidden, scores, vectors), bucket = self._with_more_rows(step, arrays), None
@@ -446,6 +445,27 @@ class LocalExecutor:
             rows=None if self._verifying is None else partial(_rows_of, self._verifying),
         )
         return Launched(logits, scores, vectors)
+
+    def _arrays_of(self, step: StepInput) -> StepArrays:
+        made, self._made = self._made, None
+        if made is not None and made[0] is step:
+            return made[1]
+        if step.pages is not None:
+            (new,) = (step.pages >= 0).nonzero()
+            self.page_table.note(step.slots[new], step.max_starts[new] // self._page_size)
+        return StepArrays.of_step(step, self.page_table, self._page_size)
+
+    def own_bucket(self, step: StepInput) -> GraphBucket | None:
+        """The bucket that a step takes which is about to be launched, if no other engine has a say;
+        None: it runs without a graph.
+        """
+        if self.graphs is None or step.scores or step.pooled:
+            return None
+        buckets = self.graphs.buckets
+        if bucket := buckets.of_decodes(step) or buckets.of_requests(step):
+            return bucket
+        self._made = step, self._arrays_of(step)
+        return self.graphs.bucket_of(self._made[1])
 
     def _launch_decodes(self, step: StepInput, bucket: GraphBucket) -> Logits:
         assert self.graphs is not None

@@ -206,9 +206,10 @@ def _load_beside_others(
 ) -> EngineComponents:
     """As `load_parts`, for an engine that shares its experts with others."""
     progress(0, 0, f"waiting for the other {config.attention_dp - 1} workers with shared experts")
-    group = AttentionGroup(config, model, wake)
+    device = find_device(config)
+    group = AttentionGroup(config, model, device, wake)
     try:
-        return _load_parts(config, model, find_device(config), None, wake, progress, group)
+        return _load_parts(config, model, device, None, wake, progress, group)
     except BaseException as error:
         group.fail_start(error)
         raise
@@ -519,7 +520,7 @@ def _load_models(
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
     if group is not None:
-        group.agree("model", loaded.digest.hex())
+        group.loaded(loaded.digest.hex())
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)

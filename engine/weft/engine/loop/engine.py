@@ -215,7 +215,7 @@ class Engine:
             plan = Plan()
             self.scheduler.admit(now)
         self._note_plan()
-        if self.parts.lockstep is not None and not len(plan):
+        if self.parts.lockstep is not None and not len(plan) and self.pipeline.may_begin():
             self.parts.lockstep.take_empty_step()
         self._profiles.turn(begins_step=len(plan) > 0, num_under_way=self.pipeline.num_steps)
         self.ran_step = self.pipeline.turn(plan)

@@ -12,6 +12,7 @@ Both give equal bits.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,8 +95,49 @@ class _Part:
         return int(self.header[2 + 2 * rank])
 
 
-class ExpertDispatch:
-    """Implements `weft.kernels.ops.moe.spec.ExpertExchange`.
+class ExpertDispatch(ABC):
+    """Implements `weft.kernels.ops.moe.spec.ExpertExchange`."""
+
+    def __init__(self, lockstep: Lockstep, shape: ExchangeShape, device: torch.device) -> None:
+        self.lockstep = lockstep
+        self.layers: Sequence[ExpertWeights] = ()
+        """This rank's experts of each layer that has some, in the order of the layers."""
+        self.num_gathered_rows = self.num_dispatched_rows = 0
+        """Rows of all layers that were sent in either form, each counted once a rank it went to."""
+        self._shape = shape
+        self._device = device
+        self._num_done = 0
+
+    @property
+    def rank(self) -> int:
+        return self.lockstep.rank
+
+    @property
+    def size(self) -> int:
+        return self._shape.size
+
+    @abstractmethod
+    def __call__(
+        self, x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+    def _begin_layer(self, w: ExpertWeights) -> None:
+        assert self.layers[self._num_done] is w, "layers compute in their order"
+        self._num_done += 1
+
+    def finish(self) -> None:
+        """Takes part, without rows, in all layers that this step has not computed."""
+        while self._num_done < len(self.layers) and not self.lockstep.is_alone:
+            w = self.layers[self._num_done]
+            pairs = torch.empty((0, self._shape.top_k), device=self._device)
+            nothing = Routing(pairs.to(torch.int32), pairs)
+            x = torch.empty((0, self._shape.hidden), dtype=w.dtype, device=self._device)
+            self(x, nothing, w, None)
+        self._num_done = 0
+
+
+class HostDispatch(ExpertDispatch):
+    """Rows that ranks on a CPU exchange in shared memory.
 
     Args:
         least_rows: Rows of a meeting from which they are dispatched; None: as measured.
@@ -108,26 +150,12 @@ class ExpertDispatch:
         shape: ExchangeShape,
         least_rows: int | None = None,
     ) -> None:
-        self.lockstep = lockstep
-        self.layers: Sequence[ExpertWeights] = ()
-        """This rank's experts of each layer that has some, in the order of the layers."""
-        self.num_gathered_rows = self.num_dispatched_rows = 0
-        """Rows of all layers that were sent in either form, each counted once a rank it went to."""
-        self._shape = shape
+        super().__init__(lockstep, shape, torch.device("cpu"))
         self._parts = [_Part(segment, rank, shape) for rank in range(shape.size)]
         self._own = self._parts[lockstep.rank]
-        self._num_done = 0
         if least_rows is None:
             least_rows = LEAST_ROWS if shape.size >= LEAST_RANKS else PIECE_ROWS + 1
         self._least_rows = least_rows
-
-    @property
-    def rank(self) -> int:
-        return self.lockstep.rank
-
-    @property
-    def size(self) -> int:
-        return self._shape.size
 
     def __call__(
         self, x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None
@@ -135,8 +163,7 @@ class ExpertDispatch:
         """Raises RanksLost if a rank is gone, or has not come in time."""
         if self.lockstep.is_alone:
             return moe(x, _placed(routing, w), w, residual)
-        assert self.layers[self._num_done] is w, "layers compute in their order"
-        self._num_done += 1
+        self._begin_layer(w)
         out = torch.empty_like(x)
         begin, rows, is_last = 0, x.shape[0], False
         while not is_last:
@@ -146,15 +173,6 @@ class ExpertDispatch:
             out[own] = total if residual is None else total.add_(residual[own])
             begin = own.stop
         return out
-
-    def finish(self) -> None:
-        """Takes part, without rows, in all layers that this step has not computed."""
-        while self._num_done < len(self.layers) and not self.lockstep.is_alone:
-            w = self.layers[self._num_done]
-            pairs = torch.empty((0, self._shape.top_k))
-            nothing = Routing(pairs.to(torch.int32), pairs)
-            self(torch.empty((0, self._shape.hidden), dtype=w.dtype), nothing, w, None)
-        self._num_done = 0
 
     def _exchange(
         self, x: torch.Tensor, routing: Routing, w: ExpertWeights, num_left: int

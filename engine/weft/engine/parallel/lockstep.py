@@ -10,12 +10,15 @@ one. If none has work, all sleep. The segment holds counters:
     lost           1 + the rank that has ended                  any rank
     drain          1: the group drains                          any rank
     hand_backs     orders to hand requests back                 any rank
+    limit          longest wait of a device in nanoseconds      any rank
     arrived[r]     meetings to which rank r has come            rank r
     idle[r]        1: rank r has no work                        rank r
+    forms[2][r]    what rank r proposed at the last meetings    rank r
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -27,18 +30,22 @@ from weft.engine.parallel.segment import Segment
 from weft.kernels.shared import cpu
 
 _COUNTER_BYTES = 64
-_STOP, _STEP, _LOST, _DRAIN, _HAND_BACKS, _RANKS = range(6)
+_STOP, _STEP, _LOST, _DRAIN, _HAND_BACKS, _LIMIT, _RANKS = range(7)
 _FOREVER_NS = 1 << 60
 _LOOK_S = 1.0
 """A sleeper looks for the end of the group this often."""
 _STOPPED = 1
 """Result of a native wait (csrc/peers.h)."""
+_LATE = 2
+"""A device that has waited for rank r for too long sets the stop counter to _LATE + r
+(`weft.kernels.ops.peers.triton_sum`).
+"""
 _PAGE = 4096
 
 
 def lockstep_bytes(size: int) -> int:
     """Bytes of the counters of `size` ranks, whole pages."""
-    return -(-(_RANKS + 2 * size) * _COUNTER_BYTES // _PAGE) * _PAGE
+    return -(-(_RANKS + 4 * size) * _COUNTER_BYTES // _PAGE) * _PAGE
 
 
 class Lockstep:
@@ -75,6 +82,7 @@ class Lockstep:
         self._native, self._segment, self._limit_s, self._wake = native, segment, limit_s, wake
         words = segment.bytes_at(0, lockstep_bytes(size)).view(np.uint32)
         self._words = words[:: _COUNTER_BYTES // 4]
+        ctypes.c_int64.from_address(self.limit_address).value = int(limit_s * 1e9)
         self._round = 0
         self._num_hand_backs = 0
         self._why = ""
@@ -114,6 +122,17 @@ class Lockstep:
                 self._await(rank, count)
         self.wait_s += time.perf_counter() - began_at
 
+    def propose(self, form: int) -> list[int]:
+        """Meets, and returns what each rank proposes, below 2**32. Raises RanksLost as `meet` does.
+
+        Two sets of counters take turns: a rank proposes again in the first one only after all have
+        come to the meeting of the second one, and so have read the first one.
+        """
+        begin = _RANKS + 2 * self.size + self._round % 2 * self.size
+        self._words[begin + self.rank] = form
+        self.meet()
+        return [int(word) for word in self._words[begin : begin + self.size]]
+
     def _await(self, rank: int, count: int) -> None:
         status = self._native.await_count(
             self._address(_RANKS + rank), count, self._address(_STOP), int(self._limit_s * 1e9), 0
@@ -121,11 +140,13 @@ class Lockstep:
         if status == _STOPPED:
             raise RanksLost(self.reason)
         if status:
-            self.fail(
-                f"worker {rank} of {self.size} with shared experts has not come to step "
-                f"{self.num_steps} within {self._limit_s:g} s",
-                rank,
-            )
+            self.fail(self._told_late(rank), rank)
+
+    def _told_late(self, rank: int) -> str:
+        return (
+            f"worker {rank} of {self.size} with shared experts has not come to step "
+            f"{self.num_steps} within {self._limit_s:g} s"
+        )
 
     def _listen(self) -> None:
         """Runs in a separate thread."""
@@ -179,11 +200,14 @@ class Lockstep:
     @property
     def is_lost(self) -> bool:
         """Whether a rank has ended or failed, and none has ended the group by `close`."""
-        return bool(self._words[_LOST])
+        return bool(self._words[_LOST]) or int(self._words[_STOP]) >= _LATE
 
     @property
     def reason(self) -> str:
         """Why the group has ended."""
+        late = int(self._words[_STOP]) - _LATE
+        if late >= 0 and not self._why:
+            return self._told_late(late)
         if self._why or not (lost := int(self._words[_LOST])):
             return self._why or "a worker with shared experts has ended, and all end together"
         return f"worker {lost - 1} of {self.size} with shared experts has ended or failed"
@@ -214,6 +238,23 @@ class Lockstep:
             self._entered.notify()
         if self._listener.is_alive():
             self._listener.join()
+
+    # -- devices ---------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Address and number of bytes of all counters, whole pages."""
+        return self._segment.address, lockstep_bytes(self.size)
+
+    @property
+    def stop_address(self) -> int:
+        """Address of the stop counter, uint32."""
+        return self._address(_STOP)
+
+    @property
+    def limit_address(self) -> int:
+        """Address of a device's longest wait in nanoseconds, int64."""
+        return self._address(_LIMIT)
 
     def _address(self, counter: int) -> int:
         return self._segment.address + counter * _COUNTER_BYTES

@@ -17,7 +17,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from weft.checkpoint.config import ModelConfig
@@ -29,10 +30,14 @@ from weft.engine.executor.orders import Order
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.link import LinkClosed, RankLink
 from weft.engine.executor.ranks.start import START_LIMIT_S
+from weft.engine.executor.ranks.step_forms import StepForms
 from weft.engine.executor.step_input import StepInput
-from weft.engine.parallel.dispatch import ExchangeShape, ExpertDispatch
-from weft.engine.parallel.lockstep import Lockstep
+from weft.engine.parallel.dispatch import ExchangeShape, ExpertDispatch, HostDispatch
+from weft.engine.parallel.lockstep import Lockstep, lockstep_bytes
 from weft.engine.parallel.segment import Segment
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_dispatch import DeviceDispatch
 
 _RETRY_S, _HELLO_LIMIT_S = 0.1, 10.0
 _LEAVING_S = 5.0
@@ -47,6 +52,7 @@ class AttentionGroup:
         self,
         config: EngineConfig,
         model: ModelConfig,
+        device: torch.device,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Waits until all engines of the group have come.
@@ -66,17 +72,30 @@ class AttentionGroup:
         self._links: dict[int, RankLink] = {}
         sizes = model.hidden_size, model.moe.num_experts_per_tok, model.moe.num_experts
         shape = ExchangeShape(self.size, *sizes)
-        about = {"size": self.size, "model": [model.architecture, model.num_layers, *sizes]}
+        num_bytes = lockstep_bytes(self.size) if config.is_on_gpu else shape.num_bytes
+        about = {
+            "size": self.size,
+            "model": [model.architecture, model.num_layers, *sizes],
+            "is_on_gpu": config.is_on_gpu,
+        }
         try:
             if self.rank == 0:
-                segment = self._gather(config.attention_dp_group, about, shape.num_bytes)
+                segment = self._gather(config.attention_dp_group, about, num_bytes)
             else:
-                segment = self._join(config.attention_dp_group, about, shape.num_bytes)
+                segment = self._join(config.attention_dp_group, about, num_bytes)
         except BaseException:
             self._close_sockets()
             raise
         self.lockstep = Lockstep(segment, self.rank, self.size, config.rank_timeout_s, wake)
-        self.dispatch = ExpertDispatch(self.lockstep, segment, shape)
+        self.dispatch: ExpertDispatch
+        self.on_device: DeviceDispatch | None = None
+        """`dispatch`, if the engines have GPUs."""
+        if config.is_on_gpu:
+            from weft.engine.parallel.device_dispatch import DeviceDispatch
+
+            self.dispatch = self.on_device = DeviceDispatch(self.lockstep, shape, device)
+        else:
+            self.dispatch = HostDispatch(self.lockstep, segment, shape)
         self._wake = wake
         self._is_closing = False
         self._watcher = threading.Thread(target=self._watch, name="attention-dp", daemon=True)
@@ -95,15 +114,41 @@ class AttentionGroup:
             if found != message:
                 why = (
                     f"worker {rank} has the {phase} {found.get('text')}, worker 0 {text}: "
-                    "attention_dp needs equal files and number formats"
+                    "attention_dp needs equal files, number formats and settings"
                 )
                 self._refuse_all(why)
                 raise ConfigError(why, param="model_dir")
         for rank in self._links:
             self._tell(rank, message)
 
+    def share(self, text: str) -> list[str]:
+        """Gives a text to all engines, and returns those of all, by rank. Raises ConfigError if
+        another one is gone.
+        """
+        if self.rank:
+            self._tell(0, {"text": text})
+            found = self._hear(0).get("texts")
+        else:
+            others = [self._hear(rank).get("text") for rank in sorted(self._links)]
+            found = [text, *others]
+            for rank in self._links:
+                self._tell(rank, {"texts": found})
+        if not isinstance(found, list) or len(found) != self.size:
+            raise ConfigError("worker 0 has sent no texts of all workers", param="attention_dp")
+        return [str(each) for each in found]
+
+    def loaded(self, digest: str) -> None:
+        """Called once this engine has its weights, which have this digest. Raises ConfigError if
+        those of others differ, or GPUs do not reach each other's memory.
+        """
+        self.agree("model", digest)
+        if self.on_device is not None:
+            self.on_device.map_memory(self.share)
+
     def begin(self) -> None:
         """Ends the start, once all engines have come to it."""
+        if self.on_device is not None:
+            self.on_device.take_part()
         self.agree("ready")
         self._watcher.start()
         self.lockstep.begin_together()
@@ -111,6 +156,8 @@ class AttentionGroup:
     def close(self) -> None:
         self._is_closing = True
         self.lockstep.close()
+        if self.on_device is not None:
+            self.on_device.close()
         for one in self._sockets.values():
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -279,6 +326,11 @@ class LockstepExecutor:
     def __init__(self, local: LocalExecutor, group: AttentionGroup) -> None:
         self._local, self._group = local, group
         self._lockstep, self._dispatch = group.lockstep, group.dispatch
+        self._forms: StepForms | None = None
+        """None: the engines are on a CPU."""
+        if group.on_device is not None:
+            self._forms = StepForms(group.lockstep, group.on_device, local)
+            group.agree("steps", self._forms.digest)
         self.page_table, self.window_tables = local.page_table, local.window_tables
         self.facts = local.facts
         self._left_at = 0.0
@@ -288,8 +340,10 @@ class LockstepExecutor:
         """Raises RanksLost if another engine is gone, or if this one fails while others go on."""
         self._lockstep.begin()
         try:
-            launched = self._local.launch(step)
-            self._dispatch.finish()
+            with nullcontext() if self._forms is None else self._forms.agree(step):
+                launched = self._local.launch(step)
+            with torch.inference_mode():
+                self._dispatch.finish()
         except RanksLost:
             raise
         except Exception as error:
@@ -308,6 +362,8 @@ class LockstepExecutor:
             self._lockstep.begin()
             self._lockstep.num_empty_steps += 1
             with torch.inference_mode():
+                if self._forms is not None:
+                    self._forms.take_empty_step()
                 self._dispatch.finish()
 
     def counters(self) -> dict[str, int]:

@@ -327,7 +327,7 @@ def _combine(pending: Combine | SharedCombine, after: NormAfter | None) -> torch
         assert isinstance(shared, GatedSum)
         assert gate is not None
         joined = SharedExpert(shared.gate_up.data, shared.down.data, gate.data)
-    if pending.w.form.scales_input:
+    if pending.w.form.scales_input or pending.w.exchange is not None:
         total = pending.partial()
         return total if after is None else add_rms_norm(total, *after)[0]
     x, w, to_experts = pending.x.value, pending.w, experts_addition(pending.lora, pending.layer)

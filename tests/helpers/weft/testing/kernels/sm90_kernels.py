@@ -82,6 +82,7 @@ from weft.kernels.ops.pages import triton_pages as page_ops
 from weft.kernels.ops.pages import triton_push as page_push
 from weft.kernels.ops.pages.pool import PageShare
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES
+from weft.kernels.ops.peers import triton_experts as peer_experts
 from weft.kernels.ops.peers import triton_logits as peer_logits
 from weft.kernels.ops.peers import triton_pages as peer_pages
 from weft.kernels.ops.peers import triton_stage as stage_rows
@@ -611,6 +612,17 @@ def compile_ranks() -> None:
         for rows in (3, 8):
             stage_rows.send_rows(link, torch.zeros(rows, width, dtype=BF16))
             stage_rows.receive_rows(link, torch.zeros(rows, width, dtype=BF16))
+        exchange = peer_experts.RowShape(width, BF16, 6, 32, 8)
+        num_bytes = peer_experts.layout_of(2, exchange).end
+        of_experts = peer_experts.ExpertMemory(
+            *(rank, 2, exchange, torch.zeros(num_bytes, dtype=torch.uint8), numbers[:2]),
+            *(torch.zeros(2, 8, dtype=torch.int32), numbers[:2], torch.zeros(1, dtype=torch.int32)),
+        )
+        routing = Routing(torch.zeros(3, 6, dtype=torch.int32), torch.zeros(3, 6))
+        x = torch.zeros(3, width, dtype=BF16)
+        rows, _ = peer_experts.send_rows(of_experts, x, routing, 4)
+        for residual in (None, x):
+            peer_experts.return_rows(of_experts, rows, routing.ids, residual, 4)
         pools = [torch.zeros(4, 8, 32, 2, 16, 128, dtype=BF16) for _ in range(2)]
         pushed = page_push.PeerPools.of(pools, rank)
         for layers in (range(3, 4), range(32)):
