@@ -31,7 +31,7 @@ from gpu_quantised import Format, Product, draw_experts
 from gpu_roof import kept_rates
 from harness import Harness, Run, numbers, spread
 from torch.profiler import ProfilerActivity, profile
-from weft.kernels.ops.moe import gpu, triton_direct
+from weft.kernels.ops.moe import gpu
 from weft.kernels.ops.moe.gpu import routed_moe
 from weft.kernels.ops.moe.spec import StackedWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
@@ -66,8 +66,7 @@ def _in_blocks(rows: int, first: Tile, second: Tile) -> Replaced:
 FP8_FORMS: dict[str, Replaced] = {
     "chosen": [],
     "unsorted": [_UNSORTED],
-    "unsorted, 4 columns": [_UNSORTED, (triton_direct, "_OUT_COLUMNS", 4)],
-    "unsorted, 32 warps": [_UNSORTED, (triton_direct, "_WARPS_PER_SM", 32)],
+    "unsorted, CUDA cores": [_UNSORTED, (gpu, "can_multiply", lambda *given: False)],
     "blocks of 16": _in_blocks(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),
     "blocks of 16, 6 stages": _in_blocks(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6)),
     "blocks of 32": _in_blocks(32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3)),

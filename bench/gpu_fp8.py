@@ -1,11 +1,12 @@
 """Products with FP8 weights on a GPU: their errors and their speed.
 
-    python bench/gpu_fp8.py [--only numerics kernels] [--sweep]
+    python bench/gpu_fp8.py [--only numerics kernels few] [--sweep]
 
 Kernels are timed in captured graphs over weights that rotate beyond the L2 cache, beside the same
 product in bfloat16 and beside torch's `scaled_mm`; the roof is the time to read the weight once at
-the copy rate of the same run, or to multiply at twice bfloat16's rate. bench/gpu_quantised.py
-measures whole models.
+the copy rate of the same run, or to multiply at twice bfloat16's rate. `few` (only if named) times
+products of 1 to 16 rows by each kernel that takes them, in turns. bench/gpu_quantised.py measures
+whole models.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from clocks import compile_beside, graph_us, release
+from clocks import capture, compile_beside, graph_us, num_inputs, release, replay_us
 from gpu_roof import Rates, kept_rates
-from harness import Harness, Run
+from harness import Harness, Run, spread
 from weft.kernels.ops.activation import silu_and_mul
-from weft.kernels.ops.linear.gpu_fp8 import torch_product
-from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows, few_rows
+from weft.kernels.ops.linear.gpu_fp8 import gate_up_silu, linear, torch_product
+from weft.kernels.ops.linear.spec import LinearWeight
+from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, few_rows
 from weft.kernels.ops.linear.triton_fp8_few_rows import SpreadLaunchConfig as Spread
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
+from weft.kernels.ops.linear.triton_fp8_streamed import StreamedLaunchConfig, multiply_streamed
 from weft.kernels.ops.linear.triton_fp8_tiles import TileLaunchConfig as Tile
 from weft.kernels.ops.linear.triton_fp8_tiles import multiply_fp8
 from weft.kernels.shared.formats.fp8 import FP8, FP8_MAX
@@ -72,6 +75,14 @@ PRODUCTS = (
     Product("down", 4096, 14336),
 )
 ROWS = (1, 16, 64, 256, 4096)
+FEW_PRODUCTS = (
+    *PRODUCTS,
+    Product("qkv of Qwen3-30B-A3B", 5120, 2048),
+    Product("o of Qwen3-30B-A3B", 2048, 4096),
+)
+FEW_ROWS = (1, 2, 3, 4, 8, 12, 16)
+STREAMED = tuple(StreamedLaunchConfig(*shape) for shape in ((16, 8), (32, 8), (16, 4), (32, 4)))
+_TURNS = 7
 Shape = Spread | Tile
 SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (
@@ -351,6 +362,59 @@ def kernels(run: Run) -> None:
     """Every way of every product."""
     compile_all(run)
     time_kernels(run, kept_rates(run), run.options.sweep)
+
+
+@harness.part_if_named
+def few(run: Run) -> None:
+    """Products of few rows, with the rounding of rows where it is a launch."""
+    rates = kept_rates(run)
+    for product, scales in itertools.product(FEW_PRODUCTS, ("channels", "blocks")):
+        weights = matrices(product, scales, min(12, num_inputs(product.n * product.k)))
+        for rows in FEW_ROWS:
+            with run.noted(f"{product.name}, {scales}, {rows} rows"):
+                _time_few(run, product, scales, weights, rows, rates.bytes_per_s)
+        del weights
+        release()
+
+
+def _time_few(
+    run: Run,
+    product: Product,
+    scales: str,
+    weights: Sequence[Fp8Matrix],
+    rows: int,
+    bytes_per_s: float,
+) -> None:
+    x = torch.randn(rows, product.k, device="cuda", dtype=BF16)
+    out = torch.empty((rows, product.columns), device="cuda", dtype=BF16)
+    given = FewRows(is_gated=product.is_gated)
+
+    def chosen(matrix: Fp8Matrix) -> torch.Tensor:
+        w = LinearWeight(product.n, product.k, BF16, product.is_gated, matrix, None)
+        return gate_up_silu(x, w, None) if product.is_gated else linear(x, w)
+
+    def rounded(matrix: Fp8Matrix) -> None:
+        taken = quantise_rows(x, has_groups=scales == "blocks")
+        multiply_fp8(taken, matrix, out, None, None, is_gated=product.is_gated)
+
+    ways: dict[str, Callable[[Fp8Matrix], object]] = {"chosen": chosen, "rounded": rounded}
+    if rows <= MAX_ROWS:
+        ways["spread"] = lambda matrix: few_rows(x, matrix, out, given)
+    for launch in STREAMED if run.options.sweep else (None,):
+        name = "streamed" if launch is None else str(launch)
+        ways[name] = lambda matrix, launch=launch: multiply_streamed(x, matrix, out, given, launch)
+    graphs = {
+        name: capture([lambda w=w, way=way: way(w) for w in weights]) for name, way in ways.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(_TURNS):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(*graph))
+    roof_us = 1e6 * product.n * product.k / bytes_per_s
+    for name, found in times.items():
+        us = spread(found)
+        figures = {"rows": rows, "scales": scales, "way": name, "us": us}
+        run.row(table="few", product=product.name, **figures, share=roof_us / us.median)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from weft.kernels.ops.moe import gpu as gpu_moe
 from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.pack import pack_experts
-from weft.kernels.ops.moe.spec import ExpertParts, Routing
+from weft.kernels.ops.moe.spec import PLAIN_EXPERTS, ExpertParts, Routing
 from weft.kernels.ops.moe.triton_combine import NormAfter
 from weft.kernels.ops.moe.triton_direct import joins_shared
+from weft.kernels.ops.moe.triton_direct_fp8 import can_multiply, direct_fp8_moe
 from weft.kernels.ops.moe.triton_route import route
 from weft.kernels.ops.moe.triton_sort import sort_pairs
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.stream.gpu import GpuStream
+from weft.kernels.shared.formats.quantised import Fp8Experts
 from weft.kernels.shared.side_stream import rehearsal
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -385,3 +387,44 @@ def test_the_sum_of_shares(
         total += gpu_moe.routed_moe(x, logits, top_k, w13, w2, None, renormalise=True, more=more)
     exact = compute(case, torch.float64)
     assert_as_exact(total.bfloat16(), compute(case, torch.bfloat16), exact, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "top_k", "is_share"),
+    [(2048, 768, 8, False), (1024, 512, 6, True), (896, 2048, 8, False), (768, 128, 2, True)],
+)
+def test_few_rows_of_fp8_blocks_on_tensor_cores(
+    hidden: int, inner: int, top_k: int, is_share: bool, rows: int
+) -> None:
+    """All numbers of FP8, small ones too, whose exponents the kernels move."""
+    fresh_seed()
+    experts, own = 16, 8 if is_share else 16
+    x = torch.randn(rows, hidden, device=CUDA, dtype=torch.bfloat16)
+    ids, shares = route(torch.randn(rows, experts, device=CUDA), top_k, True)
+    ids = torch.where(ids < own, ids, own).to(torch.int32)
+
+    def drawn(rows: int, columns: int) -> Fp8Experts:
+        data = torch.randint(0, 256, (own, rows, columns), device=CUDA, dtype=torch.uint8)
+        data[data & 0x7F == 0x7F] = 0  # no NaN
+        scales = torch.rand(own, rows // 128, columns // 128, device=CUDA) / columns
+        return Fp8Experts(data.view(torch.float8_e4m3fn), scales, 128)
+
+    stacks = drawn(2 * inner, hidden), drawn(hidden, inner)
+    more = PLAIN_EXPERTS._replace(placement=torch.zeros(1, device=CUDA) if is_share else None)
+    assert can_multiply(x, top_k, *stacks, more)
+    poison = torch.full((rows * top_k, inner), float("nan"), device=CUDA, dtype=x.dtype)
+    del poison
+    found = direct_fp8_moe(x, ids, shares, *stacks, x, more)
+    w13, w2 = (
+        one.data.double() * one.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        for one in stacks
+    )
+    expected = x.double()
+    for row, place in itertools.product(range(rows), range(top_k)):
+        if (expert := int(ids[row, place])) < own:
+            gate, up = (w13[expert] @ x[row].double()).chunk(2)
+            product = (F.silu(gate) * up).to(x.dtype).double()
+            expected[row] += shares[row, place] * (w2[expert] @ product)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=8e-3, atol=4e-3 * largest)

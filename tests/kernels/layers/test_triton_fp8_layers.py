@@ -13,8 +13,10 @@ from weft.engine.model.stack import Run, run_all
 from weft.kernels.ops.attention.spec import AttentionSpec
 from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
+from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows, few_rows
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.stream import gpu as stream
+from weft.kernels.shared.formats.quantised import Fp8Matrix
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -108,3 +110,39 @@ def test_layers(
         # Rows are rounded, and by the interpreter wrongly at times.
         error = (out.double() - exact).norm() / exact.norm()
         assert 1e-3 < error < 0.2
+
+
+def test_rows_between_few_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on devices that have `triton_fp8_streamed`, for which a stand-in multiplies row by row.
+    Gate and up round rows, other products do not.
+    """
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    streamed: list[Fp8Matrix] = []
+
+    def multiply(x: torch.Tensor, matrix: Fp8Matrix, out: torch.Tensor, given: FewRows) -> None:
+        streamed.append(matrix)
+        for row in range(x.shape[0]):
+            at = slice(row, row + 1)
+            residual = None if given.residual is None else given.residual[at]
+            few_rows(x[at], matrix, out[at], given._replace(residual=residual))
+
+    def numbers(matrix: Fp8Matrix, dtype: torch.dtype, *, is_gated: bool) -> range:
+        return range(0) if is_gated else range(3, 9)
+
+    monkeypatch.setattr(fp8_linear, "multiply_streamed", multiply)
+    monkeypatch.setattr(fp8_linear, "streamed_rows", numbers)
+    rows, layers = 5, [make_layer(index, 8, is_fixed=False) for index in range(LAYERS)]
+    pool = torch.randn(6, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(DTYPE)
+    hidden = torch.randn(rows, HIDDEN).to(DTYPE)
+
+    def run(layers: list[Layer], dtype: torch.dtype) -> torch.Tensor:
+        kv = pool.to(dtype, copy=True)
+        step = make_step([(rows, 40)], kv)
+        with as_on_gpu():
+            return run_all([Run(layers)], hidden.to(dtype, copy=True), step, kv)
+
+    out = run(layers, DTYPE)
+    assert len(streamed) == 3 * LAYERS
+    exact = run([in_floats(layer, torch.float32) for layer in layers], torch.float32).double()
+    assert (out.double() - exact).norm() / exact.norm() < 0.2

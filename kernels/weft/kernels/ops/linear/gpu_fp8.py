@@ -1,9 +1,9 @@
 """Linear layers with FP8 weights on a GPU.
 
-Few rows are multiplied as they are by weights that are widened in registers. More rows are rounded
-to FP8 first. Each row has a scale, or each group of 128 of its columns has one if the weight's
-scales are in blocks. In deterministic mode rows are always rounded, and all products take one tile
-shape.
+Few rows are multiplied as they are by weights that are widened in registers; how many are few
+depends on the weight. More rows are rounded to FP8 first. Each row has a scale, or each group of
+128 of its columns has one if the weight's scales are in blocks. In deterministic mode rows are
+always rounded, and all products take one tile shape.
 
 Our own kernels round a result once. Where torch is faster, the result is rounded after the product,
 after the bias and after the residual.
@@ -20,6 +20,7 @@ from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
+from weft.kernels.ops.linear.triton_fp8_streamed import multiply_streamed, streamed_rows
 from weft.kernels.ops.linear.triton_fp8_tiles import FIXED, multiply_fp8
 from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_rows import NormOfRows
@@ -61,8 +62,20 @@ def _product(
     if w.is_fixed:
         multiply_fp8(_rounded(x, w), matrix, out, w.bias, residual, launch=FIXED)
     else:
-        few_rows(x, matrix, out, FewRows(w.bias, residual))
+        _multiply_few(x, w, out, FewRows(w.bias, residual))
     return out
+
+
+def _multiply_few(x: torch.Tensor, w: LinearWeight, out: torch.Tensor, given: FewRows) -> None:
+    """For rows that are not rounded."""
+    if _is_streamed(x.shape[0], w):
+        multiply_streamed(x, matrix_of(w), out, given)
+    else:
+        few_rows(x, matrix_of(w), out, given)
+
+
+def _is_streamed(rows: int, w: LinearWeight) -> bool:
+    return rows in streamed_rows(matrix_of(w), w.dtype, is_gated=w.gated)
 
 
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
@@ -75,7 +88,7 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     if rows > MAX_ROWS:
         return _gated(_rounded(x, w), w, x.dtype)
     out = torch.empty((rows, w.out_features // 2), dtype=x.dtype, device=x.device)
-    few_rows(x, matrix, out, FewRows(w.bias, is_gated=True))
+    _multiply_few(x, w, out, FewRows(w.bias, is_gated=True))
     return out
 
 
@@ -99,23 +112,25 @@ def gated_mlp(
     lora: LoraAddition | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)) for more than MAX_ROWS rows. `lora` is added to gate and up.
+    """down(silu(gate(x)) * up(x)) for so many rows that gate and up round them. `lora` is added to
+    gate and up.
 
-    The activation rounds its result, which is kept in FP8 alone. `rounded` are the rows of x if
-    they have been rounded already; not with adapters.
+    If down rounds its rows too, the activation does it, and its result is kept in FP8 alone.
+    `rounded` are the rows of x if they have been rounded already; not with adapters.
     """
     check_operands(x, gate_up, None)
-    matrix, of_gate = matrix_of(down), matrix_of(gate_up)
+    rows = x.shape[0]
     if lora is None:
         rounded = _rounded(x, gate_up) if rounded is None else rounded
-        if _is_activated_within(x.shape[0], of_gate):
-            inner = _rounded(_gated(rounded, gate_up, x.dtype), down)
-            return _multiply_rounded(inner, matrix, down.bias, None, x.dtype)
+        if _is_activated_within(rows, matrix_of(gate_up)):
+            return _product(_gated(rounded, gate_up, x.dtype), down, None, x.dtype)
         both = rounded_linear(rounded, gate_up, x.dtype)
     else:
         both = linear(x, gate_up, lora=lora)
+    if not rounds_rows(rows, down):
+        return _product(activate(both, "silu", is_gated=True), down, None, x.dtype)
     inner = quantise_rows(both, has_groups=has_groups(down), is_gated=True)
-    return _multiply_rounded(inner, matrix, down.bias, None, x.dtype)
+    return _multiply_rounded(inner, matrix_of(down), down.bias, None, x.dtype)
 
 
 def _is_activated_within(rows: int, matrix: Fp8Matrix) -> bool:
@@ -126,6 +141,11 @@ def rounds_rows(rows: int, w: LinearWeight) -> bool:
     """Whether a product multiplies rounded rows with the tiles that suit their number. In
     deterministic mode it does not: it rounds any number of rows, for the tile `FIXED`.
     """
+    return may_round(rows, w) and not _is_streamed(rows, w)
+
+
+def may_round(rows: int, w: LinearWeight) -> bool:
+    """Whether some products of so many rows with weights of this format round them."""
     return rows > MAX_ROWS and not w.is_fixed and isinstance(w.form, Fp8Channels | Fp8Blocks)
 
 
@@ -154,7 +174,7 @@ def add_product(
 ) -> None:
     """`weft.kernels.ops.linear.gpu.add_product`, in one launch."""
     check_operands(x, w, stream)
-    few_rows(x, matrix_of(w), stream, FewRows(w.bias, stream, tap=tap))
+    _multiply_few(x, w, stream, FewRows(w.bias, stream, tap=tap))
 
 
 def matrix_of(w: LinearWeight) -> Fp8Matrix:

@@ -1,9 +1,9 @@
 """The experts of a mixture on a GPU.
 
-Few rows go to `triton_direct`, and with weights of 4 bits to `linear.triton_groups_few_rows`. For
-more rows, pairs of a row and an expert are sorted by expert and cut into blocks, which are
-multiplied by their experts' weights (`triton_products`). No pair is dropped, and a row's experts
-are summed in order, so that results repeat.
+Few rows go to `triton_direct` or `triton_direct_fp8`, and with weights of 4 bits to
+`linear.triton_groups_few_rows`. For more rows, pairs of a row and an expert are sorted by expert
+and cut into blocks, which are multiplied by their experts' weights (`triton_products`). No pair is
+dropped, and a row's experts are summed in order, so that results repeat.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weft.kernels.ops.moe.spec import (
 from weft.kernels.ops.moe.tiles import FIXED_FP8, Tiles, fp8_tiles, packed_tiles, tiles_for
 from weft.kernels.ops.moe.triton_combine import NormAfter, combine
 from weft.kernels.ops.moe.triton_direct import MAX_DIRECT_ROWS, direct_moe
+from weft.kernels.ops.moe.triton_direct_fp8 import can_multiply, direct_fp8_moe
 from weft.kernels.ops.moe.triton_lora import down_additions, gate_up_additions
 from weft.kernels.ops.moe.triton_lora_pairs import Folded, activate_pairs, can_pair
 from weft.kernels.ops.moe.triton_lora_tiles import (
@@ -47,7 +48,7 @@ from weft.kernels.shared.side_stream import SideStreamWork, is_forking
 
 MAX_DIRECT_FP8_ROWS = 3
 """Most rows for which pairs of FP8 weights in blocks, without adapters, are not sorted. On an H200
-4 rows of Qwen3-30B-A3B take 50 us sorted and 63 us unsorted, 2 rows 47 and 35 us (`python
+4 rows of Qwen3-30B-A3B take 50 us sorted and 53 us unsorted, 3 rows 49 and 42 us (`python
 bench/gpu_expert_launches.py --only forms --formats fp8`).
 """
 MAX_PACKED_ROWS = 4
@@ -216,6 +217,13 @@ def moe(
     if _is_direct(x.shape[0], w13, lora) and not is_fixed:
         assert not isinstance(w13, PackedExperts)
         assert not isinstance(w2, PackedExperts)
+        if (
+            isinstance(w13, Fp8Experts)
+            and isinstance(w2, Fp8Experts)
+            and lora is None
+            and can_multiply(x, ids.shape[1], w13, w2, more)
+        ):
+            return direct_fp8_moe(x, ids, shares, w13, w2, residual, more)
         return direct_moe(x, ids, shares, w13, w2, residual, lora, more)
     if lora is None and not is_fixed and _is_few_packed(x, w13, w2):
         return _few_packed(x, ids, shares, w13, w2, residual, None, more)

@@ -16,7 +16,7 @@ from weft.kernels.ops.linear.gpu import (
     normed_linear,
     supports_norm,
 )
-from weft.kernels.ops.linear.gpu_fp8 import gated_mlp, has_groups, rounds_rows
+from weft.kernels.ops.linear.gpu_fp8 import gated_mlp, has_groups, may_round, rounds_rows
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
 from weft.kernels.ops.lora.checks import check_addition
@@ -250,9 +250,9 @@ def _add_and_norm(
     norm: Norm,
     tap: torch.Tensor | None,
 ) -> Normed:
-    """Except for experts, the sum also goes to `tap`, if given. If the product that is added took
-    rounded rows, the norm rounds its own rows too, since the next product usually has a weight of
-    the same format.
+    """Except for experts, the sum also goes to `tap`, if given. If the product that is added has a
+    weight in FP8, the norm rounds more than a few rows, since the next product usually has a weight
+    of the same format.
     """
     if isinstance(pending, Combine | SharedCombine):
         return Normed(_combine(pending, NormAfter(value, *norm)))
@@ -260,7 +260,7 @@ def _add_and_norm(
         return Normed(add_rms_norm(pending.value, value, *norm, None, tap)[0])
     out, added = _product(pending) if isinstance(pending, Sum) else _gated(pending)
     last = pending.w if isinstance(pending, Sum) else pending.down
-    if not rounds_rows(out.shape[0], last):
+    if not may_round(out.shape[0], last):
         return Normed(add_rms_norm(out, value, *norm, added, tap)[0])
     return _RoundedNormed(
         *add_rounding_norm(out, value, *norm, added, tap, has_groups=has_groups(last))
@@ -279,7 +279,7 @@ def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
 def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
     x, both, down, to_gate_up, to_down = pending
     rows = x.value.shape[0]
-    if to_down is None and rounds_rows(rows, both) and rounds_rows(rows, down):
+    if to_down is None and rounds_rows(rows, both) and may_round(rows, down):
         rounded = _rounded_for(x, both, to_gate_up)
         return gated_mlp(x.value, both, down, to_gate_up, rounded), None
     is_plain = all(isinstance(w.form, PlainForm) and not w.is_fixed for w in (both, down))

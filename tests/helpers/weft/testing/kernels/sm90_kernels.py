@@ -698,13 +698,13 @@ def main(is_full: bool, texts: Path | None) -> None:
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(torch, "mm", product),
         ExitStack() as stack,
-        mock.patch.object(groups_tensor_cores, "has_kernel", return_value=True),
     ):
-        # Modules that are imported later get it from its own module.
-        own = sm90.is_sm90
-        for module in list(sys.modules.values()):
-            if vars(module).get("is_sm90") is own:
-                stack.enter_context(mock.patch.object(module, "is_sm90", return_value=True))
+        # Modules that are imported later get them from their own modules.
+        for own in (sm90.is_sm90, groups_tensor_cores.has_kernel):
+            name = own.__name__
+            for module in list(sys.modules.values()):
+                if vars(module).get(name) is own:
+                    stack.enter_context(mock.patch.object(module, name, return_value=True))
         for name, compile_group in groups(is_full).items():
             earlier |= launched
             launched.clear()
