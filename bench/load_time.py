@@ -7,12 +7,18 @@ It writes layers of Llama 3.1 8B's shape in bfloat16 to a temporary folder, read
 they are in the page cache, and takes in turns, each in a process of its own: Weft's loader as a
 first start (which computes the files' digests), as a later one and with nothing in the page cache,
 from a peer (another process that has the model, whose packed weights the GPU copies, or NIXL),
-safetensors, and fastsafetensors where it is installed. Seconds of a loader's phases are printed
-first. All keep what they load; Weft's time includes the packing of products for the device. Once it
-takes what the machine can do: reads by one thread and by eight, also from disk, writes of new
-files, copies from pinned memory to the device, and on a CPU the first write of as much new memory.
-`pull` fetches the files from a hub on loopback to a new cache beside them, as `weft model pull`
-does.
+safetensors, and fastsafetensors where it is installed. With `--source cuda:1` the peer's weights
+come from another GPU. Seconds of a loader's phases are printed first. All keep what they load;
+Weft's time includes the packing of products for the device, but not what every worker does before:
+starting the driver, and naming Triton's compiler. Once it takes what the machine can do: reads by
+one thread and by eight, also from disk, writes of new files, copies from pinned memory to the
+device, and on a CPU the first write of as much new memory. `pull` fetches the files from a hub on
+loopback to a new cache beside them, as `weft model pull` does.
+
+    python bench/load_time.py --only steps --device cuda:0 --source cuda:1
+
+takes the steps of an engine on the source, by themselves and while another process copies its
+weights over and over.
 """
 
 from __future__ import annotations
@@ -26,18 +32,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
 import torch
-from harness import Harness, Run, spread, timed
+from harness import Harness, Run, in_turns, ratio_of, spread, timed
 from safetensors.torch import load_file, save_file
 from weft.checkpoint.hub import HubName, pull
+from weft.contract.request import StopCriteria
 from weft.contract.start_work import START_WORK
 from weft.contract.weights import WeightOffer
 from weft.engine.executor.peer_weights import OfferedWeights, PeerWeights
+from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.kernels.shared.cpu import native_cpu
 from weft.kernels.shared.memory import huge_zeros
@@ -54,6 +62,7 @@ GIB = 1 << 30
 _READ_BYTES, _COPY_BYTES = 16 << 20, 256 << 20
 _THREADS = 8
 _REPOSITORY = "bench/model"
+NUM_PROMPTS, PROMPT_TOKENS, NUM_PAGES = 8, 64, 2048
 
 
 def random_layer() -> dict[str, torch.Tensor]:
@@ -230,6 +239,37 @@ def peer_of(folder: Path, device: str, at: Path) -> Iterator[dict[str, str]]:
             source.stdin.close()
 
 
+@contextmanager
+def copying(offer: Path, folder: Path, device: str) -> Iterator[Callable[[], int]]:
+    """Another process that copies a worker's weights over and over, from when it has done so once;
+    how often it has since.
+    """
+    command = [sys.executable, __file__, COPIES, str(folder), device]
+    environment, num_done = {**os.environ, OFFER: str(offer)}, 0
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdout=pipe, env=environment) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline(), "the log says why the weights were not copied"
+        os.set_blocking(reader.stdout.fileno(), False)
+
+        def count() -> int:
+            nonlocal num_done
+            with suppress(BlockingIOError):
+                num_done += os.read(reader.stdout.fileno(), 1 << 16).count(b"\n")
+            return num_done
+
+        try:
+            yield count
+        finally:
+            reader.terminate()
+
+
+def copy_for_ever(folder: Path, device: str) -> None:
+    while True:
+        load_from_peer(folder, device)
+        print(flush=True)
+
+
 def load_with_safetensors(folder: Path, device: str) -> None:
     """safetensors, without any packing."""
     kept = [load_file(path, device) for path in weight_paths(folder)]
@@ -269,16 +309,20 @@ LOADERS: dict[str, Callable[[Path, str], None]] = {
 WAYS = RATES | LOADERS
 CHANGING = ("write, 1 thread", "weft, first start")
 """Ways that change the checkpoint's folder, which is therefore never one that the user names."""
-ONE, PEER = "one", "peer"
-"""Words before a way that is to be timed in this process, and before a model to be offered."""
+ONE, PEER, COPIES = "one", "peer", "copies"
+"""Words before a way that is to be timed in this process, before a model to be offered, and before
+one to be copied for ever.
+"""
 OFFER = "WEFT_BENCH_OFFER"
 """Variable that names the file of an offer."""
 FROM_DISK = ", from disk"
 """Ends the names of ways before which the page cache forgets the files."""
 
 
-def seconds_of(way: str, folder: Path, device: str) -> float:
-    """One of `WAYS` in a process of its own."""
+def seconds_of(way: str, folder: Path, device: str, source: str) -> dict[str, float]:
+    """One of `WAYS` in a process of its own, as `s`, and its phases. A peer has the model on
+    `source`.
+    """
     command = [sys.executable, __file__, ONE, way, str(folder), device]
     with serving_mirror() as mirror, tempfile.TemporaryDirectory(dir=folder.parent) as cache:
         mirror.folders[_REPOSITORY] = folder
@@ -288,30 +332,33 @@ def seconds_of(way: str, folder: Path, device: str) -> float:
         if way.endswith(FROM_DISK):
             forget(folder)
         is_copied = WAYS[way] in (load_from_peer, load_over_nixl)
-        peer = peer_of(folder, device, Path(cache)) if is_copied else nullcontext({})
+        peer = peer_of(folder, source, Path(cache)) if is_copied else nullcontext({})
         with peer as told:
             environment = {**os.environ, **hub, **told}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{way}: {done.stderr[-2000:]}")
-    told = json.loads(done.stdout.splitlines()[-1])
-    for work, seconds in told["of these"].items():
-        print(f"    {work}: {seconds:.3f} s", flush=True)
-    return float(told["s"])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    for phase, seconds in found.items():
+        print(f"{way}, {phase}: {seconds:.3f}", flush=True)
+    return found
 
 
 def time_one(way: str, folder: Path, device: str) -> float:
     """Seconds of one of `WAYS` in this process."""
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda:
+        from weft.kernels.shared.kernel_cache import begin_naming
+
         torch.zeros(1, device=device)  # Starts the driver.
+        begin_naming().join()
     elif native_cpu() is None:  # Compiled at the first call.
         raise SystemExit("no C compiler: packing would not be the usual one")
 
     def whole() -> None:
         WAYS[way](folder, device)
         if is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
 
     return timed(whole)
 
@@ -320,6 +367,8 @@ harness = Harness(__file__, __doc__, repeats=3)
 harness.flag("--gib", type=float, default=4.0, help="size of the checkpoint")
 harness.flag("--ways", nargs="+", choices=WAYS, help="default all")
 harness.flag("--device", default="cpu")
+harness.flag("--tokens", type=int, default=1000, help="generated by each request")
+harness.flag("--source", help="device of the peer; else --device")
 harness.flag("--at", type=Path, help="where to write it; else the temporary folder")
 harness.flag("--folder", type=Path, help="checkpoint to load, unchanged; else written")
 
@@ -327,6 +376,7 @@ harness.flag("--folder", type=Path, help="checkpoint to load, unchanged; else wr
 @harness.check
 def complete(options: argparse.Namespace) -> None:
     """Ways that change nothing that the user named."""
+    options.source = options.source or options.device
     left_out = CHANGING if options.folder else ()
     # On a CPU weights of a peer always come over NIXL.
     same = {OVER_NIXL} if options.device == "cpu" else set[str]()
@@ -335,33 +385,69 @@ def complete(options: argparse.Namespace) -> None:
         harness.error(f"--folder: {', '.join(sorted(changing))} would change it")
 
 
+def written_model(run: Run) -> Path:
+    options = run.options
+    folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(dir=options.at)))
+    write_model(folder, int(options.gib * GIB))
+    return folder
+
+
 @harness.part
 def loading(run: Run) -> None:
     """All ways: loaders in turns, the machine's rates once."""
     options = run.options
-    folder = options.folder
-    if folder is None:
-        folder = Path(run.stack.enter_context(tempfile.TemporaryDirectory(dir=options.at)))
-        write_model(folder, int(options.gib * GIB))
+    folder = options.folder or written_model(run)
     ways = [way for way in options.ways if way != "fastsafetensors" or fastsafetensors is not None]
     size = sum(path.stat().st_size for path in weight_paths(folder))
     read_by_one(folder, options.device)
-    seconds_of("weft", folder, options.device)  # So that libraries are in the page cache too.
-    times: dict[str, list[float]] = {}
+    devices = options.device, options.source
+    seconds_of("weft", folder, *devices)  # So that libraries are in the page cache too.
+    times: dict[str, list[dict[str, float]]] = {}
     for turn in range(options.repeats):
         for way in ways if not turn else [way for way in ways if way in LOADERS]:
-            times.setdefault(way, []).append(seconds_of(way, folder, options.device))
-            print(f"{way}: {times[way][-1]:.2f} s", flush=True)
+            times.setdefault(way, []).append(seconds_of(way, folder, *devices))
     run.keep(bytes=size)
     for way, taken in times.items():
-        run.row(way=way, s=spread(taken), gib_per_s=spread([size / one / GIB for one in taken]))
+        phases = {name: spread([one[name] for one in taken]) for name in taken[0]}
+        rates = [size / one["s"] / GIB for one in taken]
+        run.row(way=way, s=phases.pop("s"), gib_per_s=spread(rates), phases=phases)
+
+
+@harness.part_if_named
+def steps(run: Run) -> None:
+    """A token of eight requests on the source, alone and while its weights are copied."""
+    options = run.options
+    folder = options.folder or written_model(run)
+    stop = StopCriteria(max_tokens=options.tokens, ignore_eos=True)
+    prompts = [[number + 1] * PROMPT_TOKENS for number in range(NUM_PROMPTS)]
+    num_copies: list[int] = []
+    at = Path(run.stack.enter_context(tempfile.TemporaryDirectory())) / "offer.json"
+    settings = {"dtype": "bfloat16", "num_pages": NUM_PAGES, "prefix_cache": False}
+    with LLM(folder, device=options.source, **settings) as llm:
+        at.write_text(llm.offer_weights().to_json())
+
+        def alone() -> float:
+            return timed(lambda: llm.generate(prompts, stop=stop)) / options.tokens
+
+        def beside() -> float:
+            with copying(at, folder, options.device) as count:
+                before, seconds = count(), alone()
+                num_copies.append(count() - before)
+            return seconds
+
+        found = in_turns({"alone": alone, "beside": beside}, options.repeats)
+    ratio = ratio_of(found["beside"], found["alone"])
+    times = {f"{way}_ms": spread(taken, 1e3) for way, taken in found.items()}
+    run.row(way="a token on the source", **times, to_alone=ratio, copies=spread(num_copies[1:]))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [ONE]:
         taken = time_one(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
-        print(json.dumps({"s": taken, "of these": START_WORK.seconds()}))
+        print(json.dumps({"s": taken, **START_WORK.seconds()}))
         sys.exit(0)
+    if sys.argv[1:2] == [COPIES]:
+        copy_for_ever(Path(sys.argv[2]), sys.argv[3])
     if sys.argv[1:2] == [PEER]:
         offer_weights(Path(sys.argv[2]), sys.argv[3])
         sys.exit(0)

@@ -51,22 +51,23 @@ def test_parts_are_those_that_torch_takes(
 
 @pytest.mark.parametrize("stored", [*DTYPES, torch.float8_e4m3fn])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("rows", [5, 700])
 def test_numbers_that_are_not_finite_are_refused_by_name(
-    stored: torch.dtype, bad: float, tmp_path: Path
+    stored: torch.dtype, bad: float, rows: int, tmp_path: Path
 ) -> None:
-    tensors = {name: torch.randn(700, 301).to(stored) for name in ("sound", "poisoned")}
+    tensors = {name: torch.randn(rows, 301).to(stored) for name in ("sound", "poisoned")}
     is_fp8 = stored == torch.float8_e4m3fn  # It has no infinities.
     bad = torch.nan if is_fp8 else bad
-    tensors["poisoned"][random.randrange(700), random.randrange(301)] = bad
+    tensors["poisoned"][random.randrange(rows), random.randrange(301)] = bad
     save_file(tensors, tmp_path / "model.safetensors")
     dtype = stored if is_fp8 else random.choice(DTYPES)
-    for names in (["sound"], ["sound", "poisoned"]):
-        with Checkpoint(tmp_path, unused=lambda _: True) as file:
-            for name in names:
-                part = TensorSlice(name, (700, 301))
-                file.read_into(part, torch.empty(part.size, dtype=dtype, device="cuda"))
-            if names == ["sound"]:
-                file.finish()
-                continue
-            with pytest.raises(ModelError, match="poisoned has a number that is not finite"):
-                file.finish()
+    with Checkpoint(tmp_path, unused=lambda _: True) as file:
+
+        def read(name: str) -> None:
+            out = torch.empty(rows, 301, dtype=dtype, device="cuda")
+            file.read_into(TensorSlice(name, (rows, 301)), out)
+            file.finish()  # The GPU's answer about a large tensor may be noted.
+
+        read("sound")
+        with pytest.raises(ModelError, match="poisoned has a number that is not finite"):
+            read("poisoned")

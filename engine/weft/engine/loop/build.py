@@ -182,8 +182,9 @@ def load_parts(
     model = check_combination(config)
     if config.is_on_gpu:
         ensure_triton_compiles()
-        from weft.kernels.shared.kernel_cache import time_compiling
+        from weft.kernels.shared.kernel_cache import begin_naming, time_compiling
 
+        begin_naming()
         time_compiling()
     if config.attention_dp > 1:
         return _load_beside_others(config, model, wake, progress)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from typing import Any
 
 from triton import knobs
-from triton.runtime.cache import FileCacheManager
+from triton.runtime.cache import FileCacheManager, triton_key
 from weft.contract.start_work import COMPILING, START_WORK
 
 MANAGER = "TRITON_CACHE_MANAGER"
@@ -41,3 +42,13 @@ def time_compiling() -> None:
         START_WORK.add(COMPILING, times.total / 1e6)
 
     knobs.compilation.listener = note
+
+
+def begin_naming() -> threading.Thread:
+    """Begins to compute Triton's own part of the names in its cache, for which it reads its library
+    of some 400 MB. Otherwise the first kernel does so, also one that was compiled before. Returns
+    the thread.
+    """
+    thread = threading.Thread(target=triton_key, name="triton-key", daemon=True)
+    thread.start()
+    return thread

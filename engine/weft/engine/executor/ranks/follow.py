@@ -196,6 +196,10 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     """
     assert config.num_threads is not None
     torch.set_num_threads(config.num_threads)
+    if config.is_on_gpu:
+        from weft.kernels.shared.kernel_cache import begin_naming
+
+        begin_naming()
     device = find_device(config)
     peers = peers_of(others, config, device)
     context = context_peers_of(others, config, device)

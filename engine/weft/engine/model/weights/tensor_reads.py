@@ -32,6 +32,10 @@ _CHECKED_BYTES = 64 << 20
 """Bytes of FP8 that a GPU checks at a time, for which it needs as much memory."""
 _FP8_NAN = 0x7F
 """Bits of FP8's only value that is not finite, without its sign."""
+_SMALL_BYTES = 64 << 10
+"""Size up to which a tensor for a GPU is read and checked on the host. Pinning memory and starting
+kernels takes longer than to read it.
+"""
 _BUFFERS_A_THREAD = 2
 """Buffers of a thread that reads for a GPU: one is copied while the thread reads into the other."""
 
@@ -145,15 +149,21 @@ class TensorReads:
             out: Contiguous, of the part's shape.
 
         Returns:
-            On a GPU whether all numbers of `out` are finite, [] bool, which the GPU may still
-            compute. None: they are finite, or are no floats.
+            Whether all numbers of `out` are finite, [] bool, which a GPU may still compute. None:
+            they are, or are no floats.
 
         Raises:
             OSError: The file cannot be read.
             EOFError: The file ends too early.
-            NotFiniteError: On a CPU a number of `out` is not finite.
+            NotFiniteError: A number of `out` is not finite, and that was found on the host.
         """
         rows = _Rows.of(stored, slices)
+        way = self._way_to(out.device)
+        if way.stream is not None and out.nbytes <= _SMALL_BYTES:
+            host = torch.empty_like(out, device="cpu")
+            self.read(stored, slices, host)
+            out.copy_(host, non_blocking=True)  # The driver has read ordinary memory on return.
+            return None
         # Bytes may be cut anywhere. Numbers that are to be converted are cut between rows.
         is_direct = not rows.part and rows.dtype == out.dtype
         unit = 1 if is_direct else rows.row_bytes
@@ -165,7 +175,6 @@ class TensorReads:
         piece = max(1, min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, share)) // unit)
         if is_direct:
             piece -= piece % out.itemsize
-        way = self._way_to(out.device)
         if way.stream is not None:
             way.stream.wait_stream(torch.cuda.current_stream(out.device))
         with stored.path.open("rb", buffering=0) as file:
