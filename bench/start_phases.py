@@ -10,7 +10,7 @@ how many of its layers. A decode worker is started in each way by `weft serve de
 - `cold`: empty caches (compiled kernels, digests of files), and weights that are not in the page
   cache. Python's libraries are;
 - `warm`: with the caches that the cold one has left;
-- `peer`: as cold, beside a warm worker that runs, from which it takes weights and compiled kernels.
+- `peer`: as cold, beside the warm worker, from which it takes weights and compiled kernels.
 
 Phases follow one another; `total` is all of them, from the process's start to readiness. Rows that
 begin with `of these` are work within the phases. What loading takes beside reading, digests and
@@ -145,12 +145,17 @@ def told_by(process: subprocess.Popen[bytes], log: Callable[[], str]) -> dict[st
 
 
 def start(model: Path, cache: Path, tls: Path, flags: list[str]) -> dict[str, float]:
-    """Seconds of each phase of a worker's start, of all, and of work within them."""
+    """`seconds_of` a worker that is ended again."""
     with worker(model, cache, tls, flags) as (_, told):
-        phases: dict[str, float] = told["start_seconds"]
-        work = {f"{WORK}{name}": s for name, s in told["start_work_seconds"].items()}
-        print(f"{shlex.join(flags)}: {json.dumps(phases | work)}", flush=True)
-        return {**phases, "total": sum(phases.values()), **work}
+        return seconds_of(told, flags)
+
+
+def seconds_of(told: dict[str, Any], flags: list[str]) -> dict[str, float]:
+    """Seconds of each phase of a worker's start, of all, and of work within them."""
+    phases: dict[str, float] = told["start_seconds"]
+    work = {f"{WORK}{name}": s for name, s in told["start_work_seconds"].items()}
+    print(f"{shlex.join(flags)}: {json.dumps(phases | work)}", flush=True)
+    return {**phases, "total": sum(phases.values()), **work}
 
 
 harness = Harness(__file__, __doc__, repeats=3)
@@ -180,10 +185,11 @@ def starts(run: Run) -> None:
                 kept = folder / f"cache-{turn}"
                 forget(model)
                 found.setdefault(COLD, []).append(start(model, kept, tls, flags))
-                if WARM in options.ways:
-                    found[WARM].append(start(model, kept, tls, flags))
-                if PEER in options.ways:
-                    with worker(model, kept, tls, flags) as (address, _):
+                if not {WARM, PEER}.intersection(options.ways):
+                    continue
+                with worker(model, kept, tls, flags) as (address, told):
+                    found.setdefault(WARM, []).append(seconds_of(told, flags))
+                    if PEER in options.ways:
                         forget(model)
                         more = ["--weights-from", address, "--kernels-from-peers"]
                         found[PEER].append(
