@@ -329,7 +329,6 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="1 on GPUs with tp"):
         LLM(folder, pp=2, tp=2, device="cuda")
     for name, settings in (
-        ("1 on GPUs with drafts", {"drafter": "ngram"}),
         ("1 on GPUs with adapters", {"enable_lora": True}),
         ("1 on GPUs of workers whose pages leave", {"host_cache_bytes": 1 << 20}),
     ):

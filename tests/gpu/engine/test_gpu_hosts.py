@@ -42,16 +42,21 @@ def two_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "link"),
+    ("kind", "count", "link", "drafter"),
     [
-        ("llama", 2, "NVLink"),
-        ("llama", 2, "sockets"),
-        ("qwen3_moe", 2, "sockets"),
-        ("llama", 3, "sockets"),
+        ("llama", 2, "NVLink", "none"),
+        ("llama", 2, "sockets", "none"),
+        ("qwen3_moe", 2, "sockets", "ngram"),
+        ("llama", 3, "sockets", "ngram"),
     ],
 )
 def test_texts_of_hosts_are_those_of_one_gpu(
-    kind: str, count: int, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    count: int,
+    link: str,
+    drafter: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With prompts in chunks, prefix hits, constraints, and too few pages for all. Of three hosts
     two share a GPU.
@@ -65,7 +70,7 @@ def test_texts_of_hosts_are_those_of_one_gpu(
     # Host 0 has the last stage, so that those beside one another have different GPUs.
     devices = [f"cuda:{(count - host) % count % 2}" for host in range(count)]
     with other_hosts(folder, count, devices=devices) as hosts:
-        found = ranked("texts", folder, prompts, **SIZES | hosts)
+        found = ranked("texts", folder, prompts, **SIZES | hosts | {"drafter": drafter})
     assert any(f"{count} stages" in notice for notice in found["notices"])
     assert found["counters"]["prefix_hit_tokens"] > 0
     check_texts(found["texts"], alone)

@@ -834,7 +834,6 @@ class EngineConfig(PageConfig):
                 not is_divided or "," not in self.device,
                 "one GPU with hosts: that of this host's stage",
             ),
-            ("hosts", not is_divided or self.drafter == "none", "1 on GPUs with drafts"),
             ("hosts", not is_divided or not self.enable_lora, "1 on GPUs with adapters"),
             (
                 "hosts",

@@ -31,8 +31,7 @@ def other_hosts(
     processes = []
     try:
         for host in range(1, count):
-            # Host 0 says whether there are drafts; on GPUs there may be none.
-            device = {"device": devices[host], "drafter": "none"} if devices else {}
+            device = {"device": devices[host]} if devices else {}
             own = json.dumps(settings | {"host_rank": host} | device)
             command = [] if network is None else network.before(host)
             command += [sys.executable, "-m", host_process.__name__, str(folder), own, "[]"]
