@@ -3,11 +3,12 @@
 An engine in this process computes a history once; its pages are then in host memory, on disk (which
 its page cache may spare) or in a KV store, a process that is asked over gRPC and whose pages come
 over NIXL. For each sample the pool is emptied and the history is asked for with fresh new tokens:
-loaded whole before the step, and layer by layer while the step computes, in turns. `device` is the
-same with the history in the pool, which no load can beat.
+loaded whole before the step, and layer by layer while the step computes, in turns; from disk and
+stores a GPU loads whole pages only. `device` is the same with the history in the pool, which no
+load can beat.
 
     python bench/layer_loads.py                  2,000 tokens and 400 new ones, the demo model
-    python bench/layer_loads.py --tier disk      or store, on CPUs
+    python bench/layer_loads.py --tier disk      or store
     python bench/layer_loads.py --device cuda --shape llama-3.1-8b --known 32768 --new 2048
 """
 
@@ -43,10 +44,18 @@ from weft.engine.loop.engine import Engine
 from weft.engine.sources.tiers.layer_loads import LayerPolicy
 from weft.testing.services.store_server import store_process
 
-WAYS: dict[str, LayerPolicy | None] = {
-    "whole": None,
+
+class Whole(LayerPolicy):
+    """Lets no load go by layer."""
+
+    def pays(self, load_s: float, compute_s: float) -> bool:
+        return False
+
+
+WAYS: dict[str, LayerPolicy] = {
+    "whole": Whole(is_forced=False),
     "by layer": LayerPolicy(is_forced=True),
-    "device": None,
+    "device": Whole(is_forced=False),
 }
 NUM_NEW = 4
 _PRIMED_TOKENS = 2048
@@ -200,7 +209,6 @@ def layer_loads(run: Run) -> None:
     bench = Bench(config)
     run.stack.callback(bench.engine.close)
     layers, info = bench.engine.layers, bench.engine.info
-    assert layers is not None
     if options.tier == "store":
         bench.use(Store(info, folder, options.memory_bytes, run.stack))
     run.keep(dtype=info.dtype, page_bytes=info.page_bytes, notices=info.notices)
@@ -212,12 +220,14 @@ def layer_loads(run: Run) -> None:
     for end in range(_PRIMED_TOKENS, options.known + _PRIMED_TOKENS, _PRIMED_TOKENS):
         bench.ask(known[:end] + fresh(1))
         bench.settle()
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    has_layers = layers is not None and (options.tier == "host" or options.device == "cpu")
+    ways = [way for way in WAYS if has_layers or way != "by layer"]
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(options.repeats + 1):
-        ways = list(WAYS)
         rng.shuffle(ways)
         for way in ways:
-            layers.policy = WAYS[way]
+            if layers is not None:
+                layers.policy = WAYS[way]
             if way != "device":
                 bench.engine.memory.flush_cache()
                 bench.settle()
