@@ -302,6 +302,12 @@ def test_a_host_that_ends_before_stages_are_linked_is_named(
     first.close()
 
 
+def test_how_rows_travel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_links, "nccl_version", lambda: 22809)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth7")
+    assert "NCCL 2.28.9 by eth7, without TLS" in nccl_links.describe_links()
+
+
 def test_the_network_device_of_an_address_is_found() -> None:
     """By it NCCL connects; an address that no device has leaves the choice to NCCL."""
     assert interface_of("127.0.0.1") == "lo"

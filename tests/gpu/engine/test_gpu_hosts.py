@@ -72,6 +72,7 @@ def test_texts_of_hosts_are_those_of_one_gpu(
     with other_hosts(folder, count, devices=devices) as hosts:
         found = ranked("texts", folder, prompts, **SIZES | hosts | {"drafter": drafter})
     assert any(f"{count} stages" in notice for notice in found["notices"])
+    assert any("over NCCL" in notice and "by lo" in notice for notice in found["notices"])
     assert found["counters"]["prefix_hit_tokens"] > 0
     check_texts(found["texts"], alone)
 
