@@ -24,7 +24,7 @@ from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
-LIMIT_S = 3.0
+LIMIT_S = 8.0
 SHARES = ((5, 90, 41, 177, 12, 63), (100, 33), (54, 7, 120, 9), (70, 3, 31))
 """Lengths of each engine's prompts."""
 

@@ -117,6 +117,11 @@ class DeviceInputs:
         """Copies arrays to separate memory on the device, without waiting."""
         return self._copies.send(arrays)
 
+    @property
+    def null_row(self) -> int:
+        """The dummy slot: a row of the page table that names only the null page."""
+        return self._host_table.null_row
+
     def send_pages(self) -> None:
         """Sends changes of the host's page table outside a step. Each step sends such changes
         itself.

@@ -81,7 +81,7 @@ _ONE_TOKEN = StepArrays(
     max_q_len=1,
     max_kv_len=1,
 )
-"""The smallest step to capture with. It writes to the null page."""
+"""The smallest step. It writes to the null page."""
 
 _ONE_LORA_TOKEN = replace(_ONE_TOKEN, adapter_slots=np.zeros(1, np.int32))
 
@@ -530,10 +530,11 @@ class StepGraphs:
         return capture_graph(run, self._pool.device, self._memory)
 
     def send_nothing(self, bucket: GraphBucket) -> None:
-        """Sends the smallest step in a bucket's layout, to capture with. Without it the input
-        memory would hold a step of another layout.
+        """Sends the smallest step in a bucket's layout, of the dummy slot. Without it the input
+        memory would hold a step of another layout while a graph is captured.
         """
         step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
+        step = replace(step, slots=np.array([self._inputs.null_row]))
         self._inputs.send_states(None, bucket.requests)
         if bucket.kind == "decode":
             self._inputs.send_decodes(StepDecodes.of_arrays(step), bucket.tokens)
@@ -541,7 +542,7 @@ class StepGraphs:
             self._inputs.send_ragged(step, bucket.columns)
 
     def run_nothing(self, bucket: GraphBucket) -> None:
-        """Runs the smallest step with a bucket's graph."""
+        """Runs the smallest step with a bucket's graph. It changes no request's pages."""
         self.send_nothing(bucket)
         self._replay(bucket)
 

@@ -30,6 +30,8 @@ from weft.testing.engine.ranked_texts import greedy_texts, make_llm, texts_of
 
 WAIT_S = 200.0
 """Longest wait for an engine's results."""
+COMPILING_S = 60.0
+"""Longest wait of an engine for another one that compiles kernels of steps without graphs."""
 
 
 def engines(
@@ -47,6 +49,7 @@ def engines(
     try:
         for rank, own in enumerate(prompts):
             of_rank = {"attention_dp": len(prompts), "attention_dp_group": group}
+            of_rank |= {"rank_timeout_s": settings.get("rank_timeout_s", COMPILING_S)}
             of_rank |= {"attention_dp_rank": rank, "device": f"cuda:{rank % count}"}
             command = [sys.executable, "-m", __name__, what, str(folder)]
             command += [json.dumps(settings | of_rank, default=str), json.dumps(own)]
