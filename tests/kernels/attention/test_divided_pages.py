@@ -11,7 +11,7 @@ from weft.kernels.ops import divided_pages
 from weft.kernels.ops.attention import triton_decode
 from weft.kernels.ops.attention.reference import paged_attention_reference
 from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec
-from weft.kernels.ops.divided_pages import divided
+from weft.kernels.ops.divided_pages import divided, triton_rows
 from weft.kernels.ops.divided_pages.reference import merged_reference
 from weft.kernels.ops.latent_attention import triton_latent
 from weft.kernels.ops.latent_attention.reference import latent_attention_reference
@@ -92,6 +92,40 @@ def test_parts_of_the_kernels_for_a_gpu(
     monkeypatch.setattr(triton_latent, "_MIN_PART", 16)
     with as_on_gpu():
         check(kind, 2, torch.float32, is_one=False)
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_kernel_finds_what_rows_see_on_a_rank(
+    is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a page table, and the requests, take more than one turn."""
+    monkeypatch.setattr(triton_rows, "_COLUMNS", 4)
+    fresh_seed()
+    step, size = make_step(64), random.choice((2, 3))
+    if is_told:
+        most = step.kv_lens.repeat_interleave(step.cu_q_lens.diff())
+        ends = torch.cat((most, most.new_zeros(3))) * torch.rand(len(step.places))
+        step = step._replace(key_ends=ends.int())
+    requests = torch.searchsorted(step.cu_q_lens.long(), torch.arange(len(step.places)), right=True)
+    requests = (requests - 1).clamp(max=len(step.kv_lens) - 1)
+    for rank in range(size):
+        ranks = ItsTurn(rank, size, False, step.places, [])
+        expected, found = divided(step, ranks, PAGE), triton_rows.divided_rows(step, ranks, PAGE)
+        assert torch.equal(found.places, expected.places)
+        assert found.divided is not None
+        assert expected.divided is not None
+        for one, other in zip(found.divided, expected.divided, strict=True):
+            assert torch.equal(one, other)
+        assert found.here is not None
+        assert expected.here is not None
+        rows, right = found.here.step, expected.here.step
+        assert rows.key_ends is not None
+        assert right.key_ends is not None
+        assert torch.equal(rows.key_ends, right.key_ends)
+        assert torch.equal(rows.kv_lens, right.key_ends + 1)
+        assert rows.cu_q_lens.tolist() == list(range(len(step.places) + 1))
+        assert torch.equal(rows.page_table, right.page_table[requests])
 
 
 def check(kind: str, size: int, dtype: torch.dtype, *, is_one: bool) -> None:

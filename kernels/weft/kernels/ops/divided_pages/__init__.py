@@ -21,8 +21,10 @@ from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
     from weft.kernels.ops.divided_pages import gpu as _gpu
+    from weft.kernels.ops.divided_pages import triton_rows as _triton_rows
 else:
     _gpu = deferred(__name__, "weft.kernels.ops.divided_pages.gpu")
+    _triton_rows = deferred(__name__, "weft.kernels.ops.divided_pages.triton_rows")
 
 NULL_PAGE = 0
 """Page of every pool that receives what no one reads."""
@@ -43,6 +45,8 @@ def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> Attent
     """
     if step.ancestors is not None:
         raise ValueError("rows of trees do not see a prefix of the pages")
+    if step.page_table.is_cuda:
+        return _triton_rows.divided_rows(step, ranks, page_size)
     table, rank, size = step.page_table, ranks.rank, ranks.size
     columns = torch.arange(table.shape[1], device=table.device)
     lens = step.kv_lens.long().unsqueeze(1)
@@ -79,8 +83,6 @@ def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> Attent
         max_kv_len=step.max_kv_len,
         key_ends=seen(requests, ends.long()).int(),
     )
-    if table.is_cuda:
-        own = _gpu.by_rows(own, requests)
     return step._replace(
         places=into * page_size + offsets,
         divided=(into, offsets),

@@ -10,28 +10,10 @@ from weft.kernels.ops.latent_attention.spec import LatentSpec
 from weft.kernels.ops.pages.scaled_kv import is_scaled
 
 
-def by_rows(step: AttentionMetadata, requests: torch.Tensor) -> AttentionMetadata:
-    """Each row as a request of its own, whose positions before it are those that it sees here.
-
-    Args:
-        step: As in `PagesHere`.
-        requests: [T] int64: the request of each row.
-    """
-    assert step.key_ends is not None
-    count = requests.shape[0]
-    return step._replace(
-        page_table=step.page_table.index_select(0, requests),
-        cu_q_lens=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
-        # `attention_before` counts a request's own row, which is not here.
-        kv_lens=step.key_ends + 1,
-        max_q_len=1,
-    )
-
-
 def planned(
     step: AttentionMetadata, dtype: torch.dtype, spec: LatentSpec, pool: torch.Tensor
 ) -> AttentionMetadata:
-    """Prepares a step of `by_rows` for consecutive layers of latents. `spec`: of all ranks'
+    """Prepares a step of `divided_rows` for consecutive layers of latents. `spec`: of all ranks'
     heads.
     """
     sizes = dtype, pool.shape[-1], spec, pool.shape[-2]

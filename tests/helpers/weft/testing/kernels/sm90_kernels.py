@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -51,6 +52,7 @@ from weft.kernels.ops.attention.spec import (
     SeveralRows,
 )
 from weft.kernels.ops.divided_pages import gpu as pages_here
+from weft.kernels.ops.divided_pages import triton_rows
 from weft.kernels.ops.draft_head.operations import draft_chain_reference, draft_entries_reference
 from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
 from weft.kernels.ops.encoder_attention import triton_ragged as encoder_attention
@@ -606,6 +608,9 @@ def compile_ranks() -> None:
             with mock.patch.object(decode_attention, "num_multiprocessors", return_value=num):
                 q = torch.zeros(3, 32, 128, dtype=BF16)
                 pages_here.heads_here(q, pool, 0, spec, step)
+        divided = SimpleNamespace(rank=rank, size=2)
+        for told in (step, step._replace(key_ends=None)):
+            triton_rows.divided_rows(told, divided, 16)  # type: ignore[arg-type]
         link = stage_rows.StageMemory(
             1 - rank, 2, 8 * width, 1 << 44, 1 << 45, torch.zeros(1, dtype=torch.int32), numbers[:2]
         )
