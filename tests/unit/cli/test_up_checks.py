@@ -246,6 +246,7 @@ LATE = {
     "executor/ranks/hosts.py": "other hosts",
     "executor/ranks/host_writes.py": "other hosts",
     "executor/ranks/leader.py": "processes of ranks",
+    "parallel/device_dispatch.py": "GPUs of this machine",
     "parallel/nccl_links.py": "other hosts",
     "executor/sleeping.py": "a command",
     "executor/states.py": "memory",
