@@ -12,6 +12,7 @@ from weft.contract.errors import ModelError
 from weft.contract.start_work import CHECKING, START_WORK
 from weft.contract.weights import GpuAllocation, PackedTensor, RankWeights, WeightOffer
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.device_memory import SMALL_BYTES, UNIT_BYTES
 from weft.engine.model.weights.packed import PackedModel, PackedTensors, bytes_of, span_of
 from weft.kernels.ops.page_digest import page_digests
 from weft.pages.transfer.device_ranges import allocations_of, host_name, read_ranges
@@ -129,6 +130,12 @@ class PeerWeights:
     @property
     def files(self) -> bytes:
         return self._offer.files
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [one for one in self._theirs().tensors if one.memory_type == "VRAM"]
+        sizes = {one.address: one.num_bytes for one in tensors if one.num_bytes > SMALL_BYTES}
+        return sum(-(-size // UNIT_BYTES) * UNIT_BYTES for size in sizes.values())
 
     def check(self, packed: PackedTensors) -> None:
         """Raises ModelError unless it has tensors of the same forms, packed in the same way."""

@@ -31,6 +31,7 @@ from weft.checkpoint.quantization import Quantization, resolve_quantization
 from weft.checkpoint.transformers_config import TransformersConfig, check_trust
 from weft.contract.errors import ModelError, WeftError
 from weft.contract.start_work import DIGESTS, LAYING_OUT, START_WORK
+from weft.engine.base.device_memory import take_at_once
 from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.audio.tower import AudioTower
 from weft.engine.model.decoder_only import DecoderOnlyLM
@@ -259,6 +260,8 @@ def load_model(
             if digests is not None and digest_of(digests) != source.start_digest:
                 raise ModelError("the worker has begun with other files, or another number format")
             with START_WORK.time(LAYING_OUT):
+                if chosen is None:  # What a conversion frees again would leave a hole.
+                    take_at_once(source.num_bytes, target)
                 parts = read_folder(model_dir, None, read, is_outline=True)
                 packed = pack(parts)
                 source.check(packed)

@@ -86,6 +86,10 @@ class PackedSource(Protocol):
     def files(self) -> bytes:
         """The sketch of the files from which it began."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its large tensors on a GPU."""
+
     def check(self, packed: PackedTensors) -> None:
         """Raises WeftError unless it has tensors of the same forms, packed in the same way."""
 
