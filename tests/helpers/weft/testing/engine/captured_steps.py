@@ -56,7 +56,7 @@ class RecordedSteps(StepGraphs):
         )
         self._model, self._pool, self._inputs = executor._model, executor.pool, inputs
         self._rotations, self._late = executor.rotations, executor._late
-        self._has_logits = executor._has_logits
+        self._has_logits, self._beside = executor._has_logits, None
         self._types = self.new_types(buckets, executor.pool.device)
         self.buckets = GraphBuckets(executor._model.config, buckets)
         self._engine = engine
