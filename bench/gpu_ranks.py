@@ -29,6 +29,7 @@ are known to take long, and those that ranks add.
 
 With `--hosts` NCCL carries the rows between stages: over NVLink, or over sockets of the loopback
 device with NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 in the environment.
+`--link-gbit 25` takes sockets between network namespaces, whose rates the kernel bounds.
 `rows of stages` says what travels for a token, and which share of the time of prompts it would take
 on a link of 25 Gbit/s, both by arithmetic.
 
@@ -80,6 +81,7 @@ from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shared import SharedGroup, segment_bytes
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.norm.triton_rms import add_rms_norm
+from weft.testing.engine.host_network import Network
 from weft.testing.engine.other_hosts import other_hosts
 
 CARD, H200 = Rates(3.35e12, 989e12), Rates(4.8e12, 989e12)
@@ -102,6 +104,7 @@ harness.flag("--tp", type=int, default=1)
 harness.flag("--ep", type=int, default=1)
 harness.flag("--pp", type=int, default=1)
 harness.flag("--hosts", type=int, default=1, help="as many as pp: a process each, on this machine")
+harness.flag("--link-gbit", type=float, help="rate at which hosts send; default: not bounded")
 harness.flag("--cp", type=int, default=1)
 harness.flag("--dcp", type=int, default=1)
 harness.flag("--kv-gib", type=float, help="of a card's pool; default: enough pages for the rest")
@@ -208,7 +211,8 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
     ranks = {"tp": case.tp, "ep": case.ep, "pp": case.pp, "cp": case.cp, "dcp": case.dcp}
     cards = case.tp * case.pp * case.cp
     began = time.perf_counter()
-    run.keep(model=name, **ranks, hosts=case.hosts, quantization=case.quantization)
+    links = {"hosts": case.hosts, "link_gbit": case.link_gbit}
+    run.keep(model=name, **ranks, **links, quantization=case.quantization)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_config(Path(folder), name, **changed)
         config = ModelConfig.load(model_dir)
@@ -227,7 +231,9 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
         sizes = weight_bytes(config, case.quantization)
         if case.hosts > 1:
             devices = [f"cuda:{host}" for host in range(case.hosts)]
-            hosts = run.stack.enter_context(other_hosts(model_dir, case.hosts, devices=devices))
+            network = bounded_network(run) if case.link_gbit else None
+            others = other_hosts(model_dir, case.hosts, network, devices)
+            hosts = run.stack.enter_context(others)
             settings |= hosts | {"num_threads": None}
         with LLM(model_dir, **settings | ranks) as llm:
             gc.collect()
@@ -267,6 +273,15 @@ def engine_case(run: Run, gate: Gate | None, changed: dict[str, Any]) -> None:
             if case.long and not case.quick:
                 long_answers(run, llm, config, rates, sizes, rate)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
+
+
+def bounded_network(run: Run) -> Network:
+    """A network namespace for each host but this process's, which sends at a bounded rate."""
+    network = Network(run.options.hosts, run.stack)
+    bits_per_s = 1e9 * run.options.link_gbit
+    if not all(network.shape(host, bits_per_s) for host in range(1, run.options.hosts)):
+        raise SystemExit("needs root, network namespaces and tc's token buckets")
+    return network
 
 
 def contexts_that_fit(llm: LLM, tokens: int) -> int:
