@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -209,6 +211,20 @@ async def test_prompts_that_are_too_long_are_refused_before_images_are_decoded(
         assert isinstance(error, ContextTooLong)
         assert "300 tokens, but the prompt has at least 5" in error.message
         assert mesh.app.images.num_images == 0
+
+
+async def test_a_text_that_is_too_long_is_told_whatever_its_images_are(
+    mesh: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files are read while the text is tokenised."""
+    bad = {"type": "image_url", "image_url": {"url": "ftp://a/b"}}
+    for part in (PART, bad):
+        error = await refusal(chat(mesh, user(text_part("word " * 40_000), part)))
+        assert isinstance(error, ContextTooLong)
+    assert "image" in (await refusal(chat(mesh, user(text_part("word"), bad)))).message
+    await mesh.wait(lambda: not mesh.app.images.held.num_bytes)
+    gc.collect()
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
 async def test_other_urls_are_not_fetched(mesh: Harness) -> None:

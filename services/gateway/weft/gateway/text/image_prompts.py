@@ -12,7 +12,7 @@ from functools import partial
 from weft.contract.spans import Media, check_spans
 from weft.gateway.media.prompts import Expansion, MediaForm, put_in
 from weft.gateway.media.reader import FetchedFiles, MediaReader
-from weft.gateway.media.sources import MediaRefused, Source
+from weft.gateway.media.sources import MediaRefused, Source, url_of
 from weft.gateway.request import ChatPrompt, FileKind, GenerateRequest, PreparedPrompt
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.parts import without_file
@@ -44,27 +44,44 @@ class PromptMedia:
         self._timeout_s = timeout_s
         self._counts = itertools.count()
 
+    async def open(self, prompt: ChatPrompt, request: GenerateRequest) -> list[Source] | None:
+        """Reads the files that a prompt has with it, as `MediaReader.sources` does; None: there are
+        URLs among them, which are not asked before the prompt's text has passed its checks.
+        """
+        held = self._reader.held
+        held.take(request.request_id, sum(len(one.source) for one in prompt.files))
+        if any(map(url_of, prompt.files)):
+            return None
+        fetched = FetchedFiles(lambda num_bytes: None)
+        return await self._reader.sources(prompt.files, fetched, deadline=self._deadline())
+
     async def add(
         self,
         model: ModelCard,
         prompt: ChatPrompt,
         given: PreparedPrompt,
         request: GenerateRequest,
+        opened: list[Source] | BaseException | None,
         on_media: Callable[[Sequence[Media]], None],
     ) -> None:
-        """Processes a prompt's files, and sets its `ids`, `spans` and `media`. Calls `on_media`
-        with the media of each file as soon as they are there. Raises as `MediaReader.process` does,
-        and ContextTooLong before images are decoded in vain.
+        """Processes a prompt's files, and sets its `ids`, `spans` and `media`. `opened` is what
+        `open` has returned or raised. Calls `on_media` with the media of each file as soon as they
+        are there. Raises as `MediaReader.process` does, and ContextTooLong before images are
+        decoded in vain.
         """
         held, tenant = self._reader.held, request.tenant_name
-        held.take(request.request_id, sum(len(one.source) for one in prompt.files))
         fetched = FetchedFiles(partial(held.take, request.request_id))
 
         async def work(prompt: ChatPrompt, given: PreparedPrompt) -> None:
+            nonlocal opened
             media, files = model.media, prompt.files
-            sources = await self._reader.sources(
-                files, fetched, deadline=self._deadline(), tenant=tenant
-            )
+            sources, opened = opened, None
+            if isinstance(sources, BaseException):
+                raise sources
+            if sources is None:
+                sources = await self._reader.sources(
+                    files, fetched, deadline=self._deadline(), tenant=tenant
+                )
             num_texts = len(given.ids) - len(files)
             most = sum(media[file.modality].most_tokens for file in files)
             if num_texts + most > self._num_fitting():

@@ -15,6 +15,7 @@ from weft.contract.errors import ContextTooLong, DeadlineExceeded, InvalidReques
 from weft.contract.spans import Media, MediaSpan
 from weft.gateway.admission.admission import Admission
 from weft.gateway.media.reader import MediaReader
+from weft.gateway.media.sources import Source
 from weft.gateway.request import (
     ChatPrompt,
     ClipPrompt,
@@ -91,20 +92,32 @@ class Preparer:
             PeerUnavailable: The process that worked on an image has died.
         """
         prompts, pooling = request.prompts, request.pooling
+        opened: list[list[Source] | BaseException | None] = []
         if all(isinstance(prompt, TokenPrompt) for prompt in prompts):
             # A thread is not worth it: there is hardly anything to do.
             prepared = self._tokenize_all(model, prompts, pooling)
         else:
             loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(
-                self._pool, self._tokenize_all, model, prompts, pooling
-            )
+            texts = loop.run_in_executor(self._pool, self._tokenize_all, model, prompts, pooling)
+            opening = asyncio.create_task(self._open_files(request))
+            try:
+                prepared, opened = await texts, await opening
+            finally:
+                opening.cancel()
         for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
             if isinstance(prompt, ChatPrompt) and prompt.files:
-                await self._reading().add(model, prompt, given, request, on_media)
+                await self._reading().add(model, prompt, given, request, opened.pop(0), on_media)
             self._fit(prompt, given, request)
             given.seed, given.constraint = seed, final_constraint(request, model, given)
         return prepared
+
+    async def _open_files(
+        self, request: GenerateRequest
+    ) -> list[list[Source] | BaseException | None]:
+        """What `PromptMedia.open` gives for each prompt with files, or raises."""
+        chats = [one for one in request.prompts if isinstance(one, ChatPrompt) and one.files]
+        opening = [self._reading().open(chat, request) for chat in chats]
+        return await asyncio.gather(*opening, return_exceptions=True)
 
     async def tokenize(self, model: ModelCard, prompt: Prompt) -> list[int]:
         """Tokenises one prompt that is not run.
