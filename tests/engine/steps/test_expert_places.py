@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from weft.contract.errors import ConfigError, ExpertsFixed
 from weft.contract.request import SamplingParams, StopCriteria
-from weft.engine.executor.expert_moves import ExpertMoves
+from weft.engine.executor.expert_moves import ExpertMoves, digest_there
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel.expert_places import UNUSED, Placement
 from weft.testing.engine.moved_experts import Shuffler, random_placement
@@ -223,6 +224,19 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(ExpertMoves, "_send", damage)
     return times
+
+
+def test_the_digest_of_a_device_shows_every_damaged_byte() -> None:
+    """Tensors of any length that begin anywhere, as of experts that lie one after another."""
+    flat = torch.randint(0, 256, (400,), dtype=torch.uint8)
+    begins = sorted(random.sample(range(1, 400), 4))
+    pieces = [flat[begin:end] for begin, end in pairwise(begins)]
+    digest = digest_there(pieces)
+    assert digest_there([piece.clone() for piece in pieces]) == digest
+    for at in random.sample(range(begins[0], begins[-1]), min(20, begins[-1] - begins[0])):
+        flat[at] ^= 1 << random.randrange(8)
+        assert digest_there(pieces) != digest
+        digest = digest_there(pieces)
 
 
 def test_a_copy_that_comes_damaged_leaves_the_old_placement(

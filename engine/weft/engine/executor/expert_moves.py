@@ -27,12 +27,14 @@ from weft.engine.model.weights.refill import parts_of_kind
 from weft.engine.parallel.expert_places import Move, Placement
 from weft.kernels.ops.moe.places import can_move, form_at, tensors_at
 from weft.kernels.ops.moe.spec import ExpertWeights
+from weft.kernels.ops.page_digest import page_digests
 from weft.kernels.ops.plain_experts.spec import PlainExperts
 
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 16
 _ALIGNED = 64
+_WORD_BYTES, _WORD = 8, (1 << 64) - 1
 
 
 class _Layer(NamedTuple):
@@ -267,8 +269,21 @@ def _parts(
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    if tensors[0].is_cuda:
+        return digest_there(tensors)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for tensor in tensors:
         numbers: Any = _bytes(tensor).cpu().numpy()
         digest.update(memoryview(numbers))
     return digest.hexdigest()
+
+
+def digest_there(tensors: Sequence[torch.Tensor]) -> str:
+    """A digest that the tensors' device computes: the host takes 10 ms for 10 MB."""
+    words, first = list[torch.Tensor](), torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
+    for tensor in tensors:
+        found = _bytes(tensor)
+        if found.numel() % _WORD_BYTES or found.storage_offset() % _WORD_BYTES:
+            found = torch.nn.functional.pad(found, (0, -found.numel() % _WORD_BYTES))
+        words.append(page_digests(found.view(1, -1), first))
+    return "".join(f"{number & _WORD:016x}" for number in torch.cat(words).tolist())
