@@ -18,8 +18,10 @@ from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.reports import describe_bubbles
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.base.config import EngineConfig
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.ranks.staged import StagedExecutor
+from weft.engine.loop.build import lanes_of
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel.stages import check_stages, layers_of_stages
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
@@ -320,6 +322,12 @@ def test_layers_are_divided_evenly_and_the_first_stages_have_more() -> None:
             sizes = [len(stage) for stage in layers]
             assert sizes == sorted(sizes, reverse=True)
             assert sizes[0] - sizes[-1] <= 1
+
+
+def test_gpus_have_two_steps_under_way() -> None:
+    """A third one would take the memory of a result from which nothing has been drawn."""
+    for device, lanes in (("cpu", 4), ("cuda", 2)):
+        assert lanes_of(EngineConfig(model_dir=Path(), pp=4, device=device)) == lanes
 
 
 def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> None:

@@ -636,8 +636,11 @@ def _sleeping_beside(
 
 def lanes_of(config: EngineConfig) -> int:
     """Steps that stages have under way at once. On a prefill worker of several hosts one step's
-    rows are on the link meanwhile; elsewhere one more step would make generated tokens wait.
+    rows are on the link meanwhile; elsewhere one more step would make generated tokens wait. Rank 0
+    of GPUs draws from a step before it launches the one after the next, which takes its memory.
     """
+    if config.is_on_gpu:
+        return min(config.pp, 2)
     return config.pp + (config.hosts > 1 and config.role == "prefill")
 
 
