@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,14 +23,15 @@ from clocks import capture, compile_beside, graph_us, num_inputs, release, repla
 from gpu_roof import Rates, kept_rates
 from harness import Harness, Run, spread
 from weft.kernels.ops.activation import silu_and_mul
-from weft.kernels.ops.linear.gpu_fp8 import gate_up_silu, linear, torch_product
-from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, few_rows
+from weft.kernels.ops.linear import gate_up_silu, linear
+from weft.kernels.ops.linear.gpu_fp8 import torch_product
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
+from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows, few_rows
 from weft.kernels.ops.linear.triton_fp8_few_rows import SpreadLaunchConfig as Spread
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
-from weft.kernels.ops.linear.triton_fp8_streamed import StreamedLaunchConfig, multiply_streamed
 from weft.kernels.ops.linear.triton_fp8_tiles import TileLaunchConfig as Tile
 from weft.kernels.ops.linear.triton_fp8_tiles import multiply_fp8
+from weft.kernels.ops.linear.triton_streamed import StreamedLaunchConfig, multiply_streamed
 from weft.kernels.shared.formats.fp8 import FP8, FP8_MAX
 from weft.kernels.shared.formats.quantised import (
     FP8_GROUP,
@@ -80,8 +82,12 @@ FEW_PRODUCTS = (
     Product("qkv of Qwen3-30B-A3B", 5120, 2048),
     Product("o of Qwen3-30B-A3B", 2048, 4096),
 )
-FEW_ROWS = (1, 2, 3, 4, 8, 12, 16)
-STREAMED = tuple(StreamedLaunchConfig(*shape) for shape in ((16, 8), (32, 8), (16, 4), (32, 4)))
+FEW_ROWS = (1, 2, 4, 8, 16)
+STREAMED = (
+    StreamedLaunchConfig(16, 8, 4), StreamedLaunchConfig(16, 8, 2), StreamedLaunchConfig(32, 8, 2),
+    StreamedLaunchConfig(32, 8, 1), StreamedLaunchConfig(16, 4, 4), StreamedLaunchConfig(16, 4, 2),
+    StreamedLaunchConfig(32, 4, 2), StreamedLaunchConfig(32, 4, 1), StreamedLaunchConfig(16, 16, 2),
+)  # fmt: skip
 _TURNS = 7
 Shape = Spread | Tile
 SWEEP: dict[int, tuple[Shape, ...]] = {
@@ -320,6 +326,19 @@ def compile_one(case: tuple[Product, int, str, Shape]) -> str:
     return ""
 
 
+def compile_streamed(case: tuple[Product, int, str, StreamedLaunchConfig | None]) -> str:
+    """Compiles a kernel of few rows; returns what went wrong."""
+    product, rows, scales, launch = case
+    try:
+        (weight,) = few_weights(product, scales, 1)
+        x = torch.randn(rows, product.k, device="cuda", dtype=BF16)
+        out = torch.empty((rows, product.columns), device="cuda", dtype=BF16)
+        streamed(x, out, FewRows(is_gated=product.is_gated), launch, weight)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def note_time(
     run: Run,
     product: Product,
@@ -367,54 +386,80 @@ def kernels(run: Run) -> None:
 @harness.part_if_named
 def few(run: Run) -> None:
     """Products of few rows, with the rounding of rows where it is a launch."""
+    kinds = ("none", "channels", "blocks")
+    launches = STREAMED if run.options.sweep else (None,)
+    cases = list(itertools.product(FEW_PRODUCTS, (8, 16), kinds, launches))
+    compile_beside(compile_streamed, cases, run.options.processes, run)
     rates = kept_rates(run)
-    for product, scales in itertools.product(FEW_PRODUCTS, ("channels", "blocks")):
-        weights = matrices(product, scales, min(12, num_inputs(product.n * product.k)))
-        for rows in FEW_ROWS:
+    for product, scales in itertools.product(FEW_PRODUCTS, kinds):
+        weights = few_weights(product, scales, min(12, num_inputs(product.n * product.k)))
+        for rows in (1, 4, 16) if run.options.sweep else FEW_ROWS:
             with run.noted(f"{product.name}, {scales}, {rows} rows"):
-                _time_few(run, product, scales, weights, rows, rates.bytes_per_s)
+                time_few(run, product, scales, weights, rows, rates.bytes_per_s)
         del weights
         release()
 
 
-def _time_few(
+def few_weights(product: Product, scales: str, count: int) -> Sequence[Fp8Matrix | torch.Tensor]:
+    """Random weights of a product, in bfloat16 without scales."""
+    if scales == "none":
+        shape = product.n, product.k
+        return [torch.randn(shape, device="cuda", dtype=BF16) for _ in range(count)]
+    return matrices(product, scales, count)
+
+
+def time_few(
     run: Run,
     product: Product,
     scales: str,
-    weights: Sequence[Fp8Matrix],
+    weights: Sequence[Fp8Matrix | torch.Tensor],
     rows: int,
     bytes_per_s: float,
 ) -> None:
+    """Times each way of a product with few rows, in turns."""
     x = torch.randn(rows, product.k, device="cuda", dtype=BF16)
     out = torch.empty((rows, product.columns), device="cuda", dtype=BF16)
     given = FewRows(is_gated=product.is_gated)
 
-    def chosen(matrix: Fp8Matrix) -> torch.Tensor:
-        w = LinearWeight(product.n, product.k, BF16, product.is_gated, matrix, None)
-        return gate_up_silu(x, w, None) if product.is_gated else linear(x, w)
+    def chosen(weight: Fp8Matrix | torch.Tensor) -> object:
+        form = PlainForm(weight) if isinstance(weight, torch.Tensor) else weight
+        w = LinearWeight(product.n, product.k, BF16, product.is_gated, form, None)
+        return gate_up_silu(x, w) if product.is_gated else linear(x, w)
 
-    def rounded(matrix: Fp8Matrix) -> None:
+    def other(weight: Fp8Matrix | torch.Tensor) -> object:
+        if isinstance(weight, torch.Tensor):
+            return after(F.linear(x, weight), product)
         taken = quantise_rows(x, has_groups=scales == "blocks")
-        multiply_fp8(taken, matrix, out, None, None, is_gated=product.is_gated)
+        return multiply_fp8(taken, weight, out, None, None, is_gated=product.is_gated)
 
-    ways: dict[str, Callable[[Fp8Matrix], object]] = {"chosen": chosen, "rounded": rounded}
-    if rows <= MAX_ROWS:
-        ways["spread"] = lambda matrix: few_rows(x, matrix, out, given)
+    ways = {"chosen": chosen, "cuBLAS" if scales == "none" else "rounded": other}
     for launch in STREAMED if run.options.sweep else (None,):
         name = "streamed" if launch is None else str(launch)
-        ways[name] = lambda matrix, launch=launch: multiply_streamed(x, matrix, out, given, launch)
+        ways[name] = partial(streamed, x, out, given, launch)
     graphs = {
-        name: capture([lambda w=w, way=way: way(w) for w in weights]) for name, way in ways.items()
+        name: capture([partial(way, weight) for weight in weights]) for name, way in ways.items()
     }
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(_TURNS):
         for name, graph in graphs.items():
             times[name].append(replay_us(*graph))
-    roof_us = 1e6 * product.n * product.k / bytes_per_s
+    size = 2 if scales == "none" else 1
+    roof_us = 1e6 * size * product.n * product.k / bytes_per_s
     for name, found in times.items():
         us = spread(found)
         figures = {"rows": rows, "scales": scales, "way": name, "us": us}
         run.row(table="few", product=product.name, **figures, share=roof_us / us.median)
+
+
+def streamed(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    given: FewRows,
+    launch: StreamedLaunchConfig | None,
+    weight: Fp8Matrix | torch.Tensor,
+) -> None:
+    """`multiply_streamed` with its weight last."""
+    multiply_streamed(x, weight, out, given, launch)
 
 
 if __name__ == "__main__":

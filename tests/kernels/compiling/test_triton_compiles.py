@@ -13,8 +13,8 @@ from weft.testing.kernels import sm90_kernels
 pytestmark = [pytest.mark.needs("triton-interpreter"), pytest.mark.full]
 
 KERNELS = {
-    "layers": "_small_linear _sliced_linear _tiled_linear _decode _merge _extend _rms_norm "
-    "_rope_and_cache",
+    "layers": "_small_linear _sliced_linear _tiled_linear _streamed _decode _merge _extend "
+    "_rms_norm _rope_and_cache",
     "experts": "_direct_inner _direct_out _listed_out _sorted _route _route_and_sort _combine",
     "fp8": "_fp8_spread _fp8_rows _fp8_tiles _streamed _fp8_inner _fp8_out _direct_inner "
     "_listed_out _sorted",

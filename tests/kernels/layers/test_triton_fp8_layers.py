@@ -113,7 +113,7 @@ def test_layers(
 
 
 def test_rows_between_few_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on devices that have `triton_fp8_streamed`, for which a stand-in multiplies row by row.
+    """As on devices that have `triton_streamed`, for which a stand-in multiplies row by row.
     Gate and up round rows, other products do not.
     """
     fresh_seed()

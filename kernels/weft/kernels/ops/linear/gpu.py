@@ -11,6 +11,7 @@ from weft.kernels.ops.linear import gpu_fp8 as fp8_linear
 from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fixed import fixed_linear
+from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows
 from weft.kernels.ops.linear.triton_sliced import MAX_ROWS
 from weft.kernels.ops.linear.triton_small import (
     MAX_SPREAD_ROWS,
@@ -18,6 +19,7 @@ from weft.kernels.ops.linear.triton_small import (
     columns_at_once,
     small_linear,
 )
+from weft.kernels.ops.linear.triton_streamed import multiply_streamed, streamed_rows
 from weft.kernels.ops.linear.triton_tiled import is_faster, tiled_linear
 from weft.kernels.ops.lora.checks import check_addition
 from weft.kernels.ops.lora.gpu import Ranks
@@ -60,6 +62,10 @@ def _product(
         return fixed_linear(x, weight, bias, residual, dtype)
     if _is_small(x, weight):
         return small_linear(x, weight, bias, residual, dtype)
+    if x.shape[0] in streamed_rows(weight, x.dtype, is_gated=False):
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+        multiply_streamed(x, weight, out, FewRows(bias, residual))
+        return out
     if dtype != x.dtype:
         out = torch.mm(x, weight.t(), out_dtype=dtype)
         for term in (bias, residual):

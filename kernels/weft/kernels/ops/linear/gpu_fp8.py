@@ -20,8 +20,8 @@ from weft.kernels.ops.linear.gpu_common import check_operands, with_adapters
 from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.linear.triton_fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
 from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
-from weft.kernels.ops.linear.triton_fp8_streamed import multiply_streamed, streamed_rows
 from weft.kernels.ops.linear.triton_fp8_tiles import FIXED, multiply_fp8
+from weft.kernels.ops.linear.triton_streamed import multiply_streamed, streamed_rows
 from weft.kernels.ops.lora.spec import LoraAddition
 from weft.kernels.ops.lora.triton_rows import NormOfRows
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix

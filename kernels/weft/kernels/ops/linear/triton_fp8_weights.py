@@ -67,11 +67,9 @@ class WeightScales(NamedTuple):
 
 
 def data_of(
-    weight: torch.Tensor | Fp8Experts,
+    weight: torch.Tensor | Fp8Matrix | Fp8Experts,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The numbers of experts' weights, and the further arguments of a kernel that takes floats and
-    FP8.
-    """
+    """The numbers of a weight, and the further arguments of a kernel that takes floats and FP8."""
     if isinstance(weight, torch.Tensor):
         return weight, {"scales": None, "SCALE_ROWS": 0}
     return weight.data, WeightScales.of(weight).arguments()

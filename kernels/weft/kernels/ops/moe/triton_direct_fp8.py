@@ -1,5 +1,5 @@
 """The experts of few rows with FP8 weights, whose weights go straight from memory to the registers
-of tensor cores (`linear.triton_fp8_streamed`). Pairs are not sorted.
+of tensor cores (`linear.triton_streamed`). Pairs are not sorted.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from weft.kernels.ops.activation.spec import SILU
-from weft.kernels.ops.linear.triton_fp8_streamed import (
+from weft.kernels.ops.linear.triton_fp8_weights import data_of
+from weft.kernels.ops.linear.triton_groups_tensor_cores import has_kernel
+from weft.kernels.ops.linear.triton_streamed import (
     groups_at_once,
     in_group,
     num_parts,
@@ -21,14 +23,14 @@ from weft.kernels.ops.linear.triton_fp8_streamed import (
     sums_layout,
     wait_for_last,
 )
-from weft.kernels.ops.linear.triton_fp8_weights import data_of
-from weft.kernels.ops.linear.triton_groups_tensor_cores import has_kernel
 from weft.kernels.ops.moe.spec import ExpertParts
 from weft.kernels.shared.dependent_launch import launch_options
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Experts
 
 _MAX_TOP_K = 8
 """Most experts of a row, one a warp."""
+_AHEAD, _OUT_AHEAD = 4, 6
+"""Most groups of the weights of each product that a warp reads ahead."""
 
 
 def can_multiply(
@@ -64,19 +66,20 @@ def direct_fp8_moe(
     out = torch.empty_like(x)
     options = launch_options(x.device)
     is_share = more.placement is not None
-    parts = num_parts(hidden)
+    parts = num_parts(hidden // FP8_GROUP)
     data, scaling = data_of(w13)
     _fp8_inner_kernel[(pairs, width // 8)](
         inner, x.view(torch.int32), data.view(torch.int16), scaling["scales"], ids, width, experts,
-        SCALE_ROWS=w13.rows, K=hidden, TOP_K=top_k, PARTS=parts, IS_SHARE=is_share, num_warps=parts,
-        **options,
+        SCALE_ROWS=w13.rows, K=hidden, TOP_K=top_k, PARTS=parts, IS_SHARE=is_share,
+        AT_ONCE=groups_at_once(hidden // FP8_GROUP // parts, _AHEAD), num_warps=parts, **options,
     )  # fmt: skip
     parts = 1 << (top_k - 1).bit_length()
     data, scaling = data_of(w2)
     _fp8_out_kernel[(rows, hidden // 16)](
         out, inner.view(torch.int32), data.view(torch.int16), scaling["scales"], ids, shares,
         residual, hidden, experts, SCALE_ROWS=w2.rows, K=width, TOP_K=top_k, PARTS=parts,
-        IS_SHARE=is_share, num_warps=parts, **options,
+        IS_SHARE=is_share, AT_ONCE=groups_at_once(width // FP8_GROUP, _OUT_AHEAD), num_warps=parts,
+        **options,
     )  # fmt: skip
     return out
 
@@ -103,12 +106,12 @@ def _fp8_inner_kernel(
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     IS_SHARE: gl.constexpr,
+    AT_ONCE: gl.constexpr,
 ) -> None:
     """inner[pair] = gate and up of x[row], combined, for 8 columns. Warps share K, and a warp's 16
     rows of the weight are 8 of gate and 8 of up.
     """
     GROUPS: gl.constexpr = K // 128 // PARTS
-    AT_ONCE: gl.constexpr = groups_at_once(GROUPS, 4)
     weights_of: gl.constexpr = numbers_layout(PARTS, 16)
     vectors_of: gl.constexpr = numbers_layout(PARTS, 8)
     sums_of: gl.constexpr = sums_layout(PARTS)
@@ -160,12 +163,12 @@ def _fp8_out_kernel(
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     IS_SHARE: gl.constexpr,
+    AT_ONCE: gl.constexpr,
 ) -> None:
     """out[row] = residual[row] + share * down of inner, over the row's experts, for 16 columns. A
     warp has one expert. The first of its weights are loaded before `inner` is complete.
     """
     GROUPS: gl.constexpr = K // 128
-    AT_ONCE: gl.constexpr = groups_at_once(GROUPS, 6)
     weights_of: gl.constexpr = numbers_layout(PARTS, 16)
     vectors_of: gl.constexpr = numbers_layout(PARTS, 8)
     sums_of: gl.constexpr = sums_layout(PARTS)

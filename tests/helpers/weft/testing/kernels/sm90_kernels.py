@@ -240,6 +240,9 @@ def compile_layers(is_full: bool) -> None:
     run_layers(WIDE, [6, 6], has_trees=True)
     for is_fixed in (False, True) if is_full else ():
         run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)
+    large = weight(4096, 4096)
+    for rows in (4, 16) if is_full else (4,):
+        linear(torch.zeros(rows, 4096, dtype=BF16), large)
 
 
 def compile_experts(is_full: bool) -> None:

@@ -1,4 +1,4 @@
-"""Products of few rows with FP8 weights on a GPU, against float64."""
+"""Products of few rows with weights in FP8 and bfloat16 on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.linear import gate_up_silu, linear
 from weft.kernels.ops.linear.gpu_fp8 import add_product, matrix_of
-from weft.kernels.ops.linear.spec import LinearWeight
-from weft.kernels.ops.linear.triton_fp8_streamed import streamed_rows
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
+from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows
+from weft.kernels.ops.linear.triton_streamed import multiply_streamed, streamed_rows
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
@@ -51,6 +52,28 @@ def test_products_of_rows_that_are_not_rounded(columns: int, k: int, block_rows:
         assert_as_exact(residual, peer.to(BF16), exact)
         assert torch.equal(tap[:, :columns], residual)
         assert tap[:, columns:].isnan().all()
+
+
+@pytest.mark.parametrize(("columns", "k"), [*SHAPES[:2], (4096, 14336), (8192, 1152)])
+def test_products_with_floats(columns: int, k: int) -> None:
+    fresh_seed()
+    with torch.device("cuda"):
+        weight = torch.randn(columns, k, dtype=BF16)
+        bias = torch.randn(columns, dtype=BF16)
+    w = LinearWeight(columns, k, BF16, False, PlainForm(weight), bias)
+    numbers = streamed_rows(weight, BF16, is_gated=False)
+    assert {3, 8} <= set(numbers)
+    for rows in numbers:
+        x = torch.randn(rows, k, device="cuda", dtype=BF16)
+        residual = torch.randn(rows, columns, device="cuda", dtype=BF16)
+        out = torch.full_like(residual, float("nan"))
+        multiply_streamed(x, weight, out, FewRows(bias, residual))
+        exact, peer = (
+            F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)) + residual.to(dtype)
+            for dtype in (torch.float64, torch.float32)
+        )
+        assert_as_exact(out, peer.to(BF16), exact)
+        assert_as_exact(linear(x, w, residual), peer.to(BF16), exact)
 
 
 @pytest.mark.parametrize("block_rows", [0, 128])

@@ -1,10 +1,11 @@
-"""Products of up to 16 rows with FP8 weights, on tensor cores of compute capability 9.0.
+"""Products of up to 16 rows with weights in FP8 or bfloat16, on tensor cores of compute capability
+9.0.
 
 Each thread reads 16 bytes of a weight's row at a time straight into the registers from which
 tensor cores take them: the weight is the first operand, and both operands have the numbers along K
-in the same changed order. Exponent and mantissa of e4m3 move to their places in bfloat16, which
-makes a number 2^-120 of itself; factors of 2^64 on the rows and of 2^56 on the scales correct this.
-All of it is exact. Rows are not rounded.
+in the same changed order. Rows are not rounded. Exponent and mantissa of e4m3 move to their places
+in bfloat16, which makes a number 2^-120 of itself; factors of 2^64 on the rows and of 2^56 on the
+scales correct this. All of it is exact.
 
 A warp multiplies 16 rows of the weight. The kernels are written in Gluon, since Triton would pass
 the weight through shared memory.
@@ -12,6 +13,7 @@ the weight through shared memory.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,23 +21,35 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from weft.kernels.ops.linear.triton_fp8_few_rows import FewRows
-from weft.kernels.ops.linear.triton_fp8_weights import WeightScales
+from weft.kernels.ops.linear.triton_fp8_weights import WeightScales, data_of
 from weft.kernels.ops.linear.triton_groups_tensor_cores import has_kernel
 from weft.kernels.shared.dependent_launch import launch_options
-from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Matrix
+from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Blocks, Fp8Matrix
 from weft.kernels.shared.sm90 import on_sm90
 
-_MAX_ROWS, _MAX_ROWS_OF_FEW_COLUMNS, _MAX_GATED_ROWS = 8, 16, 2
-"""Most rows of a product, of one with at most _FEW_COLUMNS, and of a gated pair. Measured on an
-H200: more rows take less time if they are rounded first (`triton_fp8_tiles`).
+_FEW_COLUMNS, _LONG = 4096, 8192
+"""Columns and K that part the ranges and launches below, which were measured on an H200 with
+products of Llama-3.1-8B and Qwen3-30B-A3B.
 """
-_FEW_COLUMNS = 4096
+_MAX_ROWS, _MAX_ROWS_OF_FEW_COLUMNS, _MAX_GATED_ROWS = 8, 16, 2
+"""Most rows of a product, of one with at most _FEW_COLUMNS, and of a gated pair in FP8. Beyond, FP8
+takes less time with rows that are rounded first (`triton_fp8_tiles`), and floats with cuBLAS.
+"""
 _LARGE = 1 << 24
 """Elements of a weight in blocks with few columns from which on one row takes less time than in
 `triton_fp8_few_rows`.
 """
+_MIN_FLOAT_ROWS, _MAX_FLOAT_COLUMNS = 3, 8192
+"""Fewer rows of floats go to `triton_small`, and more columns to cuBLAS."""
 _VECTORS = 8
 """Columns of the instruction's second operand. More rows are two operands."""
+_UNITS = 64
+"""Units of 16 bits in a group: the numbers that a warp reads of each of its rows at a time."""
+_WARPS = 8
+"""Most warps that share K."""
+
+Weight = Fp8Matrix | torch.Tensor
+"""[N, K], in FP8 or in floats."""
 
 
 class StreamedLaunchConfig(NamedTuple):
@@ -45,77 +59,83 @@ class StreamedLaunchConfig(NamedTuple):
     """Rows of the weight, a multiple of 16; of a gated pair half of them are of up."""
     warps: int
     """Warps that share K, a divisor of its groups."""
+    ahead: int
+    """Most groups of its rows that a warp reads ahead."""
 
 
-def streamed_rows(matrix: Fp8Matrix, dtype: torch.dtype, *, is_gated: bool) -> range:
+def streamed_rows(weight: Weight, dtype: torch.dtype, *, is_gated: bool) -> range:
     """Numbers of rows in `dtype` for which `multiply_streamed` is the fastest product with a weight
     on its device.
     """
-    (columns, k), scale_rows = matrix.shape, WeightScales.of(matrix).rows
-    can = (
-        has_kernel(matrix.data.device)
-        and dtype == torch.bfloat16
-        and k % FP8_GROUP == 0
-        and columns % 32 == 0
-        and scale_rows % 16 == 0
-    )
-    if not can:
+    columns, k = weight.shape
+    most = _MAX_ROWS if columns > _FEW_COLUMNS else _MAX_ROWS_OF_FEW_COLUMNS
+    is_plain = dtype == torch.bfloat16 and columns % 32 == 0 and k % FP8_GROUP == 0
+    if isinstance(weight, torch.Tensor):
+        is_right = weight.dtype == dtype and weight.is_contiguous() and has_kernel(weight.device)
+        if not (is_plain and is_right) or is_gated or columns > _MAX_FLOAT_COLUMNS:
+            return range(0)
+        return range(_MIN_FLOAT_ROWS, most + 1)
+    scale_rows = WeightScales.of(weight).rows
+    if not is_plain or scale_rows % 16 or not has_kernel(weight.data.device):
         return range(0)
     if is_gated:
         return range(2, _MAX_GATED_ROWS + 1)
-    if columns > _FEW_COLUMNS:
-        return range(2, _MAX_ROWS + 1)
-    is_large = scale_rows > 0 and columns * k >= _LARGE
-    return range(1 if is_large else 2, _MAX_ROWS_OF_FEW_COLUMNS + 1)
+    is_large = scale_rows > 0 and columns <= _FEW_COLUMNS and columns * k >= _LARGE
+    return range(1 if is_large else 2, most + 1)
 
 
-def num_parts(k: int) -> int:
-    """Warps that share K, a multiple of FP8_GROUP."""
-    return next(one for one in (8, 4, 2, 1) if k % (one * FP8_GROUP) == 0)
+def num_parts(groups: int) -> int:
+    """Warps that share so many groups of K."""
+    return math.gcd(groups, _WARPS)
 
 
-def streamed_launch_config(
-    rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool
-) -> StreamedLaunchConfig:
-    """The launch of a product (measured on an H200 with products of Llama-3.1-8B and
-    Qwen3-30B-A3B). Each program reads all of x.
-    """
+def streamed_launch_config(rows: int, weight: Weight, *, is_gated: bool) -> StreamedLaunchConfig:
+    """The launch of a product. Each program reads all of x."""
+    (columns, k), few = weight.shape, rows <= _VECTORS
+    if isinstance(weight, torch.Tensor):
+        if columns > _FEW_COLUMNS:
+            return StreamedLaunchConfig(16, math.gcd(k // _UNITS, 4), 4)
+        of_program = 16 if few and k <= _LONG else 32
+        return StreamedLaunchConfig(of_program, num_parts(k // _UNITS), 64 // of_program)
     is_short = columns <= _FEW_COLUMNS // 2
-    is_narrow = not is_gated and (is_short or (is_blocks and rows <= _VECTORS))
-    return StreamedLaunchConfig(16 if is_narrow else 32, num_parts(k))
+    is_narrow = not is_gated and (is_short or (few and isinstance(weight, Fp8Blocks)))
+    of_program = 16 if is_narrow else 32
+    return StreamedLaunchConfig(of_program, num_parts(k // FP8_GROUP), 64 // of_program)
 
 
 def multiply_streamed(
     x: torch.Tensor,
-    matrix: Fp8Matrix,
+    weight: Weight,
     out: torch.Tensor,
     given: FewRows,
     launch: StreamedLaunchConfig | None = None,
 ) -> None:
-    """`few_rows`, without a norm, for up to 16 rows of a weight that `streamed_rows` accepts."""
-    (rows, k), columns = x.shape, out.shape[1]
-    scales, is_gated = WeightScales.of(matrix), given.is_gated
-    launch = launch or streamed_launch_config(
-        rows, columns, k, is_gated=is_gated, is_blocks=scales.rows > 0
-    )
-    _streamed_kernel[(matrix.shape[0] // launch.columns,)](
+    """`weft.kernels.ops.linear.triton_fp8_few_rows.few_rows`, without a norm, for up to 16 rows of
+    a weight that `streamed_rows` accepts.
+    """
+    (rows, k), columns, is_gated = x.shape, out.shape[1], given.is_gated
+    launch = launch or streamed_launch_config(rows, weight, is_gated=is_gated)
+    (data, scaling), units = data_of(weight), k
+    if not isinstance(weight, torch.Tensor):
+        x, data, units = x.view(torch.int32), data.view(torch.int16), k // 2
+    _streamed_kernel[(weight.shape[0] // launch.columns,)](
         out,
-        x.view(torch.int32),
-        matrix.data.view(torch.int16),
-        scales.scales,
+        x,
+        data,
         given.bias,
         given.residual,
         given.tap,
         0 if given.tap is None else given.tap.stride(0),
         rows,
         columns,
-        SCALE_ROWS=scales.rows,
-        K=k,
+        UNITS=units,
         IS_GATED=is_gated,
         PARTS=launch.warps,
         COLUMNS=launch.columns,
+        AT_ONCE=groups_at_once(units // _UNITS // launch.warps, launch.ahead),
         VECTORS=_VECTORS if rows <= _VECTORS else 2 * _VECTORS,
         num_warps=launch.warps,
+        **scaling,
         **launch_options(x.device),
     )
 
@@ -200,7 +220,7 @@ def of_rows(layout: gl.constexpr, ROWS: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def in_group(layout: gl.constexpr) -> gl.tensor:
-    """Where numbers lie within their group of 128, in pairs."""
+    """Where units lie within their group of 64."""
     of_half: gl.constexpr = gl.SliceLayout(
         0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
     )
@@ -217,7 +237,7 @@ def in_group(layout: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def read_groups(at: gl.tensor, COUNT: gl.constexpr) -> gl.tuple:
-    """The weight's numbers of some groups. They are not read again and need not be cached."""
+    """Some groups of the weight. They are not read again and need not be cached."""
     found: gl.tuple = ()
     for group in gl.static_range(COUNT):
         found += (gl.load(at + group * 64, eviction_policy="evict_first"),)
@@ -256,10 +276,12 @@ def products(
     """Each warp's rows of the weight times its 8 vectors: [PARTS, ROWS, 8] float32.
 
     Args:
-        at: Where a warp's first group of its rows begins, in a `numbers_layout`; int16.
+        at: Where a warp's first group of its rows begins, in a `numbers_layout`; int16, of two
+            numbers each.
         weights: Of the first AT_ONCE groups, a divisor of GROUPS.
         at_vector: As `at`, of the vectors; int32.
-        at_scale: [PARTS, ROWS]: where the scales of a warp's first group are.
+        at_scale: [PARTS, ROWS]: where the scales of a warp's first group are; None: weights and
+            vectors are in bfloat16.
     """
     PARTS: gl.constexpr = at.shape[0]
     shape: gl.constexpr = [PARTS, at.shape[1], at_vector.shape[1]]
@@ -270,7 +292,7 @@ def products(
         weights = later
     last: gl.constexpr = GROUPS - AT_ONCE
     total = _with_groups(total, weights, at_vector, at_scale, last, AT_ONCE, SCALE_ROWS)
-    if SCALE_ROWS == 0:
+    if at_scale is not None and SCALE_ROWS == 0:
         total *= (gl.load(at_scale) * _POWER)[:, :, None]
     return total
 
@@ -290,23 +312,28 @@ def _with_groups(
     first_of: gl.constexpr = gl.DotOperandLayout(0, sums_of, 2)
     second_of: gl.constexpr = gl.DotOperandLayout(1, sums_of, 2)
     for group in gl.static_range(AT_ONCE):
-        x_first, x_second = gl.inline_asm_elementwise(
-            _PAIRS, "=r,=r,r,r", [gl.load(at_vector + (first + group) * 64)],
-            dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-        w_first, w_second = gl.inline_asm_elementwise(
-            _FLOATS, "=&r,=&r,r", [weights[group]], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
-            pack=2,
-        )  # fmt: skip
-        w_first, w_second = _operand(w_first, False, first_of), _operand(w_second, False, first_of)
-        x_first, x_second = _operand(x_first, True, second_of), _operand(x_second, True, second_of)
-        if SCALE_ROWS > 0:
-            part = gl.zeros(total.shape, gl.float32, sums_of)
-            part = mma_v2(w_second, x_second, mma_v2(w_first, x_first, part))
-            scale = gl.load(at_scale + first + group)
-            total += part * (scale * _POWER)[:, :, None]
+        given = gl.load(at_vector + (first + group) * 64)
+        if at_scale is None:
+            own = _operand(weights[group], False, first_of)
+            total = mma_v2(own, _operand(given, True, second_of), total)
         else:
-            total = mma_v2(w_second, x_second, mma_v2(w_first, x_first, total))
+            x_first, x_second = gl.inline_asm_elementwise(
+                _PAIRS, "=r,=r,r,r", [given], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+            )
+            w_first, w_second = gl.inline_asm_elementwise(
+                _FLOATS, "=&r,=&r,r", [weights[group]], dtype=(gl.bfloat16, gl.bfloat16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+            own, second = _operand(w_first, False, first_of), _operand(w_second, False, first_of)
+            x_first = _operand(x_first, True, second_of)
+            x_second = _operand(x_second, True, second_of)
+            if SCALE_ROWS > 0:
+                part = gl.zeros(total.shape, gl.float32, sums_of)
+                part = mma_v2(second, x_second, mma_v2(own, x_first, part))
+                scale = gl.load(at_scale + first + group)
+                total += part * (scale * _POWER)[:, :, None]
+            else:
+                total = mma_v2(second, x_second, mma_v2(own, x_first, total))
     return total
 
 
@@ -334,26 +361,26 @@ def _streamed_kernel(
     out: gl.tensor,
     x: gl.tensor,
     weight: gl.tensor,
-    scales: gl.tensor,
     bias: gl.tensor,
     residual: gl.tensor,
     tap: gl.tensor,
     tap_stride: int,
     rows: int,
     columns: int,
+    scales: gl.tensor,
     SCALE_ROWS: gl.constexpr,
-    K: gl.constexpr,
+    UNITS: gl.constexpr,
     IS_GATED: gl.constexpr,
     PARTS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     VECTORS: gl.constexpr,
 ) -> None:
     """COLUMNS rows of the weight: columns of the product, or half of them of gate and half of up.
     Warps share K.
     """
     release_next()
-    GROUPS: gl.constexpr = K // 128 // PARTS
-    AT_ONCE: gl.constexpr = groups_at_once(GROUPS, 64 // COLUMNS)
+    GROUPS: gl.constexpr = UNITS // 64 // PARTS
     OWN: gl.constexpr = COLUMNS // 2 if IS_GATED else COLUMNS
     weights_of: gl.constexpr = numbers_layout(PARTS, COLUMNS)
     vectors_of: gl.constexpr = numbers_layout(PARTS, VECTORS)
@@ -361,19 +388,20 @@ def _streamed_kernel(
     its = of_rows(weights_of, COLUMNS)
     begin = of_warps(weights_of, PARTS) * (GROUPS * 64)
     its = gl.program_id(0) * OWN + its % OWN + gl.where(its < OWN, 0, columns)
-    at = weight + (its.to(gl.int64) * (K // 2) + begin + in_group(weights_of))
+    at = weight + (its.to(gl.int64) * UNITS + begin + in_group(weights_of))
     weights = read_groups(at, AT_ONCE)
     warp = gl.arange(0, PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, sums_of)))[:, None]
     its = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, sums_of)))[None, :]
     its = gl.program_id(0) * OWN + its % OWN + gl.where(its < OWN, 0, columns)
+    at_scale = scales
     if SCALE_ROWS > 0:
-        at_scale = scales + (its // SCALE_ROWS * (K // 128) + warp * GROUPS)
-    else:
+        at_scale = scales + (its // SCALE_ROWS * (UNITS // 64) + warp * GROUPS)
+    elif scales is not None:
         at_scale = scales + (its + warp * 0)
     wait_for_last()
     # Rows that do not exist are the last one again.
     row = gl.minimum(of_rows(vectors_of, VECTORS), rows - 1)
-    at_vector = row * (K // 2) + of_warps(vectors_of, PARTS) * (GROUPS * 64)
+    at_vector = row * UNITS + of_warps(vectors_of, PARTS) * (GROUPS * 64)
     at_vector = x + (at_vector + in_group(vectors_of))
     found = products(at, weights, at_vector, at_scale, GROUPS, AT_ONCE, SCALE_ROWS)
     total = gl.sum(found, axis=0)
