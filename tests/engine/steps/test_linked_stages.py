@@ -231,7 +231,7 @@ class NamedLink:
     """In place of an end of a link over NCCL: knows its communicator's name."""
 
     def __init__(self, name: bytes, rank: int, device: torch.device, end: socket.socket) -> None:
-        self.name, self.rank = name, rank
+        self.name, self.rank, self.gbit_s = name, rank, 12.34
 
     def abort(self) -> None: ...
 
@@ -240,7 +240,7 @@ def meet(
     stages: list[StageEnds], monkeypatch: pytest.MonkeyPatch, versions: dict[int, int]
 ) -> list[Future[LinkedStages]]:
     """Links the stages, each in a thread of its own, to which NCCL has the version of its number in
-    `versions`, or 1.
+    `versions`, or 2.28.9.
     """
     number = threading.local()
 
@@ -249,8 +249,8 @@ def meet(
 
     monkeypatch.setattr(nccl_links, "NcclLink", NamedLink)
     monkeypatch.setattr(nccl_links, "new_id", make_id)
-    monkeypatch.setattr(nccl_links, "nccl_version", lambda: versions.get(number.own, 1))
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.setattr(nccl_links, "nccl_version", lambda: versions.get(number.own, 22809))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth7")
 
     def link(own: int) -> LinkedStages:
         number.own = own
@@ -273,6 +273,8 @@ def test_stages_beside_one_another_get_the_name_of_one_communicator(
         sender, receiver = links[number][1], links[number + 1][0]
         assert sender.name == receiver.name == bytes([number]) * 128
         assert (sender.rank, receiver.rank) == (0, 1)
+    assert "over NCCL 2.28.9 by eth7, without TLS" in found[0].how
+    assert "over NCCL 2.28.9 by eth7 at 12.3 Gbit/s, without TLS" in found[2].how
     for one, ends in zip(found, stages, strict=True):
         one.close()
         ends.close()
@@ -282,8 +284,8 @@ def test_hosts_with_other_versions_of_nccl_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stages = ends_of(2)
-    first, last = meet(stages, monkeypatch, {1: 2})
-    for one, told in ((first, "stage 1 has NCCL 2"), (last, "stage 0 has NCCL 1")):
+    first, last = meet(stages, monkeypatch, {1: 22703})
+    for one, told in ((first, "stage 1 has NCCL 22703"), (last, "stage 0 has NCCL 22809")):
         error = one.exception(LONG_S)
         assert isinstance(error, ConfigError)
         assert told in error.message
@@ -300,12 +302,6 @@ def test_a_host_that_ends_before_stages_are_linked_is_named(
     with pytest.raises(ConfigError, match="no link over NCCL to stage 1"):
         found.result(LONG_S)
     first.close()
-
-
-def test_how_rows_travel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_links, "nccl_version", lambda: 22809)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth7")
-    assert "NCCL 2.28.9 by eth7, without TLS" in nccl_links.describe_links()
 
 
 def test_the_network_device_of_an_address_is_found() -> None:

@@ -109,7 +109,6 @@ from weft.engine.model.interface import can_capture
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.model.refit import Refit
 from weft.engine.model.weights.refill import tensors_of
-from weft.engine.parallel.nccl_links import describe_links
 from weft.engine.parallel.shards import describe_shards, describe_shared_experts
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stages import describe_stages
@@ -281,7 +280,8 @@ def _load_parts(
         shards = [f"context parallel: {config.cp} ranks (processes {told}) divide long prompts"]
     if ranks is not None and config.pp > 1:
         shards += [describe_stages(loaded.config, config.pp, ranks.places, config.tp)]
-        shards += [describe_links()] if linked_stages_of(ranks) is not None else []
+        if (linked := linked_stages_of(ranks)) is not None:
+            shards += [linked.how]
     pool_tokens = (pools.num_pages - 1) * config.page_size
     max_tokens = min(models.max_context_tokens, pool_tokens)
     progress(0, 0, "allocating the KV pool")

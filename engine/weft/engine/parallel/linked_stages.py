@@ -80,6 +80,7 @@ class LinkedStages:
         names: Names of these stages, for messages.
         rows: Most rows of a step.
         width: Entries of a row.
+        how: How rows travel, in words.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class LinkedStages:
         rows: int,
         width: int,
         dtype: torch.dtype,
+        how: str = "",
     ) -> None:
+        self.how = how
         self._before, self._after, self._group, self._device = before, after, group, device
         sizes = rows, width, dtype, device
         self._coming = None if before is None else _Places(*sizes, names[0])

@@ -47,6 +47,7 @@ _GATED_BYTES = 1 << 20
 operation that waits takes processors from steps: a product that fills a GPU would take twice as
 long without a few of them. For fewer rows the byte would take longer than they do.
 """
+_PROBE_BYTES = 1 << 23
 _LOOK_S = 0.0002
 _AT_LEAST = 0
 """How the GPU's driver compares a word with what a stream waits for."""
@@ -141,18 +142,23 @@ class NcclLink:
         self._device, self._other = device, 1 - rank
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._communicator = Communicator(name, rank, 2, device, _MEET_S, _MAX_BLOCKS)
-        nothing = torch.zeros(1, device=device)
+        self.gbit_s = 0.0
+        """Rate at which rows come to this end."""
+        probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
 
         def connect() -> None:
-            with torch.cuda.stream(self._stream):
-                if rank == 0:
-                    self._communicator.send(nothing, self._other)
-                else:
-                    self._communicator.receive(nothing, self._other)
-            self._stream.synchronize()
+            # Members connect when they first send, for which the host waits.
+            for _ in range(3):
+                began = time.perf_counter()
+                with torch.cuda.stream(self._stream):
+                    if rank == 0:
+                        self._communicator.send(probe, self._other)
+                    else:
+                        self._communicator.receive(probe, self._other)
+                self._stream.synchronize()
+                self.gbit_s = 8e-9 * _PROBE_BYTES / (time.perf_counter() - began)
 
-        # Members connect when they first send, for which the host waits.
         within(connect, _MEET_S, "the stages have not connected over NCCL")
         self._sender = _Sender(end) if rank == 0 else None
         self._gate = None if rank == 0 else _Gate(end)
@@ -232,16 +238,17 @@ def link_over_nccl(
             f"{_INTERFACE} chooses the network",
             param="hosts",
         ) from error
-    logger.info("%s", describe_links())
-    return LinkedStages(before, after, group, names, device, rows, width, dtype)
+    how = _describe(0.0 if before is None else before.gbit_s)
+    logger.info("%s", how)
+    return LinkedStages(before, after, group, names, device, rows, width, dtype, how)
 
 
-def describe_links() -> str:
-    """How rows travel between hosts, in words."""
+def _describe(gbit_s: float) -> str:
     major, rest = divmod(nccl_version(), 10_000)
     network = os.environ.get(_INTERFACE, "").removeprefix("=") or "a network of its choice"
     version = f"{major}.{rest // 100}.{rest % 100}"
-    return f"rows travel between hosts over NCCL {version} by {network}, without TLS"
+    rate = f" at {gbit_s:.3g} Gbit/s" if gbit_s else ""
+    return f"rows travel between hosts over NCCL {version} by {network}{rate}, without TLS"
 
 
 def _named(end: socket.socket, limit_s: float, other: str) -> bytes:
