@@ -16,7 +16,7 @@ ASK = {
     "expert_moves kv_format layer_pools local media_warm_up peer_weights routes shared_tensors "
     "weight_groups",
     "executor/drafts": "build",
-    "executor/ranks": "follow share",
+    "executor/ranks": "follow host_memory share",
     "loop": "build pools",
     "transfer": "build mover staging_memory",
 }

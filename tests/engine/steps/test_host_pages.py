@@ -14,6 +14,7 @@ from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.other_hosts import other_hosts
 from weft.testing.engine.tier_bench import TierBench
+from weft.testing.models.families import make_family
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.moe_families import make_any_family
 from weft.testing.models.tiny_models import make_tiny
@@ -113,6 +114,21 @@ def test_pages_of_all_hosts_come_back_from_host_memory_and_disk(
     with ExitStack() as stack:
         settings = settings_of(stack, folder, 2, tp=tp, **small)
         bench = TierBench(folder, 20 * PAGE, **settings)
+        stack.callback(bench.pair.close)
+        bench.check_return(random_prompt(19 * PAGE + 3, 500))
+
+
+@FULL
+def test_states_of_all_hosts_come_back_from_host_memory_and_disk(tmp_path: Path, seed: int) -> None:
+    """Each stage has recurrent layers and such with attention."""
+    folder = tmp_path / "model"
+    fields = {"vocab_size": VOCAB, "max_position_embeddings": 1024}
+    make_family("nemotron_h", folder, seed, hybrid_override_pattern="M*M-M-M*", **fields)
+    small = {"num_pages": 64, "host_cache_bytes": 1 << 18, "load_back_threshold": 0}
+    small |= {"disk_cache_dir": tmp_path / "disk", "checkpoint_tokens": 4 * PAGE}
+    with ExitStack() as stack:
+        settings = settings_of(stack, folder, 2, **small)
+        bench = TierBench(folder, 40 * PAGE, **settings)
         stack.callback(bench.pair.close)
         bench.check_return(random_prompt(19 * PAGE + 3, 500))
 

@@ -834,6 +834,11 @@ class EngineConfig(PageConfig):
                 not is_divided or "," not in self.device,
                 "one GPU with hosts: that of this host's stage",
             ),
+            (
+                "staging_memory",
+                not is_divided or self.staging_memory != "device",
+                "auto or host with hosts, whose pages pass the memory of host 0",
+            ),
             ("hosts", not is_divided or not self.enable_lora, "1 on GPUs with adapters"),
             (
                 "hosts",

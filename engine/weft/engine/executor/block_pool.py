@@ -82,7 +82,7 @@ class SpreadBlockPool(BlockPool):
     """
 
     def __init__(self, blocks: DevicePages, num_pages: int, page_bytes: int) -> None:
-        super().__init__((torch.empty((0, 1)),), num_pages, page_bytes)
+        super().__init__((torch.empty((1, 1)),), num_pages, page_bytes)
         self._blocks = blocks
 
     def _copy_in(self, rows: Sequence[torch.Tensor], pages: Sequence[int]) -> None:

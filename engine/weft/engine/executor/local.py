@@ -375,7 +375,7 @@ class LocalExecutor:
         if self._inputs is None and self.device_pages.is_whole:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
-        numbers = torch.tensor(pages, dtype=torch.int64, device=self.pool.device)
+        numbers = torch.tensor(pages, dtype=torch.int64, device=self.device_pages.device)
         found = self.device_pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
         return found
 
@@ -386,8 +386,11 @@ class LocalExecutor:
         return DevicePool(self.device_pages)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
-        """Pins host memory, so that the GPU can copy from and to it; None on a CPU."""
-        return None if self._inputs is None else PinnedRows(rows, self.device_pages)
+        """Pins host memory, so that the GPU can copy from and to it; None where the pages of a CPU,
+        or of several hosts, are copied.
+        """
+        is_cuda = self.device_pages.device.type == "cuda"
+        return PinnedRows(rows, self.device_pages) if is_cuda else None
 
     def check(self) -> None:
         """Does nothing: no other process takes part in the steps."""

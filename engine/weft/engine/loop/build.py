@@ -253,10 +253,12 @@ def _load_parts(
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_apart = device.type == "cuda" or config.hosts > 1
     is_staged = config.ships_pages and (is_apart or config.force_staging)
-    lanes = Lanes(device, layout.page_bytes) if is_staged else None
-    staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
+    # Pages of several hosts pass the memory of host 0, whatever their devices.
+    moved_on = torch.device("cpu") if config.hosts > 1 else device
+    lanes = Lanes(moved_on, layout.page_bytes) if is_staged else None
+    staging = staging_memory(config, layout.page_bytes, moved_on) if is_staged else None
     drafts = draft_adapters(config, models.drafted, device)
-    shared = None if ranks is None else SharedMemory(ranks, peers, context or stages)
+    shared = None if ranks is None else SharedMemory(ranks, peers, device, context or stages)
     media = media_of(config, loaded, layout, device, peers)
     with sleep.loading() if shared is None else nullcontext():
         lora = make_lora_pool(config, loaded, device, drafts, shared)
@@ -292,9 +294,7 @@ def _load_parts(
     executor.stages = stages
     ranked: RankedExecutor | StagedExecutor | ContextExecutor | LockstepExecutor | None = None
     if ranks is not None and config.pp > 1:
-        # On GPUs pages stay on their worker, so nothing asks for those of other hosts.
-        reads_hosts = isinstance(ranks, HostRanks) and not config.is_on_gpu
-        hosts = ranks.memory if isinstance(ranks, HostRanks) and reads_hosts else None
+        hosts = ranks.memory if isinstance(ranks, HostRanks) else None
         ranked = StagedExecutor(executor, ranks, lanes_of(config), hosts)
     elif ranks is not None and config.cp > 1:
         progress(0, 0, "timing divided prompts")
@@ -604,7 +604,7 @@ def _make_executor(
     )
     if shared is not None:
         executor.gather = gather_of(config, shared.others, context, pool)
-        if isinstance(shared.others, HostRanks) and not config.is_on_gpu:
+        if isinstance(shared.others, HostRanks):
             layouts, hosts = layouts_of_stages(config, models.loaded, device), shared.others.memory
             spread(executor, layouts, hosts)
             if shared.rows is not None:

@@ -207,7 +207,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
     sleep = sleep_memory(config, device)
     with sleep.loading():
         loaded, drafted = load_share(config, others, peers)
-    shared = SharedMemory(others, peers, context or stages)
+    shared = SharedMemory(others, peers, device, context or stages)
     lora = make_lora_pool(config, loaded, device, ranks=shared)
     layout = kept_layout(config, loaded, device)
     of_stages = stages_that_map(config, loaded, device)
@@ -277,7 +277,7 @@ def load(config: EngineConfig, others: FollowerGroup) -> tuple[LocalExecutor, Dr
         beside_stages=linked_stages_of(others),
     )
     executor.gather, executor.stages = gather_of(config, others, context, pool), stages
-    if others.memory is not None and device.type == "cpu":
+    if others.memory is not None:
         layouts = layouts_of_stages(config, loaded, device)
         stage = stage_of_rank(others.rank, config.pp, config.tp)
         assert isinstance(others.group, HostGroup)

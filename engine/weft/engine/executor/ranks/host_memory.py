@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,11 @@ def _ranges(rows: torch.Tensor, part: PagePart) -> torch.Tensor:
     size = (len(rows), part.num_ranges, part.size)
     begin = rows.storage_offset() + part.begin
     return rows.as_strided(size, (rows.stride(0), part.stride, 1), begin)
+
+
+def _on_device_of(rows: torch.Tensor) -> AbstractContextManager[None]:
+    found: AbstractContextManager[None] = torch.cuda.device_of(rows)  # type: ignore[no-untyped-call]
+    return found
 
 
 def pieces_of_pages(layouts: Sequence[CacheLayout], stage: int) -> list[PagePiece]:
@@ -89,7 +95,11 @@ def pieces_of_blocks(layouts: Sequence[CacheLayout], stage: int) -> list[PagePie
 
 
 class Rows(Protocol):
-    """One memory of this host: rows of bytes."""
+    """One memory of this host, or of its GPU: rows of bytes. Numbers and bytes are on the host.
+
+    A GPU does what it is asked after all steps that this host has enqueued, on the stream of steps.
+    Any thread may ask; threads launch kernels on another GPU unless they are told.
+    """
 
     num_rows: int
     row_bytes: int
@@ -113,20 +123,25 @@ class PoolRows:
         self.num_rows, self.row_bytes = rows.shape
 
     def read(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self._rows.index_select(0, numbers)
+        with _on_device_of(self._rows):
+            return self._rows.index_select(0, numbers.to(self._rows.device)).cpu()
 
     def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
-        self._rows.index_copy_(0, numbers, rows)
+        device = self._rows.device
+        with _on_device_of(self._rows):
+            self._rows.index_copy_(0, numbers.to(device), rows.to(device))
 
     def digests(self, numbers: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros(len(numbers), dtype=torch.int64)
-        for whole, own in self._pieces:
-            for index in range(own.num_ranges):
-                begin = own.begin + index * own.stride
-                first = (whole.begin + index * whole.stride) // _WORD
-                part = self._rows[:, begin : begin + own.size]
-                found += page_digests(part, numbers, first)
-        return found
+        with _on_device_of(self._rows):
+            numbers = numbers.to(self._rows.device)
+            found = torch.zeros_like(numbers)
+            for whole, own in self._pieces:
+                for index in range(own.num_ranges):
+                    begin = own.begin + index * own.stride
+                    first = (whole.begin + index * whole.stride) // _WORD
+                    part = self._rows[:, begin : begin + own.size]
+                    found += page_digests(part, numbers, first)
+            return found.cpu()
 
 
 class BlockRows:
@@ -142,14 +157,18 @@ class BlockRows:
         self.row_bytes = sum(part.shape[1] for part in self._parts)
 
     def read(self, numbers: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part.index_select(0, numbers) for part in self._parts], dim=1)
+        with _on_device_of(self._parts[0]):
+            numbers = numbers.to(self._parts[0].device)
+            return torch.cat([part.index_select(0, numbers) for part in self._parts], dim=1).cpu()
 
     def write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
-        begin = 0
-        for part in self._parts:
-            end = begin + part.shape[1]
-            part.index_copy_(0, numbers, rows[:, begin:end])
-            begin = end
+        begin, device = 0, self._parts[0].device
+        with _on_device_of(self._parts[0]):
+            numbers, rows = numbers.to(device), rows.to(device)
+            for part in self._parts:
+                end = begin + part.shape[1]
+                part.index_copy_(0, numbers, rows[:, begin:end])
+                begin = end
 
     def digests(self, numbers: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("blocks are checked in the pages that have them")
@@ -349,7 +368,9 @@ class Mirror:
     """
 
     def __init__(self, rows: torch.Tensor, hosts: OtherHosts, num_others: int) -> None:
-        self._rows, self._hosts, self._num_others = rows, hosts, num_others
+        whole = PagePart(1, MIRROR_ROW_BYTES, 0, MIRROR_ROW_BYTES)
+        self._rows, self._memory = rows, PoolRows(rows, [PagePiece(whole, whole)])
+        self._hosts, self._num_others = hosts, num_others
         self._sent = self._digests()
 
     def __call__(self) -> None:
@@ -358,11 +379,13 @@ class Mirror:
         (changed,) = np.nonzero(digests != self._sent)
         for first in range(0, len(changed), 1024):
             numbers = changed[first : first + 1024]
-            rows = self._rows.index_select(0, torch.from_numpy(numbers))
+            rows = self._memory.read(torch.from_numpy(numbers))
             self._hosts.write(MIRRORED, numbers, [rows] * self._num_others)
         self._sent = digests
 
     def _digests(self) -> NDArray[np.uint64]:
+        if self._rows.is_cuda:
+            return self._memory.digests(torch.arange(len(self._rows))).numpy().view(np.uint64)
         rows = self._rows.numpy()
         return digest_pages(rows, np.arange(len(rows)))
 

@@ -71,7 +71,9 @@ Message = dict[str, Any]
 
 
 def writes_shares(config: EngineConfig) -> bool:
-    """Whether the hosts of a worker are to write their shares themselves."""
+    """Whether the hosts of a worker are to write their shares themselves; GPUs do not."""
+    if config.is_on_gpu:
+        return False
     is_filler = config.fills_others and config.ships_pages
     return config.hosts > 1 and is_filler and config.transport in ("auto", "nixl")
 

@@ -93,15 +93,16 @@ class SharedMemory:
         self,
         others: RankGroup,
         peers: SharedGroup | DevicePeers | None,
+        device: torch.device,
         whole: DevicePeers | DeviceStages | None = None,
     ) -> None:
         self.rank, self.size = (0, 1) if peers is None else (peers.rank, peers.size)
         if whole is not None:
             self.rank = whole.rank
         self.others, self.peers = others, peers
-        self._devices = peers if whole is None else whole
+        self._devices, self._device = peers if whole is None else whole, device
         self.rows: torch.Tensor | None = None
-        """Memory of all ranks of a host, [n, MIRROR_ROW_BYTES]; None: there is none."""
+        """Memory of all ranks of a host, [n, MIRROR_ROW_BYTES]; None: other hosts need no copy."""
         self.send: Callable[[], None] | None = None
         """Sends what rank 0 has written there to other hosts, or raises RanksLost; None: there are
         none.
@@ -111,9 +112,12 @@ class SharedMemory:
         """Raises ConfigError if the system refuses the memory, or if another rank is gone."""
         devices = self._devices
         if devices is None or isinstance(devices, SharedGroup):
-            num_rows = -(-self.size * num_bytes // MIRROR_ROW_BYTES)
-            segment = self.others.share(num_rows * MIRROR_ROW_BYTES)
-            self.rows = segment.tensor((num_rows, MIRROR_ROW_BYTES), torch.uint8)
+            shape = (-(-self.size * num_bytes // MIRROR_ROW_BYTES), MIRROR_ROW_BYTES)
+            if self._device.type == "cuda":  # Each of several hosts has one GPU.
+                self.rows = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+            else:
+                segment = self.others.share(shape[0] * MIRROR_ROW_BYTES)
+                self.rows = segment.tensor(shape, torch.uint8)
             of_ranks = self.rows.view(-1)[: self.size * num_bytes]
             return of_ranks.view(self.size, num_bytes).unbind()
         memory = devices.memory(num_bytes)

@@ -138,7 +138,7 @@ class StagedExecutor:
         self._late = deque[_LateStep]()
         self._has_one_pool = self._is_late and isinstance(ranks.group, SharedGroup)
         """Whether all ranks write to the pool of rank 0."""
-        self._maps_pools = not self._is_late and not local.device_pages.is_whole
+        self._maps_pools = hosts is None and not (self._is_late or local.device_pages.is_whole)
         """Whether rank 0 reads and writes the pages of stages on other GPUs."""
         self.facts = local.facts._replace(num_lanes=num_lanes)
         self._began_ns = self._under_way_ns = 0
