@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from weft.pages.transfer.nixl_binding import load_binding
 from weft.pages.transfer.nixl_ranges import MemoryRange, RangesReader, SharedRanges
 from weft.pages.transfer.nixl_wire import TransferError
 
@@ -33,6 +34,23 @@ def test_an_agent_that_lives_on_may_still_write(
     kept.clear()
     del found
     assert reader.close()
+    shared.close()
+
+
+@pytest.mark.parametrize("failing", ["initialize_xfer", "transfer", "check_xfer_state"])
+def test_a_read_that_fails_ends_the_agent(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a caller may use the memory for something else."""
+    own, theirs = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("disconnected")
+
+    monkeypatch.setattr(load_binding()._api.nixl_agent, failing, fail)
+    shared = SharedRanges("source", [_range(theirs)])
+    reader = RangesReader("bytes", most_bytes=64, stall_s=20.0)
+    with pytest.raises(TransferError, match="reading bytes: RuntimeError disconnected") as found:
+        reader.read(shared.target, [(_range(own), _range(theirs))])
+    assert not found.value.may_still_arrive
     shared.close()
 
 

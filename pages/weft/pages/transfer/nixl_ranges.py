@@ -130,14 +130,21 @@ class RangesReader:
         """
         with START_WORK.time(CONNECTING):
             self.open(target, _whole([own for own, _ in pairs]))
+        problem: TransferError | None = None
         try:
             with START_WORK.time(COPYING):
                 self._copy(pairs, report)
+        except TransferError as error:
+            # The frames of the traceback hold handles of the agent, and would keep it from its end.
+            problem = error.with_traceback(None)
         finally:
-            if not self.close():
-                raise TransferError(
-                    f"the agent that reads {self._what} cannot be ended", may_still_arrive=True
-                )
+            has_ended = self.close()
+        if not has_ended:
+            raise TransferError(
+                f"the agent that reads {self._what} cannot be ended", may_still_arrive=True
+            ) from problem
+        if problem is not None:
+            raise problem
 
     def open(self, target: RangesTarget, ranges: Sequence[MemoryRange]) -> None:
         """Connects to the other process, and registers the memory that is to be read into. Raises
@@ -220,7 +227,7 @@ class RangesReader:
                     self._has_lane = True
                 self._agent.transfer(one.handle)  # A failure shows when it is waited for.
         except TransferError:
-            _release(binding, one)  # Otherwise this frame would keep the agent from its end.
+            _release(binding, one)
             raise
         return one
 
