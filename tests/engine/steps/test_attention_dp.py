@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,17 @@ import torch
 from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.executor.ranks import attention_dp
+from weft.engine.executor.ranks.step_forms import StepForms
 from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.parallel import lockstep as lockstep_module
 from weft.engine.parallel.dispatch import PIECE_ROWS, ExchangeShape, HostDispatch
 from weft.engine.parallel.lockstep import Lockstep
 from weft.engine.parallel.segment import Segment
 from weft.kernels.ops.moe import moe
 from weft.kernels.ops.moe.pack import pack_experts
 from weft.kernels.ops.moe.spec import ExpertWeights, Routing
+from weft.kernels.shared import cpu
+from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.models.choices import check_same, where_experts_are_sure
 from weft.testing.models.every_family import load_reference
 from weft.testing.models.families import FAMILIES, make_family
@@ -237,6 +242,91 @@ def test_texts_with_everything_else_are_those_of_one_engine(
                 with where_experts_are_sure(load, [*prompt, *one.token_ids]):
                     for mine, right in zip(one.routes, other.routes, strict=True):
                         assert (mine == right).all()
+
+
+class _AgreedRows(HostDispatch):
+    """Checks what exchanges of GPUs need: in a captured step all bring as many rows to a layer, and
+    in others at most as many as was agreed on.
+    """
+
+    _most: int | None = None
+
+    def begin(self, num_rows: int | None) -> None:
+        self._most = num_rows
+
+    def __call__(
+        self, x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not self.lockstep.is_alone:
+            counts = self.lockstep.propose(x.shape[0])
+            assert (len(set(counts)) == 1) if self._most is None else (max(counts) <= self._most)
+        return super().__call__(x, routing, w, residual)
+
+    def finish(self) -> None:
+        if self._most is None and not self.lockstep.is_alone:
+            assert self._num_done == len(self.layers), "a graph has all layers"
+            self._num_done = 0
+        super().finish()
+
+
+@pytest.mark.full_after(1)
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek-v3"])
+def test_captured_steps_of_engines_take_one_form(
+    name: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs run as on a GPU: decodes, drafts and prompts beside one another, and empty steps of
+    engines with pages in use; also scored prompts, which have no graph.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    native, launching, compute = cpu.native_cpu(), threading.Lock(), GridExecutor.__call__
+    given = SimpleNamespace(native_cpu=lambda: native, native_cpu_missing=cpu.native_cpu_missing)
+    monkeypatch.setattr(lockstep_module, "cpu", given)
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    monkeypatch.setattr(attention_dp, "HostDispatch", _AgreedRows)
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        with launching:  # The interpreter changes Triton's module meanwhile.
+            compute(*args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    folder = make_model(name, tmp_path / "model", seed)
+    drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 2}
+    sizes = {"max_running_requests": 3, "prefill_chunk_tokens": 24, "max_step_tokens": 32}
+    settings = SIZES | drafts | sizes | {"overlap": "on"}
+    params = SamplingParams(temperature=0.0, logit_bias=dict.fromkeys((7, 8, 9), 50.0))
+    stop = StopCriteria(max_tokens=12, ignore_eos=True)
+    shares = [[prompt[:50] for prompt in random_prompts(count)] for count in (4, 2)]
+
+    def run(prompts: list[list[int]], llm: LLM) -> list[list[int]]:
+        found = llm.generate(prompts, params, stop)
+        found += llm.generate(prompts[:1], params, stop, prompt_logprobs=0)
+        found += llm.generate(prompts[:2], GREEDY, stop)
+        return [sample.token_ids for sample in found]
+
+    with LLM(folder, **settings) as llm:
+        alone = [run(prompts, llm) for prompts in shares]
+    with engines(folder, 2, **settings) as llms:
+        captured: list[RecordedSteps] = []
+        for llm in llms:
+            executor = llm.engine.parts.lockstep
+            assert executor is not None
+            executor._lockstep.is_alone = True
+            captured.append(RecordedSteps(llm.engine, 2))
+            executor._lockstep.is_alone = False
+            forms: Any = executor._lockstep, executor._dispatch, llm.engine.parts.local
+            executor._forms = StepForms(*forms)
+        together = side_by_side(llms, [partial(run, prompts) for prompts in shares])
+        side_by_side(llms, [partial(run, shares[0]), lambda llm: None])
+        assert all(llm.engine.counters()["empty_steps"] > 0 for llm in llms[1:])
+        assert all(llm.engine.counters()["accepted_tokens"] > 0 for llm in llms)
+    assert all({"decode", "ragged"} <= set(steps.num_replays) for steps in captured)
+    for prompts, found, expected in zip(shares, together, alone, strict=True):
+        asked = [*prompts, *prompts[:1], *prompts[:2]]
+        for prompt, one, other in zip(asked, found, expected, strict=True):
+            check_same(partial(load_reference, folder), prompt, one, other, params)
 
 
 @pytest.mark.full
