@@ -2,9 +2,10 @@
 
 Popularities are those of Zipf 1. A draw gives them to the experts of each layer in random order,
 which is the same as giving the experts random places: so one model serves all draws. For each draw
-the engine counts experts where they are, balances them by that, and then prompts and decodes are
-timed with both placements in turns. On a CPU the processor time of the busiest rank is told beside
-the time, since others may use the cores too: the ranks wait for that one in each layer.
+experts are counted where they are, and prompts or decodes are timed; the engine balances experts by
+the counts, and the same is timed again. Further repeats change placements in turns. On a CPU the
+processor time of the busiest rank is told beside the time, since others may use the cores too: the
+ranks wait for that one in each layer.
 
     python bench/expert_balance.py                                    two ranks of a CPU
     python bench/expert_balance.py --shape qwen3-30b --device cuda    two GPUs
@@ -19,14 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import torch
-from harness import Harness, Run, in_turns, ratio_of, spread
+from harness import Harness, Run, ratio_of, spread
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from weft.contract.request import SamplingParams, StopCriteria
@@ -47,8 +47,8 @@ TOP_K, VOCAB = 8, 2048
 BIAS = 4.0
 """Value of the stream's first column, which nothing changes, relative to the others' deviation."""
 PROMPT, NUM_PROMPTS = 512, 4
-SHORT, FEW, MANY = 8, 2, 34
-"""Tokens of prompts before decodes, and generated tokens without and with the timed ones."""
+SHORT, FEW = 8, 2
+"""Tokens of prompts before decodes, and generated tokens without the timed ones."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -70,11 +70,15 @@ def write_model(folder: Path, shape: Mapping[str, int], layers: int, dtype: torc
         shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
     )
 
+    numbers = torch.randn(1 << 24).mul_(0.02).to(dtype)
+
     def noise(rows: int, columns: int, *, writes: bool = False) -> torch.Tensor:
-        found = torch.randn(rows, columns).mul_(0.02)
+        size = rows * columns
+        begin = random.randrange(len(numbers) - size)
+        found = numbers[begin : begin + size].view(rows, columns).clone()
         if writes:
             found[0] = 0.0
-        return found.to(dtype)
+        return found
 
     embedding = torch.randn(VOCAB, hidden)
     embedding[:, 0] = BIAS
@@ -128,8 +132,8 @@ class Taken(NamedTuple):
 
 
 class Bench:
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: LLM, steps: int) -> None:
+        self.llm, self._steps = llm, steps
         self.experts = llm.engine.experts
         own = psutil.Process()
         ranks = [
@@ -154,8 +158,8 @@ class Bench:
         """
         self.put(wanted)
         if rows:
-            more, fewer = self.generate(rows, SHORT, MANY), self.generate(rows, SHORT, FEW)
-            each = (more - fewer) / (MANY - FEW)
+            more = self.generate(rows, SHORT, FEW + self._steps)
+            each = (more - self.generate(rows, SHORT, FEW)) / self._steps
         else:
             each = self.generate(NUM_PROMPTS, PROMPT, 1) / (NUM_PROMPTS * PROMPT)
         return Taken(float(each[0]), float(each[1:].max()))
@@ -168,15 +172,18 @@ class Bench:
         if balance is None or balance.num_failed:
             raise RuntimeError(f"experts were not moved: {balance}")
 
-    def balance(self, rows: Mapping[str, int]) -> dict[str, float]:
-        """Counts what the timed work is, and balances by it. Returns the imbalance before."""
+    def count(self, rows: int) -> None:
+        """Counts the experts of such work as is timed."""
         self.llm.command_experts("start")
-        for count in rows.values():
-            self.generate(*((count, SHORT, MANY) if count else (NUM_PROMPTS, PROMPT, 1)))
+        self.generate(*((rows, SHORT, FEW + self._steps) if rows else (NUM_PROMPTS, PROMPT, 1)))
+        self.llm.command_experts("stop")
+
+    def balance(self) -> float:
+        """Balances by what was counted. Returns the imbalance before."""
         self.llm.command_experts("balance")
-        state = self.llm.command_experts("stop")
+        state = self.llm.command_experts("dump")
         assert state.balance is not None
-        return {"imbalance": state.balance.imbalance}
+        return state.balance.imbalance
 
 
 harness = Harness(__file__, __doc__, repeats=3)
@@ -185,6 +192,7 @@ harness.flag("--layers", type=int, default=4, help="of the model")
 harness.flag("--device", default="cpu", help="torch device")
 harness.flag("--dtype", default="float32", help="of the model; bfloat16 on GPUs")
 harness.flag("--draws", type=int, default=10, help="orders of experts")
+harness.flag("--steps", type=int, default=32, help="timed decodes")
 harness.flag("--redundant", type=int, default=4, help="--redundant-experts")
 harness.flag("--rows", type=int, nargs="+", default=[16, 32, 64], help="requests that decode")
 harness.flag("--folder", help="where the model is written; it is kept for further runs")
@@ -212,22 +220,22 @@ def expert_balance(run: Run) -> None:
             rank_timeout_s=120.0,
         )
     )
-    bench = Bench(llm)
+    bench = Bench(llm, options.steps)
     kinds = {"prompts": 0, **{f"{rows} decodes": rows for rows in options.rows}}
     gains: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for draw in range(options.draws):
         for name, rows in kinds.items():
             fixed = {layer: random_start(old) for layer, old in bench.experts.placements.items()}
             bench.put(fixed)
-            before = bench.balance({name: rows})
+            bench.count(rows)
+            times = {"fixed": [bench.time(fixed, rows)]}
+            imbalance = bench.balance()
             placed = dict(bench.experts.placements)
             counted = {layer.layer: layer for layer in llm.command_experts("dump").layers}
-
-            ways = {
-                "fixed": partial(bench.time, fixed, rows),
-                "placed": partial(bench.time, placed, rows),
-            }
-            times = in_turns(ways, options.repeats)
+            times["placed"] = [bench.time(placed, rows)]
+            for _ in range(options.repeats - 1):
+                for way, wanted in (("fixed", fixed), ("placed", placed)):
+                    times[way].append(bench.time(wanted, rows))
             wall = {way: [one.wall for one in found] for way, found in times.items()}
             busiest = {way: [one.busiest for one in found] for way, found in times.items()}
             gain = ratio_of(wall["fixed"], wall["placed"])
@@ -246,7 +254,7 @@ def expert_balance(run: Run) -> None:
                 placed_us=spread(wall["placed"], 1e6),
                 gain=gain,
                 busiest_gain=work_gain,
-                fixed_imbalance=before["imbalance"],
+                fixed_imbalance=imbalance,
                 placed_imbalance=sum(after) / len(after),
             )
     for name, found in gains.items():
