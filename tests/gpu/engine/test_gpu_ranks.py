@@ -297,12 +297,16 @@ def test_drafts_of_a_divided_mtp_head_are_accepted(tmp_path: Path) -> None:
     assert counters["accepted_tokens"] > counters["drafted_tokens"] / 4
 
 
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"tp": 2, "dcp": 2}, {"cp": 2}])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_rank_that_is_lost_ends_the_engine_in_time(how: str, tmp_path: Path) -> None:
-    folder = make_model("llama", tmp_path / "model")
+def test_a_rank_that_is_lost_ends_the_engine_in_time(
+    how: str, ranks: dict[str, int], tmp_path: Path
+) -> None:
+    folder = make_model("llama", tmp_path / "model", num_key_value_heads=1)
     # With as many pages as the memory has room for.
     settings = {"num_pages": None, "device_memory_share": 0.1, "rank_timeout_s": LIMIT_S}
-    found = ranked(how, folder, [], tp=2, **settings)
+    settings |= {"cp_least_tokens": 64, "drafter": "none"} if "cp" in ranks else {}
+    found = ranked(how, folder, [], **ranks, **settings)
     assert found["error"].startswith("rank 1")
     assert {"killed": "signal 9", "stopped": "has not come"}[how] in found["error"]
     assert "step" in found["error"]
