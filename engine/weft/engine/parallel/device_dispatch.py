@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from weft.contract.errors import ConfigError
+from weft.engine.base.device_copies import host_zeros
 from weft.engine.parallel.dispatch import ExchangeShape, ExpertDispatch
 from weft.engine.parallel.lockstep import Lockstep
 from weft.kernels.ops.moe import moe
@@ -54,6 +55,7 @@ class DeviceDispatch(ExpertDispatch):
         self._own: DeviceMemory | None = None
         self._foreign: list[ForeignMemory] = []
         self._num_rows: int | None = None
+        self._num_sent = host_zeros(1, torch.int64, device)
 
     def map_memory(self, share: Share) -> None:
         """Maps the memory of all ranks. All of them call it, once their weights are loaded.
@@ -132,17 +134,22 @@ class DeviceDispatch(ExpertDispatch):
             return pieces[0]
         return torch.cat(pieces) if pieces else x.clone()
 
+    def sent_rows(self) -> tuple[int, int]:
+        """Dispatched rows as the device counts them, some time ago: the host does not wait."""
+        if self.memory is not None:
+            self._num_sent.copy_(self.memory.num_sent, non_blocking=True)
+        return 0, int(self._num_sent)
+
     def finish(self) -> None:
         if self._num_rows is not None:
             super().finish()
 
     def close(self) -> None:
         """Unmaps the memory of others, and the host's, once this rank's device is done."""
-        if self.memory is None:
-            return
-        torch.cuda.synchronize(self._device)
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(self.lockstep.counters[0])
+        if self.memory is not None:
+            torch.cuda.synchronize(self._device)
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self.lockstep.counters[0])
         for foreign in self._foreign:
             foreign.close()
         self._foreign.clear()
@@ -169,6 +176,7 @@ def memory_of(
         torch.zeros((2, shape.rows), dtype=torch.int32, device=device),
         torch.tensor(words, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
     )
 
 

@@ -102,8 +102,6 @@ class ExpertDispatch(ABC):
         self.lockstep = lockstep
         self.layers: Sequence[ExpertWeights] = ()
         """This rank's experts of each layer that has some, in the order of the layers."""
-        self.num_gathered_rows = self.num_dispatched_rows = 0
-        """Rows of all layers that were sent in either form, each counted once a rank it went to."""
         self._shape = shape
         self._device = device
         self._num_done = 0
@@ -120,6 +118,12 @@ class ExpertDispatch(ABC):
     def __call__(
         self, x: torch.Tensor, routing: Routing, w: ExpertWeights, residual: torch.Tensor | None
     ) -> torch.Tensor: ...
+
+    @abstractmethod
+    def sent_rows(self) -> tuple[int, int]:
+        """Rows of all layers so far that were gathered, and those dispatched, each counted once a
+        rank it went to.
+        """
 
     def _begin_layer(self, w: ExpertWeights) -> None:
         assert self.layers[self._num_done] is w, "layers compute in their order"
@@ -153,6 +157,7 @@ class HostDispatch(ExpertDispatch):
         super().__init__(lockstep, shape, torch.device("cpu"))
         self._parts = [_Part(segment, rank, shape) for rank in range(shape.size)]
         self._own = self._parts[lockstep.rank]
+        self.num_gathered_rows = self.num_dispatched_rows = 0
         if least_rows is None:
             least_rows = LEAST_ROWS if shape.size >= LEAST_RANKS else PIECE_ROWS + 1
         self._least_rows = least_rows
@@ -173,6 +178,9 @@ class HostDispatch(ExpertDispatch):
             out[own] = total if residual is None else total.add_(residual[own])
             begin = own.stop
         return out
+
+    def sent_rows(self) -> tuple[int, int]:
+        return self.num_gathered_rows, self.num_dispatched_rows
 
     def _exchange(
         self, x: torch.Tensor, routing: Routing, w: ExpertWeights, num_left: int

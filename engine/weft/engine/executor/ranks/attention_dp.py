@@ -287,6 +287,8 @@ class AttentionGroup:
         with contextlib.suppress(ConfigError):
             for rank in self._links:
                 self._tell(rank, {"error": str(error), "reason": reason})
+        if self.on_device is not None:
+            self.on_device.close()
         self._close_sockets()
 
     def _watch(self) -> None:
@@ -367,11 +369,12 @@ class LockstepExecutor:
                 self._dispatch.finish()
 
     def counters(self) -> dict[str, int]:
+        gathered, dispatched = self._dispatch.sent_rows()
         return {
             "empty_steps": self._lockstep.num_empty_steps,
             "expert_wait_us": int(self._lockstep.wait_s * 1e6),
-            "gathered_rows": self._dispatch.num_gathered_rows,
-            "dispatched_rows": self._dispatch.num_dispatched_rows,
+            "gathered_rows": gathered,
+            "dispatched_rows": dispatched,
         }
 
     def keep(self, tokens: torch.Tensor) -> None:

@@ -47,6 +47,8 @@ class ExpertMemory(NamedTuple):
     """[1] int32 on the device: 1: all ranks make the same calls. 0: this one is alone, whose rows
     get nothing from experts of others.
     """
+    num_sent: torch.Tensor
+    """[1] int64 on the device: rows sent so far, each counted once a rank it went to."""
 
 
 class RowShape(NamedTuple):
@@ -120,7 +122,7 @@ def send_rows(
     layout, block = layout_of(memory.size, shape), next_power_of_2(shape.width)
     _send_kernel[(num_rows,)](
         *(x, ids, shares, count, num_rows, shape.width, shape.experts),
-        *(memory.bases, memory.turns[0], memory.control, memory.takes_part),
+        *(memory.bases, memory.turns[0], memory.control, memory.takes_part, memory.num_sent),
         *(layout.row_flags, layout.ids, layout.shares, layout.x),
         RANK=memory.rank, SIZE=memory.size, LANES=next_power_of_2(memory.size),
         TOP_K=shape.top_k, PAIRS=next_power_of_2(shape.top_k), BLOCK=block, HAS_TIMER=x.is_cuda,
@@ -187,6 +189,7 @@ def _send_kernel(
     turns: tl.tensor,
     control: tl.tensor,
     takes_part: tl.tensor,
+    num_sent: tl.tensor,
     flags_at: int,
     ids_at: int,
     shares_at: int,
@@ -215,6 +218,7 @@ def _send_kernel(
     chosen = tl.load(ids + number * TOP_K + pair, mask=is_given, other=-1)
     share = tl.load(shares + number * TOP_K + pair, mask=is_given, other=0.0)
     place = (rows * RANK + number).to(tl.int64)
+    sent = together * 0
     for peer in tl.static_range(SIZE):
         base = tl.load(bases + peer)
         there = chosen - peer * experts
@@ -229,7 +233,10 @@ def _send_kernel(
         num_there = tl.sum(tl.where(is_there & is_sent, 1, 0), axis=0)
         to_x = tl.multiple_of((base + x_at).to(tl.pointer_type(kind)), 16)
         needed = tl.where(num_there != 0, columns, 0)
+        if peer != RANK:
+            sent += tl.where(num_there != 0, 1, 0)
         tl.store(to_x + place * width + column, row, mask=column < needed)
+    tl.atomic_add(num_sent, sent.to(tl.int64), sem="relaxed")
     own_base = tl.load(bases + RANK)
     if together == 0:
         # Nobody else writes here, and what others sent last must not be computed again.

@@ -92,10 +92,17 @@ def steps_of(size: int, seed: int) -> list[list[Part]]:
     return steps
 
 
-def run_ranks(size: int, seed: int, folder: Path) -> list[list[list[torch.Tensor]]]:
-    """What each rank has found: for each step the result of each layer that it computes, all of the
-    same input.
-    """
+class Found(NamedTuple):
+    """What one rank has found."""
+
+    results: list[list[torch.Tensor]]
+    """For each step the result of each layer that it computes, all of the same input."""
+    num_sent: int
+    """Rows sent to other ranks."""
+
+
+def run_ranks(size: int, seed: int, folder: Path) -> list[Found]:
+    """What each rank has found."""
     bytes_of_rank = layout_of(size, _shape_of_rows(size)).end
     segment = Segment.create(lockstep_bytes(size) + size * bytes_of_rank, "test")
     processes = []
@@ -109,12 +116,12 @@ def run_ranks(size: int, seed: int, folder: Path) -> list[list[list[torch.Tensor
         for one in processes:
             one.kill()
             one.wait()
-    return [torch.load(folder / str(rank)) for rank in range(size)]
+    return [Found(*torch.load(folder / str(rank))) for rank in range(size)]
 
 
 def run_rank(
     segment: Segment, size: int, seed: int, rank: int, layers: list[ExpertWeights]
-) -> list[list[torch.Tensor]]:
+) -> Found:
     """See `run_ranks`."""
     shape = _shape_of_rows(size)
     layout, begin = layout_of(size, shape), lockstep_bytes(size)
@@ -145,7 +152,8 @@ def run_rank(
         found.append([dispatch(part.x, part.routing, w, part.residual) for w in computed])
         dispatch.finish()
     lockstep.meet()
-    return found
+    dispatch.sent_rows()
+    return Found(found, dispatch.sent_rows()[1])
 
 
 def _shape_of_rows(size: int) -> device_dispatch.RowShape:
@@ -160,7 +168,7 @@ def main(argv: list[str]) -> None:
     )  # In a CPU's form, which the interpreter does not compute.
     with as_on_gpu():
         found = run_rank(Segment(number, num_bytes), size, seed, rank, layers)
-    torch.save(found, argv[5])
+    torch.save(tuple(found), argv[5])
 
 
 if __name__ == "__main__":

@@ -625,6 +625,7 @@ def compile_ranks() -> None:
         of_experts = peer_experts.ExpertMemory(
             *(rank, 2, exchange, torch.zeros(num_bytes, dtype=torch.uint8), numbers[:2]),
             *(torch.zeros(2, 8, dtype=torch.int32), numbers[:2], torch.zeros(1, dtype=torch.int32)),
+            torch.zeros(1, dtype=torch.int64),
         )
         routing = Routing(torch.zeros(3, 6, dtype=torch.int32), torch.zeros(3, 6))
         x = torch.zeros(3, width, dtype=BF16)
