@@ -5,6 +5,7 @@ whole, and nothing waits for ever. The links here are threads in place of NCCL.
 from __future__ import annotations
 
 import queue
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -302,6 +303,22 @@ def test_a_host_that_ends_before_stages_are_linked_is_named(
     with pytest.raises(ConfigError, match="no link over NCCL to stage 1"):
         found.result(LONG_S)
     first.close()
+
+
+def test_rows_are_said_to_be_there_once_they_are_written() -> None:
+    """By which the other end begins to receive them; in their order."""
+    here, there = tcp_pair()
+    with here, there:
+        there.settimeout(LONG_S)
+        sender, written = nccl_links._Sender(here), [Future[None](), Future[None]()]
+        for job in written:
+            sender.tell(Reached(job))
+        written[1].set_result(None)
+        assert not select.select([there], [], [], 0.05)[0]
+        written[0].set_result(None)
+        for _ in written:
+            assert len(there.recv(1)) == 1
+        sender.close()
 
 
 def test_the_network_device_of_an_address_is_found() -> None:
