@@ -336,6 +336,8 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
         LLM(folder, pp=4)
     with pytest.raises(ConfigError, match="1 on GPUs with tp"):
         LLM(folder, pp=2, tp=2, device="cuda")
+    with pytest.raises(ConfigError, match="1 or 2 on GPUs of one host"):
+        LLM(folder, pp=3, device="cuda")
     for name, settings in (
         ("1 on GPUs with adapters", {"enable_lora": True}),
         ("1 on GPUs of workers whose pages leave", {"host_cache_bytes": 1 << 20}),

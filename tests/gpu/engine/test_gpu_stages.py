@@ -25,24 +25,18 @@ SIZES: dict[str, Any] = {"drafter": "none", "num_pages": 90}
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "drafter"),
-    [
-        ("llama", 2, "none"),
-        ("qwen3_moe", 2, "none"),
-        ("llama", 2, "ngram"),
-        ("qwen3_moe", 2, "ngram"),
-        ("llama", 3, "ngram"),
-    ],
+    ("kind", "drafter"),
+    [("llama", "none"), ("qwen3_moe", "none"), ("llama", "ngram"), ("qwen3_moe", "ngram")],
 )
-def test_texts_are_those_of_one_gpu(kind: str, count: int, drafter: str, tmp_path: Path) -> None:
+def test_texts_are_those_of_one_gpu(kind: str, drafter: str, tmp_path: Path) -> None:
     """With prompts in chunks, prefix hits, constraints, and too few pages for all."""
     folder = make_model(kind, tmp_path / "model")
     prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
     settings = SIZES | {"drafter": drafter}
     with make_llm(folder, **settings) as llm:
         alone = texts_of(llm, prompts)
-    found = ranked("texts", folder, prompts, pp=count, **settings)
-    assert any(f"{count} stages" in notice for notice in found["notices"])
+    found = ranked("texts", folder, prompts, pp=2, **settings)
+    assert any("2 stages" in notice for notice in found["notices"])
     assert found["counters"]["prefix_hit_tokens"] > 0
     assert drafter == "none" or found["counters"]["accepted_tokens"] > 0
     check_texts(found["texts"], alone)

@@ -1,4 +1,4 @@
-"""A worker with ranks on GPUs takes pages from one of one GPU. Under load it loses ranks,
+"""A worker with ranks or stages on GPUs takes pages from one of one GPU. Under load it loses ranks,
 and is back each time.
 """
 
@@ -132,22 +132,31 @@ async def test_prompts_are_filled_by_four_ranks(
     await check_filled(filler, owner, False, transport, tmp_path)
 
 
+@pytest.mark.parametrize("transport", ["data", NIXL])
+@pytest.mark.parametrize("filler", [1, 2])
+async def test_prompts_are_filled_by_workers_of_any_number_of_stages(
+    filler: int, transport: str, tmp_path: Path
+) -> None:
+    await check_filled(filler, 3 - filler, False, transport, tmp_path, "pp")
+
+
 async def check_filled(
-    filler: int, owner: int, has_head: bool, transport: str, folder: Path
+    filler: int, owner: int, has_head: bool, transport: str, folder: Path, divides: str = "tp"
 ) -> None:
     """Texts of a worker whose prompts another one computes, on other GPUs where there are
     enough.
     """
     of_owner, of_filler = (
-        f"--tp {size} --device {gpus_of_ranks(size, first)}"
+        f"--{divides} {size} --device {gpus_of_ranks(size, first)}"
         for size, first in ((owner, 0), (filler, owner))
     )
-    flags = ("--tp", "2", "--device", gpus_of_ranks(2))
+    flags = (f"--{divides}", "2", "--device", gpus_of_ranks(2))
     flags += ("--local-prefill-max-tokens", "0", "--transport", transport)
     flags += ("--prefill-args", f"{SMALL} {of_filler}")
     drafts = " --drafter eagle3 --draft-gate fixed" if has_head else ""
     flags += ("--decode-args", f"{SMALL} {of_owner} {PATIENT}{drafts}")
-    mesh = TinyMesh(folder, *flags, has_draft=has_head, num_heads=8)
+    shape = {"num_hidden_layers": 3} if divides == "pp" else None
+    mesh = TinyMesh(folder, *flags, has_draft=has_head, num_heads=8, shape=shape)
     try:
         mesh.wait_ready()
         greedy = Greedy(mesh.model_dir)

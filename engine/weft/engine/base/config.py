@@ -99,7 +99,8 @@ class EngineConfig(PageConfig):
     )
     pp: int = setting(
         "stages of the engine, processes that each hold consecutive layers with their weights and "
-        "KV, and hand the rows of each step on: pipeline parallelism",
+        "KV, and hand the rows of each step on: pipeline parallelism; on GPUs of one host at most "
+        "2",
         1,
         ge=1,
         le=64,
@@ -828,6 +829,7 @@ class EngineConfig(PageConfig):
     def _relations_of_gpu_stages(self) -> list[tuple[str, bool, str]]:
         is_divided = self.hosts > 1
         return [
+            ("pp", self.pp == 2 or is_divided, "1 or 2 on GPUs of one host"),
             ("pp", self.tp == 1, "1 on GPUs with tp"),
             (
                 "device",

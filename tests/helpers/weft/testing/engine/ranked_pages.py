@@ -97,13 +97,11 @@ def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         found["loaded"] = [bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")]
         found["notices"] = bench.engine.info.notices
         bench.close()
-        bench.pair.close()
     own = {name: value for name, value in settings.items() if name not in ("tp", "pp", "dcp", "cp")}
     own["device"] = settings["device"].partition(",")[0]
     one = TierBench(folder, 40 * PAGE, **(sizes | {"host_cache_bytes": 1 << 20} | own))
     found["longer"] = [one.ask(prompt) for prompt in longer]
     one.close()
-    one.pair.close()
     return found
 
 
