@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from weft.contract.errors import ModelError, WeftError, WeightsIncomplete
 from weft.contract.request import StopCriteria
-from weft.contract.weights import GpuAllocation, WeightOffer
+from weft.contract.weights import GpuAllocation, PackedTensor, RankWeights, WeightOffer
 from weft.engine.executor import peer_weights
 from weft.engine.loop.llm import LLM
 from weft.pages.transfer import nixl_ranges
@@ -202,6 +202,29 @@ def test_memory_is_offered_to_this_host_only_where_it_has_a_name(
         with LLM(plain(tmp_path / f"model-{name}", seed), **SETTINGS) as llm:
             (rank,) = llm.offer_weights().ranks
         assert (rank.host, rank.allocations) == (name, [one] if name else [])
+
+
+def test_memory_of_large_tensors_on_a_gpu_is_known_before_they_are_made() -> None:
+    def one(address: int, num_bytes: int, memory_type: str = "VRAM") -> PackedTensor:
+        return PackedTensor(
+            place=f".{address}",
+            dtype="uint8",
+            shape=[num_bytes],
+            address=address,
+            num_bytes=num_bytes,
+            memory_type=memory_type,
+            digest=bytes(32),
+        )
+
+    mib = 1 << 20
+    tensors = [one(1, 3 * mib), one(2, 2 * mib + 1), one(2, 2 * mib + 1), one(3, mib)]
+    tensors += [one(4, 9 * mib, "DRAM")]
+    nothing = {name: bytes(32) for name in ("scheme", "constants", "agent_metadata")}
+    texts = dict.fromkeys(("share", "packing", "nixl_version", "agent_name"), "")
+    rank = RankWeights(**nothing, **texts, tensors=tensors)
+    digests = {name: bytes(32) for name in ("model_digest", "start_digest", "files")}
+    offer = WeightOffer(**digests, version="", ranks=[rank])
+    assert peer_weights.PeerWeights(offer, 0).num_bytes == 5 * mib + 512
 
 
 @pytest.mark.full
