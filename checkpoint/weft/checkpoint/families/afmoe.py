@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.moe_config import MoEConfig, MoENamesConfig, RouterConfig, counts
@@ -15,17 +17,15 @@ def read_afmoe(family: Family) -> ModelConfig:
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % every else FULL)
     rope = family.rope()
     layers = tuple(
-        family.attention(
-            rope if kind == SLIDING else None,
-            dim**-0.5,
+        replace(
+            family.attention(rope if kind == SLIDING else None, dim**-0.5),
             head_norm=HeadNormConfig(norm=norm),
             gate=GateConfig(name="gate_proj"),
         )
         for kind in kinds
     )
-    decoder = family.decoder(
-        layers,
-        norm,
+    decoder = replace(
+        family.decoder(layers, norm),
         order="around",
         embedding_multiplier=family.hidden_size**0.5 if fields.flag("mup_enabled", False) else 1.0,
     )

@@ -5,6 +5,7 @@ norm.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import cohere_experts
@@ -48,9 +49,8 @@ def read_cohere2_moe(family: Family) -> ModelConfig:
         for n, kind in enumerate(kinds)
     )
     norm = NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer")
-    decoder = family.decoder(
-        layers,
-        norm if fields.get("rms_norm_eps") is None else family.rms(),
+    decoder = replace(
+        family.decoder(layers, norm if fields.get("rms_norm_eps") is None else family.rms()),
         order="parallel",
         logit_multiplier=fields.number("logit_scale", 0.0625),
     )
@@ -80,14 +80,15 @@ def _config(
     family.only("use_parallel_block", True)
     norm = NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer")
     layers = tuple(
-        family.attention(
-            ropes[kind],
-            dim**-0.5,
+        replace(
+            family.attention(ropes[kind], dim**-0.5),
             head_norm=HeadNormConfig(norm=norm, over="each") if has_norms else None,
         )
         for kind in kinds
     )
-    decoder = family.decoder(
-        layers, norm, order="parallel", logit_multiplier=fields.number("logit_scale", 0.0625)
+    decoder = replace(
+        family.decoder(layers, norm),
+        order="parallel",
+        logit_multiplier=fields.number("logit_scale", 0.0625),
     )
     return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096), is_tied=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import (
@@ -16,7 +15,7 @@ from weft.checkpoint.families.experts import (
     mistral4_experts,
 )
 from weft.checkpoint.families.family import Family, behind, mistral_names
-from weft.checkpoint.families.granite import minicpm_factors
+from weft.checkpoint.families.granite import with_minicpm_factors
 from weft.checkpoint.latent_config import LatentConfig
 from weft.checkpoint.moe_config import MoEConfig
 from weft.checkpoint.mtp_config import head_behind
@@ -76,8 +75,8 @@ def read_youtu(family: Family) -> ModelConfig:
 
 def read_minicpm3(family: Family) -> ModelConfig:
     """MiniCPM 3: halves of heads are rotated, with MiniCPM's factors."""
-    factors = minicpm_factors(family, embedding=12.0, depth=1.4, base=256)
-    return _config(family, None, eps=1e-5, is_interleaved=False, is_tied=True, factors=factors)
+    config = _config(family, None, eps=1e-5, is_interleaved=False, is_tied=True)
+    return with_minicpm_factors(family, config, embedding=12.0, depth=1.4, base=256)
 
 
 def _config(
@@ -88,7 +87,6 @@ def _config(
     *,
     is_interleaved: bool = True,
     is_tied: bool = False,
-    factors: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     fields, norm = family.fields, family.rms(eps=eps)
     family.only("attention_bias", False)
@@ -111,7 +109,7 @@ def _config(
         scale=dim**-0.5 * _score_factor(family),
         llama4_query_scale=family.llama4_query_scale(),
     )
-    decoder = family.decoder(layer, norm, **factors or {})
+    decoder = family.decoder(layer, norm)
     # Mistral's own files have no MTP head.
     head = head_behind(family.num_layers) if names is None and moe is not None else None
     names = names or NamesConfig(left_out=behind(family.num_layers))

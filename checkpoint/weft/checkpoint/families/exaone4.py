@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from weft.checkpoint.config import ModelConfig
@@ -44,7 +45,7 @@ def _config(
         )
         for kind in kinds
     )
-    decoder = family.decoder(layers, norm, order=order)
+    decoder = replace(family.decoder(layers, norm), order=order)
     names = NamesConfig(
         left_out=("mtp.",), moe=MoENamesConfig(correction="e_score_correction_bias")
     )

@@ -115,19 +115,16 @@ class Family:
             raise self.fields.error(name, f"{found!r} is not supported ({known} are)")
         return _ACTIVATIONS[found]
 
-    def attention(self, rope: RopeConfig | None, scale: float, **parts: Any) -> AttentionConfig:
-        """Attention whose products have biases if the field `attention_bias` says so. `parts` are
-        further fields of `AttentionConfig`.
-        """
+    def attention(self, rope: RopeConfig | None, scale: float) -> AttentionConfig:
+        """Attention whose products have biases if the field `attention_bias` says so."""
         bias = self.fields.flag("attention_bias", False)
-        return AttentionConfig(rope=rope, scale=scale, qkv_bias=bias, o_bias=bias, **parts)
+        return AttentionConfig(rope=rope, scale=scale, qkv_bias=bias, o_bias=bias)
 
     def decoder(
         self,
         layers: MixerConfig | tuple[MixerConfig, ...],
         norm: NormConfig | None = None,
         mlp: MlpConfig | None = None,
-        **parts: Any,
     ) -> DecoderConfig:
         """Layers between an embedding and a norm.
 
@@ -135,11 +132,10 @@ class Family:
             layers: One stands for all layers.
             norm: Of the stream; None: `rms`.
             mlp: None: a gate, and the file's activation.
-            parts: Further fields of `DecoderConfig`.
         """
         layers = layers if isinstance(layers, tuple) else (layers,) * self.num_layers
         norm, mlp = norm or self.rms(), mlp or MlpConfig(activation=self.activation())
-        return DecoderConfig(norm=norm, layers=layers, mlp=mlp, **parts)
+        return DecoderConfig(norm=norm, layers=layers, mlp=mlp)
 
     def only(self, name: str, value: object) -> None:
         """Raises ModelError unless a field is absent or has the one value that is supported."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import flint_experts
 from weft.checkpoint.families.family import FULL, SLIDING, Family
@@ -15,9 +17,8 @@ def read_flint(family: Family) -> ModelConfig:
     kinds = family.kinds(lambda n: FULL if n in (0, last) or n % 4 == 1 else SLIDING)
     rope = family.rope()
     layers = tuple(
-        family.attention(
-            rope if kind == SLIDING else None,
-            dim**-0.5,
+        replace(
+            family.attention(rope if kind == SLIDING else None, dim**-0.5),
             head_norm=HeadNormConfig(norm=family.rms()),
             has_sinks=True,
         )

@@ -55,8 +55,9 @@ def read_gemma(family: Family) -> ModelConfig:
 def read_gemma2(family: Family) -> ModelConfig:
     """Gemma 2 (arXiv 2408.00118): soft caps of scores and logits, windows in every other layer."""
     kinds = family.kinds(lambda layer: FULL if layer % 2 else SLIDING)
-    layer = family.attention(
-        family.rope(), _scale(family), softcap=soft_cap(family, "attn_logit_softcapping", 50.0)
+    layer = replace(
+        family.attention(family.rope(), _scale(family)),
+        softcap=soft_cap(family, "attn_logit_softcapping", 50.0),
     )
     decoder = _decoder(
         family, (layer,) * len(kinds), soft_cap(family, "final_logit_softcapping", 30.0)
@@ -93,9 +94,8 @@ def read_gemma3(family: Family) -> ModelConfig:
     norm = HeadNormConfig(norm=family.rms(adds_one=True))
     ropes = {kind: gemma3_rope(family, kind) for kind in (FULL, SLIDING)}
     layers = tuple(
-        family.attention(
-            ropes[kind],
-            _scale(family),
+        replace(
+            family.attention(ropes[kind], _scale(family)),
             head_norm=norm,
             softcap=soft_cap(family, "attn_logit_softcapping"),
         )
@@ -176,10 +176,12 @@ def gemma3_rope(family: Family, kind: str) -> RopeConfig:
 def _decoder(
     family: Family, layers: tuple[AttentionConfig, ...], softcap: float | None
 ) -> DecoderConfig:
-    return family.decoder(
-        layers,
-        family.rms(adds_one=True),
-        mlp=MlpConfig(activation=family.activation("gelu_pytorch_tanh", "hidden_activation")),
+    return replace(
+        family.decoder(
+            layers,
+            family.rms(adds_one=True),
+            mlp=MlpConfig(activation=family.activation("gelu_pytorch_tanh", "hidden_activation")),
+        ),
         order="around",
         embedding_multiplier=family.hidden_size**0.5,
         logit_softcap=softcap,

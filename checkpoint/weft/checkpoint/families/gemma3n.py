@@ -4,6 +4,8 @@ shared between layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family
 from weft.checkpoint.families.gemma import gemma3_rope, soft_cap
@@ -29,9 +31,8 @@ def read_gemma3n(family: Family) -> ModelConfig:
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % 5 else FULL)
     sources = kv_sources(fields, kinds, 15)
     layers = tuple(
-        family.attention(
-            gemma3_rope(family, kind),
-            1.0,
+        replace(
+            family.attention(gemma3_rope(family, kind), 1.0),
             head_norm=HeadNormConfig(norm=family.rms()),
             value_norm=family.rms(),
             kv_from=source,
@@ -39,12 +40,14 @@ def read_gemma3n(family: Family) -> ModelConfig:
         for kind, source in zip(kinds, sources, strict=True)
     )
     sizes = _sizes(family)
-    decoder = family.decoder(
-        layers,
-        mlp=MlpConfig(
-            activation=family.activation("gelu_pytorch_tanh", "hidden_activation"),
-            sizes=sizes,
-            sparsities=_sparsities(family),
+    decoder = replace(
+        family.decoder(
+            layers,
+            mlp=MlpConfig(
+                activation=family.activation("gelu_pytorch_tanh", "hidden_activation"),
+                sizes=sizes,
+                sparsities=_sparsities(family),
+            ),
         ),
         order="around",
         embedding_multiplier=family.hidden_size**0.5,

@@ -5,6 +5,7 @@ embedding, and in one size experts in addition to the MLP.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import gemma4_experts
@@ -47,11 +48,13 @@ def read_gemma4(family: Family) -> ModelConfig:
             dim=fields.positive("hidden_size_per_layer_input", 256),
         )
     softcap = fields.get("final_logit_softcapping")
-    decoder = family.decoder(
-        layers,
-        mlp=MlpConfig(
-            activation=family.activation("gelu_pytorch_tanh", "hidden_activation"),
-            sizes=tuple(inner if source is None else shared_inner for source in sources),
+    decoder = replace(
+        family.decoder(
+            layers,
+            mlp=MlpConfig(
+                activation=family.activation("gelu_pytorch_tanh", "hidden_activation"),
+                sizes=tuple(inner if source is None else shared_inner for source in sources),
+            ),
         ),
         order="around",
         embedding_multiplier=family.hidden_size**0.5,
@@ -107,9 +110,8 @@ def _attention(family: Family, layer: int, kind: str, source: int | None) -> Att
     if "per_layer_config" not in fields and is_full:
         dim = fields.positive("global_head_dim", 512)
         kv_heads = _optional(fields, "num_global_key_value_heads") if shares else None
-    return family.attention(
-        _rope(family, kind),
-        1.0,
+    return replace(
+        family.attention(_rope(family, kind), 1.0),
         head_norm=HeadNormConfig(norm=family.rms()),
         head_dim=dim,
         kv_heads=kv_heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from weft.checkpoint.config import ModelConfig
@@ -31,5 +32,5 @@ def _config(family: Family, names: NamesConfig, order: Any) -> ModelConfig:
         scale=dim**-0.5,
         qkv_bias=family.fields.flag("attention_bias", True),
     )
-    decoder = family.decoder(layer, family.rms(eps=1.5625e-7), order=order)
+    decoder = replace(family.decoder(layer, family.rms(eps=1.5625e-7)), order=order)
     return family.config(decoder, head_dim=dim, names=names, kv_heads=2)

@@ -4,6 +4,8 @@ experts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import deepseek_v3_experts, ling2_experts
 from weft.checkpoint.families.family import FULL, SLIDING, Family, behind
@@ -97,7 +99,7 @@ def read_dots1(family: Family) -> ModelConfig:
     first = fields.count("max_window_layers", 62)
     has_window = fields.get("sliding_window") is not None or "sliding_window" not in list(fields)
     kinds = family.kinds(lambda layer: SLIDING if has_window and layer >= first else FULL)
-    layer = family.attention(family.rope(), dim**-0.5, head_norm=HeadNormConfig(norm=norm))
+    layer = replace(family.attention(family.rope(), dim**-0.5), head_norm=HeadNormConfig(norm=norm))
     decoder = family.decoder(layer, norm)
     moe = deepseek_v3_experts(fields, num_dense=0, renormalises=False)
     return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096), moe=moe)

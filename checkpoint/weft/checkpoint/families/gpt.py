@@ -57,8 +57,8 @@ def read_gptj(family: Family) -> ModelConfig:
     if rope.rotary_dim(dim) != turned:
         raise family.fields.error("rotary_dim", f"{turned} of {dim} elements is not supported")
     layer = AttentionConfig(rope=rope, scale=dim**-0.5)
-    decoder = family.decoder(
-        layer, _norm(family), mlp=_mlp(family), order="parallel", has_head_bias=True
+    decoder = replace(
+        family.decoder(layer, _norm(family), mlp=_mlp(family)), order="parallel", has_head_bias=True
     )
     names = {**_TRANSFORMER, "o": "out_proj", "up": "fc_in", "down": "fc_out"}
     return family.config(decoder, names=NamesConfig(**names), intermediate_size=_inner(family))
@@ -87,10 +87,12 @@ def read_gpt_neox(family: Family) -> ModelConfig:
     )
     layer = AttentionConfig(rope=rope, scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
     is_parallel = fields.flag("use_parallel_residual", True)
-    decoder = family.decoder(
-        layer,
-        NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
-        mlp=MlpConfig(activation=family.activation("gelu"), is_gated=False, bias=True),
+    decoder = replace(
+        family.decoder(
+            layer,
+            NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
+            mlp=MlpConfig(activation=family.activation("gelu"), is_gated=False, bias=True),
+        ),
         order="parallel by two norms" if is_parallel else "before",
     )
     names = NamesConfig(
@@ -142,11 +144,13 @@ def read_falcon(family: Family) -> ModelConfig:
     heads = fields.positive("num_kv_heads", family.num_heads) if is_new else family.num_heads
     layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
     order: Any = "parallel" if is_parallel else "before"
-    decoder = family.decoder(
-        layer,
-        _norm(family),
-        mlp=MlpConfig(
-            activation=family.activation("gelu", "activation"), is_gated=False, bias=bias
+    decoder = replace(
+        family.decoder(
+            layer,
+            _norm(family),
+            mlp=MlpConfig(
+                activation=family.activation("gelu", "activation"), is_gated=False, bias=bias
+            ),
         ),
         order="parallel by two norms" if num_norms == 2 else order,
     )
@@ -183,10 +187,12 @@ def read_opt(family: Family) -> ModelConfig:
     scale = family.head_dim() ** -0.5
     layer = AttentionConfig(rope=None, scale=scale, qkv_bias=bias, o_bias=bias)
     activation = family.activation("relu", "activation_function")
-    decoder = family.decoder(
-        layer,
-        NormConfig(eps=1e-5, kind=kind, has_bias=has_weight),
-        mlp=MlpConfig(activation=activation, is_gated=False, bias=bias),
+    decoder = replace(
+        family.decoder(
+            layer,
+            NormConfig(eps=1e-5, kind=kind, has_bias=has_weight),
+            mlp=MlpConfig(activation=activation, is_gated=False, bias=bias),
+        ),
         first_position_row=2,
     )
     names = {**_OPT, "bodies": ("model.decoder", "decoder")}
@@ -216,10 +222,12 @@ def read_xglm(family: Family) -> ModelConfig:
     layer = AttentionConfig(rope=None, scale=scale, qkv_bias=True, o_bias=True)
     activation = family.activation("gelu", "activation_function")
     has_factor = fields.flag("scale_embedding", True)
-    decoder = family.decoder(
-        layer,
-        NormConfig(eps=1e-5, kind="layer", has_bias=True),
-        mlp=MlpConfig(activation=activation, is_gated=False, bias=True),
+    decoder = replace(
+        family.decoder(
+            layer,
+            NormConfig(eps=1e-5, kind="layer", has_bias=True),
+            mlp=MlpConfig(activation=activation, is_gated=False, bias=True),
+        ),
         embedding_multiplier=family.hidden_size**0.5 if has_factor else 1.0,
         first_position_row=2,
         has_sinusoids=True,
@@ -272,7 +280,7 @@ def _gpt2(
     kv_heads: int | None = None,
     window: SlidingWindow | None = None,
 ) -> ModelConfig:
-    decoder = family.decoder(layers, _norm(family), mlp=_mlp(family), first_position_row=0)
+    decoder = replace(family.decoder(layers, _norm(family), mlp=_mlp(family)), first_position_row=0)
     inner = _inner(family)
     return family.config(
         decoder,

@@ -70,22 +70,28 @@ def read_minicpm(family: Family) -> ModelConfig:
     """MiniCPM (arXiv 2404.06395) and MiniCPM 4 without its sparse attention."""
     family.only("sparse_config", None)
     family.only("num_experts", 0)
-    dim, factors = family.head_dim(), minicpm_factors(family)
-    layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5)
-    decoder = family.decoder(layer, **factors)
-    return family.config(decoder, is_tied=True)
+    layer = AttentionConfig(rope=family.rope(), scale=family.head_dim() ** -0.5)
+    return with_minicpm_factors(family, family.config(family.decoder(layer), is_tied=True))
 
 
-def minicpm_factors(
-    family: Family, *, embedding: float = 1.0, depth: float = 1.0, base: int = 1
-) -> dict[str, Any]:
-    """Arguments of a decoder: MiniCPM's factors, with the given defaults of its fields."""
+def with_minicpm_factors(
+    family: Family,
+    config: ModelConfig,
+    *,
+    embedding: float = 1.0,
+    depth: float = 1.0,
+    base: int = 1,
+) -> ModelConfig:
+    """The configuration with MiniCPM's factors, whose fields have the given defaults."""
     fields = family.fields
-    return {
-        "embedding_multiplier": fields.number("scale_emb", embedding),
-        "residual_multiplier": fields.number("scale_depth", depth) / math.sqrt(family.num_layers),
-        "logit_multiplier": fields.positive("dim_model_base", base) / family.hidden_size,
-    }
+    assert config.decoder is not None, "a family's configuration has its parts"
+    decoder = replace(
+        config.decoder,
+        embedding_multiplier=fields.number("scale_emb", embedding),
+        residual_multiplier=fields.number("scale_depth", depth) / math.sqrt(family.num_layers),
+        logit_multiplier=fields.positive("dim_model_base", base) / family.hidden_size,
+    )
+    return replace(config, decoder=decoder)
 
 
 def shared_names() -> MoENamesConfig:
@@ -131,9 +137,11 @@ def _config(
 ) -> ModelConfig:
     fields = family.fields
     layer = family.attention(family.rope(), fields.number("attention_multiplier", scale))
-    decoder = family.decoder(
-        layer,
-        mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
+    decoder = replace(
+        family.decoder(
+            layer,
+            mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
+        ),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logit_multiplier=1.0 / fields.number("logits_scaling", 1.0),

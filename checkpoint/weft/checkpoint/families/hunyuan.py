@@ -26,8 +26,9 @@ def read_hunyuan_moe(family: Family) -> ModelConfig:
 def read_hy3(family: Family) -> ModelConfig:
     """Hy3: norms before the rotation, sigmoids that choose experts."""
     fields, dim, norm = family.fields, family.head_dim(128), family.rms(eps=1e-5)
-    layer = family.attention(
-        family.rope(theta=11_158_840.0), dim**-0.5, head_norm=HeadNormConfig(norm=norm)
+    layer = replace(
+        family.attention(family.rope(theta=11_158_840.0), dim**-0.5),
+        head_norm=HeadNormConfig(norm=norm),
     )
     decoder = family.decoder(
         layer,
@@ -47,9 +48,8 @@ def _config(
     dim, norm = family.head_dim(), family.rms(eps=1e-5)
     family.only("use_qk_norm", True)
     family.only("use_cla", False)
-    layer = family.attention(
-        _rope(family, dim),
-        dim**-0.5,
+    layer = replace(
+        family.attention(_rope(family, dim), dim**-0.5),
         head_norm=HeadNormConfig(
             norm=norm, is_after_rotation=True, q_name="query_layernorm", k_name="key_layernorm"
         ),

@@ -4,6 +4,8 @@ query heads, and a gate on attention's result.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import laguna_experts, step3_experts
 from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family, behind
@@ -28,9 +30,8 @@ def read_laguna(family: Family) -> ModelConfig:
         raise fields.error("gating", f"{gating!r} is not supported")
     gate = GateConfig(name="g_proj", activation="softplus", is_by_head=gating != "per-element")
     layers = tuple(
-        family.attention(
-            ropes[kind],
-            dim**-0.5,
+        replace(
+            family.attention(ropes[kind], dim**-0.5),
             head_norm=HeadNormConfig(norm=family.rms()),
             heads=own,
             gate=gate,
@@ -63,9 +64,8 @@ def read_step3(family: Family) -> ModelConfig:
     scale = fields.number("query_pre_attn_scalar", float(dim)) ** -0.5
     norm = family.rms(adds_one=True, eps=1e-5)
     layers = tuple(
-        family.attention(
-            _step3_rope(family, layer, kind),
-            scale,
+        replace(
+            family.attention(_step3_rope(family, layer, kind), scale),
             head_norm=HeadNormConfig(norm=norm),
             heads=sliding_heads if kind == SLIDING else None,
             gate=GateConfig(name="g_proj", is_by_head=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.parts import (
@@ -50,8 +52,9 @@ def read_stablelm(family: Family) -> ModelConfig:
         qkv_bias=fields.flag("use_qkv_bias", False),
         head_norm=of_heads if fields.flag("qk_layernorm", False) else None,
     )
-    decoder = family.decoder(
-        layer, norm, order="parallel" if fields.flag("use_parallel_residual", False) else "before"
+    decoder = replace(
+        family.decoder(layer, norm),
+        order="parallel" if fields.flag("use_parallel_residual", False) else "before",
     )
     return family.config(decoder, kv_heads=32)
 

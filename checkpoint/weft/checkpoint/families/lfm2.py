@@ -41,8 +41,10 @@ def read_lfm3(family: Family) -> ModelConfig:
     gate = GateConfig(name="gate_proj", is_by_head=True) if has_gate else None
 
     def attention(kind: str) -> AttentionConfig:
-        return family.attention(
-            _rope(family, kind), dim**-0.5, head_norm=HeadNormConfig(norm=rms), gate=gate
+        return replace(
+            family.attention(_rope(family, kind), dim**-0.5),
+            head_norm=HeadNormConfig(norm=rms),
+            gate=gate,
         )
 
     def default(layer: int) -> str:
@@ -55,10 +57,8 @@ def read_lfm3(family: Family) -> ModelConfig:
         kind: _conv(family, 7) if kind == _CONV else attention(kind) for kind in set(kinds)
     }
     is_around = fields.flag("use_sandwich_norm", True)
-    decoder = family.decoder(
-        tuple(mixers[kind] for kind in kinds),
-        rms,
-        mlp=MlpConfig(),
+    decoder = replace(
+        family.decoder(tuple(mixers[kind] for kind in kinds), rms, mlp=MlpConfig()),
         order="around" if is_around else "before",
     )
     names = replace(

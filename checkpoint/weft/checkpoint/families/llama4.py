@@ -37,9 +37,8 @@ def read_llama4(family: Family) -> ModelConfig:
         norm = HeadNormConfig(norm=family.rms(eps=1e-5), is_after_rotation=True, has_weight=False)
     rope = family.rope(theta=500_000.0, is_interleaved=True)
     layers = tuple(
-        family.attention(
-            rope if is_rotated else None,
-            dim**-0.5,
+        replace(
+            family.attention(rope if is_rotated else None, dim**-0.5),
             head_norm=norm if is_rotated else None,
             llama4_query_scale=None if is_rotated else growth,
             growth_counts_from=1,

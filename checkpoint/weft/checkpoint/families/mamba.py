@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from weft.checkpoint.config import ModelConfig
@@ -61,9 +62,8 @@ def read_granite_hybrid(family: Family) -> ModelConfig:
         o_bias=bias,
     )
     kinds = family.listed(["layer_types", "layers_block_type"], _KINDS, lambda n: _MAMBA)
-    decoder = family.decoder(
-        _mixers(family, kinds, attention, _mamba(family, norm.eps)),
-        norm,
+    decoder = replace(
+        family.decoder(_mixers(family, kinds, attention, _mamba(family, norm.eps)), norm),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logit_multiplier=1.0 / fields.number("logits_scaling", 1.0),
@@ -114,10 +114,8 @@ def read_falcon_h1(family: Family) -> ModelConfig:
         bias=fields.flag("mlp_bias", False),
         factors=(on_gate, on_result),
     )
-    decoder = family.decoder(
-        (layer,) * family.num_layers,
-        norm,
-        mlp=mlp,
+    decoder = replace(
+        family.decoder((layer,) * family.num_layers, norm, mlp=mlp),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logit_multiplier=fields.number("lm_head_multiplier", 1.0),
     )
@@ -156,10 +154,12 @@ def read_nemotron_h(family: Family) -> ModelConfig:
     if _MOE in feeds:
         dense = tuple(n for n, feed in enumerate(feeds) if feed != _MOE)
         moe = nemotron_experts(fields, dense)
-    decoder = family.decoder(
-        _mixers(family, kinds, attention, mamba),
-        norm,
-        mlp=MlpConfig(activation="relu2", is_gated=False, bias=fields.flag("mlp_bias", False)),
+    decoder = replace(
+        family.decoder(
+            _mixers(family, kinds, attention, mamba),
+            norm,
+            mlp=MlpConfig(activation="relu2", is_gated=False, bias=fields.flag("mlp_bias", False)),
+        ),
         without_feed=tuple(n for n, feed in enumerate(feeds) if not feed),
     )
     names = NamesConfig(

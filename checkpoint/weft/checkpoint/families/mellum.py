@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import mellum_experts
 from weft.checkpoint.families.family import FULL, SLIDING, Family
@@ -16,7 +18,9 @@ def read_mellum(family: Family) -> ModelConfig:
     if "rope_parameters" in fields:
         ropes = {kind: family.rope(kind) for kind in sorted(set(kinds))}
     layers = tuple(
-        family.attention(ropes[kind], dim**-0.5, head_norm=HeadNormConfig(norm=family.rms()))
+        replace(
+            family.attention(ropes[kind], dim**-0.5), head_norm=HeadNormConfig(norm=family.rms())
+        )
         for kind in kinds
     )
     decoder = family.decoder(layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.checkpoint.config import ModelConfig
 from weft.checkpoint.families.experts import mixtral_experts
 from weft.checkpoint.families.family import FULL, Family
@@ -32,9 +34,8 @@ def read_minimax(family: Family) -> ModelConfig:
     if set(kinds) != {FULL, _LINEAR}:
         raise fields.error("layer_types", "expected layers with and without attention")
     factors = {kind: _factors(family, kind) for kind in (FULL, _LINEAR)}
-    decoder = family.decoder(
-        tuple(attention if kind == FULL else lightning for kind in kinds),
-        norm,
+    decoder = replace(
+        family.decoder(tuple(attention if kind == FULL else lightning for kind in kinds), norm),
         kept=tuple(factors[kind] for kind in kinds),
     )
     names = NamesConfig(

@@ -5,6 +5,7 @@ norms of q and k over all heads together, and mostly norms only after the blocks
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from weft.checkpoint.config import ModelConfig
@@ -18,9 +19,8 @@ from weft.checkpoint.rope import RopeConfig, rope_config
 def read_olmo(family: Family) -> ModelConfig:
     """OLMo (arXiv 2402.00838): layer norms without weights; q, k and v may be bounded."""
     fields = family.fields
-    layer = family.attention(
-        family.rope(),
-        family.head_dim() ** -0.5,
+    layer = replace(
+        family.attention(family.rope(), family.head_dim() ** -0.5),
         clip=fields.number("clip_qkv") if "clip_qkv" in fields else None,
     )
     decoder = family.decoder(layer, NormConfig(eps=1e-5, kind="plain layer"))
@@ -72,8 +72,11 @@ def _config(
     dim = family.head_dim()
     norm = NormConfig(eps=family.rms(eps=1e-5).eps)
     layers = tuple(
-        family.attention(ropes[kind], dim**-0.5, head_norm=HeadNormConfig(norm=norm, over="width"))
+        replace(
+            family.attention(ropes[kind], dim**-0.5),
+            head_norm=HeadNormConfig(norm=norm, over="width"),
+        )
         for kind in kinds
     )
-    decoder = family.decoder(layers, norm, order=order)
+    decoder = replace(family.decoder(layers, norm), order=order)
     return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096), moe=moe)

@@ -18,10 +18,12 @@ def read_phi(family: Family) -> ModelConfig:
     layer = AttentionConfig(
         rope=family.rope(partial=0.5), scale=dim**-0.5, qkv_bias=True, o_bias=True
     )
-    decoder = family.decoder(
-        layer,
-        NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
-        mlp=MlpConfig(activation=family.activation("gelu_new"), is_gated=False, bias=True),
+    decoder = replace(
+        family.decoder(
+            layer,
+            NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
+            mlp=MlpConfig(activation=family.activation("gelu_new"), is_gated=False, bias=True),
+        ),
         order="parallel",
         has_head_bias=True,
     )
@@ -40,9 +42,10 @@ def read_phi_moe(family: Family) -> ModelConfig:
         kind = "long_mscale" if longest > rope.original_max_positions else "short_mscale"
         rope = replace(rope, attention_factor=fields.section(name).number(kind))
     layer = family.attention(rope, dim**-0.5)
-    decoder = family.decoder(
-        layer,
-        NormConfig(eps=fields.number("rms_norm_eps", 1e-5), kind="layer", has_bias=True),
+    decoder = replace(
+        family.decoder(
+            layer, NormConfig(eps=fields.number("rms_norm_eps", 1e-5), kind="layer", has_bias=True)
+        ),
         has_head_bias=fields.flag("lm_head_bias", False),
     )
     window = SLIDING if "sliding_window" in fields else FULL

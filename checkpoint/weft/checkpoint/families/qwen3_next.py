@@ -64,8 +64,10 @@ def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelCo
     dim = family.head_dim(256)
     family.only("hidden_act", "silu")
     family.only("attn_output_gate", True)
-    attention = family.attention(
-        family.rope(partial=0.25), dim**-0.5, head_norm=HeadNormConfig(norm=norm), gate=GateConfig()
+    attention = replace(
+        family.attention(family.rope(partial=0.25), dim**-0.5),
+        head_norm=HeadNormConfig(norm=norm),
+        gate=GateConfig(),
     )
     linear = GatedDeltaConfig(
         key_heads=fields.positive("linear_num_key_heads", 16),

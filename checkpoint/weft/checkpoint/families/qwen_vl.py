@@ -40,8 +40,8 @@ def read_qwen3_vl(family: Family) -> ModelConfig:
     """Qwen3-VL, dense."""
     family = family.of_text()
     dim = family.head_dim(128)
-    layer = family.attention(
-        _rope(family, 5e6), dim**-0.5, head_norm=HeadNormConfig(norm=family.rms())
+    layer = replace(
+        family.attention(_rope(family, 5e6), dim**-0.5), head_norm=HeadNormConfig(norm=family.rms())
     )
     config = _config(family, layer, dim, eps=1e-6)
     text = _text_of(family, dim, (24, 20, 20))
