@@ -14,14 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypedDict
 
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.shared.sm90 import is_sm90, on_sm90
 
-LaunchOptions = dict[str, bool]
-"""Keyword arguments of a launch, for Triton."""
+
+class LaunchOptions(TypedDict, total=False):
+    """Keyword arguments of a launch, for Triton."""
+
+    launch_pdl: bool
+
 
 _are_ordinary: ContextVar[bool] = ContextVar("are_ordinary", default=False)
 

@@ -27,7 +27,10 @@ from weft.gateway.media.forms import (
 )
 from weft.gateway.media.prompts import Expansion, Run
 
-PROCESSOR_FILES = _PROCESSOR_FILE, _WHOLE_FILE = "preprocessor_config.json", "processor_config.json"
+PROCESSOR_FILES = _SETTINGS_FILE, _PROCESSOR_FILE = (
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 """Files of which models that take images have at least one."""
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _FILTERS = frozenset(range(6))
@@ -68,25 +71,25 @@ _LABELS = (
 class ModelFiles(NamedTuple):
     """What readers of forms read."""
 
-    given: Mapping[str, Any]
+    settings: Mapping[str, Any]
     """Settings of the image processor."""
-    whole: Mapping[str, Any]
+    processor: Mapping[str, Any]
     """Content of processor_config.json."""
     config: Mapping[str, Any]
     """Content of config.json."""
     tokenizer: Tokenizer
 
     @property
-    def fields(self) -> Fields:
-        return Fields(self.given, _PROCESSOR_FILE)
+    def settings_fields(self) -> Fields:
+        return Fields(self.settings, _SETTINGS_FILE)
 
     @property
-    def of_model(self) -> Fields:
+    def config_fields(self) -> Fields:
         return Fields(self.config, "config.json")
 
     def image_token(self, default: int) -> str:
         """The token of `image_token_id`. Raises ModelError if there is none."""
-        number = self.of_model.count("image_token_id", default)
+        number = self.config_fields.count("image_token_id", default)
         token: str | None = self.tokenizer.id_to_token(number)
         if token is None:
             raise ModelError(f"config.json: image_token_id is {number}, which is no token")
@@ -172,40 +175,41 @@ def load_image_prompts(
     Raises:
         ModelError: It takes images, but in a way that is not served; the message names it.
     """
-    whole = read_json(folder / _WHOLE_FILE)
-    given = read_json(folder / _PROCESSOR_FILE)
-    inner = whole.get("image_processor")
-    if not given and isinstance(inner, dict):
-        given = inner
-    if not given:
+    processor = read_json(folder / _PROCESSOR_FILE)
+    settings = read_json(folder / _SETTINGS_FILE)
+    inner = processor.get("image_processor")
+    if not settings and isinstance(inner, dict):
+        settings = inner
+    if not settings:
         if "vision_config" not in config:
             return None
-        raise ModelError(f"there is no {_PROCESSOR_FILE}")
-    kind = given.get("image_processor_type", "")
+        raise ModelError(f"there is no {_SETTINGS_FILE}")
+    kind = settings.get("image_processor_type", "")
     if not kind:
-        of_whole = whole.get("processor_class", given.get("processor_class"))
-        kind = _TYPES_OF_PROCESSORS.get(of_whole, kind) if isinstance(of_whole, str) else kind
+        processor_class = processor.get("processor_class", settings.get("processor_class"))
+        if isinstance(processor_class, str):
+            kind = _TYPES_OF_PROCESSORS.get(processor_class, kind)
     read_form = _READERS.get(str(kind).removesuffix("Pil").removesuffix("Fast"))
     if read_form is None:
         shown = json.dumps(kind)[:80]
         raise ModelError(f"image_processor_type is {shown}; known are {', '.join(_READERS)}")
-    form = read_form(ModelFiles(given, whole, config, tokenizer))
+    form = read_form(ModelFiles(settings, processor, config, tokenizer))
     prompts = ImagePrompts(form, tokenizer)
-    told = config.get("image_token_id", config.get("image_token_index", prompts.row_id))
-    if told != prompts.row_id:
+    row_id = config.get("image_token_id", config.get("image_token_index", prompts.row_id))
+    if row_id != prompts.row_id:
         raise ModelError(
-            f"config.json: image_token_id is {told!r:.20}, but {form.row_token} is token "
+            f"config.json: image_token_id is {row_id!r:.20}, but {form.row_token} is token "
             f"{prompts.row_id}"
         )
     return prompts
 
 
 def _fixed(files: ModelFiles) -> FixedForm:
-    given, _, config, tokenizer = files
-    _check_known(given, _OF_FIXED)
-    size = given.get("size", {"height": 224, "width": 224})
+    settings, _, config, tokenizer = files
+    _check_known(settings, _OF_FIXED)
+    size = settings.get("size", {"height": 224, "width": 224})
     height, width = _height_and_width(size)
-    count = files.whole.get("image_seq_length", given.get("image_seq_length", 256))
+    count = files.processor.get("image_seq_length", settings.get("image_seq_length", 256))
     rows = config.get("mm_tokens_per_image", 256)
     if not _is_integer(count) or count < 1 or count != rows:
         raise ModelError(
@@ -234,7 +238,7 @@ def _fixed(files: ModelFiles) -> FixedForm:
         height=height,
         width=width,
         num_tokens=count,
-        resample=_filter(given, _BILINEAR),
+        resample=_filter(settings, _BILINEAR),
     )
 
 
@@ -257,14 +261,14 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _tiled(files: ModelFiles) -> TiledForm:
-    given = files.given
-    _check_known(given, _OF_TILES)
+    settings = files.settings
+    _check_known(settings, _OF_TILES)
     form = TiledForm(
-        longest_edge=_edge(given, "size", 4 * 364),
-        tile_edge=_edge(given, "max_image_size", 364),
-        tile_tokens=_tile_tokens(files.whole),
-        resample=_filter(given, _LANCZOS),
-        is_split=given.get("do_image_splitting") is not False,
+        longest_edge=_edge(settings, "size", 4 * 364),
+        tile_edge=_edge(settings, "max_image_size", 364),
+        tile_tokens=_tile_tokens(files.processor),
+        resample=_filter(settings, _LANCZOS),
+        is_split=settings.get("do_image_splitting") is not False,
     )
     if math.ceil(form.longest_edge / form.tile_edge) > _MAX_GRID:
         raise ModelError(
@@ -275,55 +279,56 @@ def _tiled(files: ModelFiles) -> TiledForm:
 
 
 def _scaled(files: ModelFiles) -> ScaledForm:
-    return _checked_scaled(files, *pixel_bounds(files.fields))
+    return _checked_scaled(files, *pixel_bounds(files.settings_fields))
 
 
 def _paddle(files: ModelFiles) -> ScaledForm:
-    bounds = pixel_bounds(files.fields, 384 * 384, 1536 * 1536)
+    bounds = pixel_bounds(files.settings_fields, 384 * 384, 1536 * 1536)
     token = files.image_token(100_295)
     form = _checked_scaled(files, *bounds)
     return replace(form, image_token=token, enlarges=True)
 
 
-def _checked_scaled(files: ModelFiles, least: int, most: int) -> ScaledForm:
-    _check_known(files.given, _OF_SCALED)
-    fields = files.fields
+def _checked_scaled(files: ModelFiles, min_pixels: int, max_pixels: int) -> ScaledForm:
+    _check_known(files.settings, _OF_SCALED)
+    fields = files.settings_fields
     patch, merge = fields.positive("patch_size", 14), fields.positive("merge_size", 2)
     form = ScaledForm(
         square=patch * merge,
-        min_pixels=least,
-        max_pixels=most,
-        resample=_filter(files.given, _BICUBIC),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        resample=_filter(files.settings, _BICUBIC),
     )
-    vision = files.of_model.section("vision_config")
-    for own, of_encoder in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
-        value = patch if own == "patch_size" else merge
-        if vision.positive(of_encoder, value) != value:
-            told = f"{own} is {value}, but vision_config.{of_encoder} {vision.get(of_encoder)}"
-            raise ModelError(told)
-    if max(least, form.most_enlarged * form.square**2) > most:
-        raise ModelError(f"max_pixels is {most}; it is too near to min_pixels, {least}")
+    vision = files.config_fields.section("vision_config")
+    sides = (("patch_size", patch, "patch_size"), ("merge_size", merge, "spatial_merge_size"))
+    for name, value, of_encoder in sides:
+        if (encoders := vision.positive(of_encoder, value)) != value:
+            raise ModelError(f"{name} is {value}, but vision_config.{of_encoder} {encoders}")
+    if max(min_pixels, form.most_enlarged * form.square**2) > max_pixels:
+        raise ModelError(f"max_pixels is {max_pixels}; it is too near to min_pixels, {min_pixels}")
     return form
 
 
 def _grid(files: ModelFiles) -> GridForm:
-    given, whole, *_ = files
-    processor = whole.get("processor_class", given.get("processor_class"))
-    if processor != "InternVLProcessor":
+    settings, processor, *_ = files
+    processor_class = processor.get("processor_class", settings.get("processor_class"))
+    if processor_class != "InternVLProcessor":
         # Others of GOT-OCR 2's form write images in other ways.
-        raise ModelError(f"processor_class is {processor!r:.40}; it must be InternVLProcessor")
-    _check_known(given, _OF_GRID)
-    fields, told = files.fields, files.of_model
-    height, width = _height_and_width(given.get("size", {"height": 384, "width": 384}))
+        raise ModelError(
+            f"processor_class is {processor_class!r:.40}; it must be InternVLProcessor"
+        )
+    _check_known(settings, _OF_GRID)
+    fields, config = files.settings_fields, files.config_fields
+    height, width = _height_and_width(settings.get("size", {"height": 384, "width": 384}))
     if height != width:
         raise ModelError(f"size is {height} x {width}; tiles are squares")
-    least, most = fields.positive("min_patches", 1), fields.positive("max_patches", 12)
-    if least > most or most > _MAX_GRID_TILES:
-        raise ModelError(f"min_patches is {least} and max_patches {most}")
-    count = Fields(whole, _WHOLE_FILE).positive(
-        "image_seq_length", told.positive("image_seq_length", 256)
+    min_tiles, max_tiles = fields.positive("min_patches", 1), fields.positive("max_patches", 12)
+    if min_tiles > max_tiles or max_tiles > _MAX_GRID_TILES:
+        raise ModelError(f"min_patches is {min_tiles} and max_patches {max_tiles}")
+    count = Fields(processor, _PROCESSOR_FILE).positive(
+        "image_seq_length", config.positive("image_seq_length", 256)
     )
-    vision, ratio = told.section("vision_config"), told.number("downsample_ratio", 0.5)
+    vision, ratio = config.section("vision_config"), config.number("downsample_ratio", 0.5)
     edge, patch = (_side(vision, name) for name in ("image_size", "patch_size"))
     if edge and patch and (edge != height or int(edge // patch * ratio) ** 2 != count):
         raise ModelError(
@@ -334,25 +339,25 @@ def _grid(files: ModelFiles) -> GridForm:
         image_token=files.image_token(151_667),
         edge=height,
         tile_tokens=count,
-        min_tiles=least,
-        max_tiles=most,
-        resample=_filter(given, _BICUBIC),
+        min_tiles=min_tiles,
+        max_tiles=max_tiles,
+        resample=_filter(settings, _BICUBIC),
     )
     files.check_tokens(form.begin_token, form.end_token)
     return form
 
 
 def _canvas(files: ModelFiles) -> CanvasForm:
-    given, fields = files.given, files.fields
-    _check_known(given, _OF_CANVAS)
-    height, width = _height_and_width(given.get("size", {"height": 336, "width": 336}))
-    most = fields.positive("max_patches", 16)
-    if height != width or most > _MAX_GRID_TILES:
+    settings, fields = files.settings, files.settings_fields
+    _check_known(settings, _OF_CANVAS)
+    height, width = _height_and_width(settings.get("size", {"height": 336, "width": 336}))
+    max_tiles = fields.positive("max_patches", 16)
+    if height != width or max_tiles > _MAX_GRID_TILES:
         raise ModelError(
-            f"size is {height} x {width} and max_patches {most}; tiles are squares, at "
+            f"size is {height} x {width} and max_patches {max_tiles}; tiles are squares, at "
             f"most {_MAX_GRID_TILES}"
         )
-    vision = files.of_model.section("vision_config")
+    vision = files.config_fields.section("vision_config")
     edge, patch = vision.positive("image_size", 448), vision.positive("patch_size", 14)
     if edge != height:
         raise ModelError(f"tiles of {height} pixels for an encoder of {edge}")
@@ -360,11 +365,11 @@ def _canvas(files: ModelFiles) -> CanvasForm:
     form = CanvasForm(
         edge=edge,
         tile_tokens=round(rows) ** 2,
-        max_tiles=most,
+        max_tiles=max_tiles,
         fills=fields.flag("resize_to_max_canvas", False),
-        resample=_filter(given, _BILINEAR),
+        resample=_filter(settings, _BILINEAR),
     )
-    between = (form.column_token, form.line_token) if most > 1 else ()
+    between = (form.column_token, form.line_token) if max_tiles > 1 else ()
     files.check_tokens(form.begin_token, form.end_token, *between)
     return form
 
@@ -377,21 +382,21 @@ def _side(vision: Fields, name: str) -> int:
 
 
 def _rows(files: ModelFiles) -> RowsForm:
-    _check_known(files.given, _OF_ROWS)
-    told, fields = files.of_model, Fields(files.whole, _WHOLE_FILE)
+    _check_known(files.settings, _OF_ROWS)
+    config, fields = files.config_fields, Fields(files.processor, _PROCESSOR_FILE)
     square = fields.positive("patch_size", 16) * fields.positive("spatial_merge_size", 1)
-    vision = told.section("vision_config")
+    vision = config.section("vision_config")
     usual = 2 if "Mistral3ForConditionalGeneration" in files.config.get("architectures", ()) else 1
-    merged = told.positive("spatial_merge_size", usual)
+    merged = config.positive("spatial_merge_size", usual)
     if "patch_size" in vision and vision.positive("patch_size") * merged != square:
         raise ModelError(
             f"patch_size times spatial_merge_size is {square} pixels, but the encoder's are "
             f"{vision.positive('patch_size')} times {merged}"
         )
     form = RowsForm(
-        longest_edge=_edge(files.given, "size", 1024),
+        longest_edge=_edge(files.settings, "size", 1024),
         square=square,
-        resample=_filter(files.given, _BICUBIC),
+        resample=_filter(files.settings, _BICUBIC),
         image_token=fields.text("image_token", "[IMG]"),
         break_token=fields.text("image_break_token", "[IMG_BREAK]"),
         end_token=fields.text("image_end_token", "[IMG_END]"),
@@ -400,29 +405,29 @@ def _rows(files: ModelFiles) -> RowsForm:
     return form
 
 
-def _check_known(given: Mapping[str, Any], of_form: Sequence[str]) -> None:
+def _check_known(settings: Mapping[str, Any], of_form: Sequence[str]) -> None:
     """Raises ModelError for settings that a form does not have, beside those that change nothing
     and those of the encoder.
     """
     known = {*_ALWAYS, *_OF_ENCODER, *_LABELS, *of_form}
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in known and value not in (None, False):
             raise ModelError(f"{name} is not known")
     for name in _ALWAYS:
-        if given.get(name) not in (None, True):
-            raise ModelError(f"{name} is {given[name]!r:.20}; it must be true")
+        if settings.get(name) not in (None, True):
+            raise ModelError(f"{name} is {settings[name]!r:.20}; it must be true")
 
 
-def _filter(given: Mapping[str, Any], default: int) -> int:
+def _filter(settings: Mapping[str, Any], default: int) -> int:
     """Pillow's number of the filter that resizes."""
-    resample = given.get("resample", default)
+    resample = settings.get("resample", default)
     if not _is_integer(resample) or resample not in _FILTERS:
         raise ModelError(f"resample is {resample!r:.20}; it must be a number of Pillow's, 0 to 5")
     return int(resample)
 
 
-def _edge(given: Mapping[str, Any], name: str, default: int) -> int:
-    size = given.get(name, {"longest_edge": default})
+def _edge(settings: Mapping[str, Any], name: str, default: int) -> int:
+    size = settings.get(name, {"longest_edge": default})
     edge = size.get("longest_edge") if isinstance(size, dict) and len(size) == 1 else None
     if not _is_integer(edge) or not 1 <= edge <= _MAX_EDGE:
         shown = json.dumps(size)[:80]
@@ -430,10 +435,10 @@ def _edge(given: Mapping[str, Any], name: str, default: int) -> int:
     return int(edge)
 
 
-def _tile_tokens(whole: Mapping[str, Any]) -> int:
-    count = whole.get("image_seq_len", 169)
+def _tile_tokens(processor: Mapping[str, Any]) -> int:
+    count = processor.get("image_seq_len", 169)
     if not _is_integer(count) or not 1 <= count <= _MAX_EDGE:
-        raise ModelError(f"{_WHOLE_FILE}: image_seq_len is {count!r:.20}")
+        raise ModelError(f"{_PROCESSOR_FILE}: image_seq_len is {count!r:.20}")
     return int(count)
 
 
