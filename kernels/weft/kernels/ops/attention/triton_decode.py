@@ -455,7 +455,13 @@ def _weigh_keys(
     FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Each member's largest score and sum of weights with one more tile, the factor on its earlier
-    sums, and the tile's weights. `k_scales`: of keys in 8 bits, or None.
+    sums, and the tile's weights.
+
+    Args:
+        rows: The members' queries, the last position that each sees, the positions from which
+            their windows count, their words of seen rows (None: a row sees all before it), the
+            position of the first row that words name, and the factor on scores.
+        k_scales: Of keys in 8 bits, or None.
     """
     query, _, _, _, root, scale = rows
     if IS_SUMMED:
@@ -487,8 +493,8 @@ def _hide(
     is_seen: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tensor:
-    """Hides positions of a tile that a row does not see: with `words`, also the rows from `root` on
-    that its word does not name.
+    """Hides positions of a tile that a row does not see: with words also the rows from `root` on
+    that its word does not name. `rows` are as in `_weigh_keys`.
     """
     _, last_seen, at, words, root, _ = rows
     is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)

@@ -227,7 +227,14 @@ def _add_tile(
     MORE_COLUMNS: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
 ) -> tl.tuple:
-    """Adds a tile of visible rows to a running softmax of base 2."""
+    """Adds a tile of visible rows to a running softmax of base 2.
+
+    Args:
+        softmax: Each row's largest score, its sum of weights, and the values times their weights,
+            of the first COLUMNS columns and of the others.
+        rows: The queries of these columns and of the others, the rows' positions, ALiBi's slope,
+            and the factor on scores.
+    """
     largest, total, mixed, more_mixed = softmax
     query, more_query, row, slope, scale = rows
     is_there = (position < length)[:, None]

@@ -94,6 +94,9 @@ def _times_some(
     BLOCK_SUMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
+    """The part of AT_ONCE ranks from `start` on. `added`: the arguments of `added_to_row` in their
+    order, with the entry's count after the entry.
+    """
     ranks, entry, count, b, features, column, mask, stride = added
     rank = start + tl.arange(0, AT_ONCE)
     is_rank = rank < 8 * count

@@ -307,7 +307,9 @@ def _note(
     NOTED: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    """Writes the units of a tile's part."""
+    """Writes the units of a tile's part. `to`: where their number, their rows and their owners go.
+    `adapters` are as in `units_of`.
+    """
     num_units, rows, owners = to
     owner, row = units_of(adapters, 0, RANKS, NOTED)
     if IS_EARLY:
