@@ -18,7 +18,7 @@ from weft.checkpoint.config import ModelConfig
 from weft.contract.errors import ConfigError, RanksLost
 from weft.contract.reports import describe_bubbles
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.base.config import EngineConfig
+from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.ranks.staged import StagedExecutor
 from weft.engine.loop.build import lanes_of
@@ -326,8 +326,10 @@ def test_layers_are_divided_evenly_and_the_first_stages_have_more() -> None:
 
 def test_gpus_have_two_steps_under_way() -> None:
     """A third one would take the memory of a result from which nothing has been drawn."""
+    of_hosts: dict[str, Any] = {"hosts": 4, "rendezvous": "localhost:29600", "transport": "data"}
+    of_hosts |= {"local_prefill_max_tokens": NEVER_SHIP_TOKENS}
     for device, lanes in (("cpu", 4), ("cuda", 2)):
-        assert lanes_of(EngineConfig(model_dir=Path(), pp=4, device=device)) == lanes
+        assert lanes_of(EngineConfig(model_dir=Path(), pp=4, device=device, **of_hosts)) == lanes
 
 
 def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> None:
