@@ -16,11 +16,9 @@ from weft.testing.engine.other_hosts import other_hosts
 from weft.testing.engine.ranked_pages import PAGE, SIZES, new_prompt
 from weft.testing.engine.ranked_texts import (
     adapted_texts,
-    check_texts,
     make_llm,
     make_model,
     random_prompts,
-    texts_of,
 )
 from weft.testing.engine.tier_bench import VOCAB, TierBench
 from weft.testing.models.families import make_family
@@ -81,19 +79,6 @@ def test_pages_of_all_hosts_come_back_from_host_memory_and_disk(kind: str, tmp_p
         bench = TierBench(folder, 40 * PAGE, **SIZES | tiers | hosts)
         stack.callback(bench.pair.close)
         bench.check_return(new_prompt(19))
-
-
-def test_texts_with_drafts_are_those_of_one_gpu(tmp_path: Path) -> None:
-    folder = make_model("llama", tmp_path / "model")
-    prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
-    with make_llm(folder, device=DEVICES[0], num_pages=90) as llm:
-        alone = texts_of(llm, prompts)
-    with (
-        other_hosts(folder, 2, devices=DEVICES) as hosts,
-        make_llm(folder, num_pages=90, **hosts) as llm,
-    ):
-        check_texts(texts_of(llm, prompts), alone)
-        assert llm.engine.counters()["accepted_tokens"] > 0
 
 
 def test_tokens_with_adapters_are_those_of_one_gpu(tmp_path: Path) -> None:

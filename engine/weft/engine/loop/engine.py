@@ -144,8 +144,10 @@ class Engine:
         """Lets a turn return while the device computes, so that messages to other workers do not
         wait for the step. The caller of `turn` then waits for `rest_s`.
         """
-        is_alone = not self.config.ships_pages
-        self.pipeline.leaves = self._executor.facts.is_asynchronous and not is_alone
+        facts = self._executor.facts
+        # With several lanes a turn waits for the oldest step while the next one is under way.
+        can_leave = facts.is_asynchronous and facts.num_lanes == 1
+        self.pipeline.leaves = can_leave and self.config.ships_pages
 
     def rest_s(self) -> float:
         """Longest time in seconds that the caller may wait for messages or a wake-up before the
