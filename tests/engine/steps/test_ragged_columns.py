@@ -323,6 +323,19 @@ def test_steps_with_trees_have_buckets_where_they_are_asked_for(
                 assert bucket.columns.max_logits == bucket.tokens >= rows * requests
 
 
+def test_requests_that_may_bring_several_rows_begin_at_one_that_exists() -> None:
+    """Where engines share steps, one of decodes alone may take a graph for prompts."""
+    table = np.arange(1, 41).reshape(4, 10)
+    for q_lens, first in (([1, 1, 1, 1], 3), ([1, 1, 1], 3), ([1, 5, 1], 1)):
+        arrays = make_arrays(table, q_lens, [length + 4 for length in q_lens])
+        columns = RaggedColumns(16, 4, 4)
+        host = np.zeros(columns.num_bytes, np.uint8)
+        columns.write(host, arrays, 4, PAGE_SIZE)
+        several = columns.views(torch.from_numpy(host)).first_several
+        assert several is not None
+        assert several.tolist() == [first]
+
+
 def test_engines_share_a_bucket_that_has_room_for_the_steps_of_each(tmp_path: Path) -> None:
     config = load_model(make_tiny("llama", tmp_path / "tiny", 0)).config
     listed = step_buckets(config, torch.bfloat16, 40, 700, max_drafts=3)

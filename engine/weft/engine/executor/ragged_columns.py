@@ -140,7 +140,8 @@ class RaggedColumns:
         for column, value, padding in values:
             column[: len(value)] = value
             column[len(value) :] = padding
-        narrow[-1] = arrays.first_several
+        # Kernels begin at a request that exists, also in a step of one row each.
+        narrow[-1] = min(arrays.first_several, requests - 1)
         verified[:] = NOTHING
         if arrays.verify_rows is not None:
             count, width = arrays.verify_rows.shape

@@ -2,8 +2,8 @@
 
     python -m weft.testing.engine.shared_experts WHAT MODEL_DIR SETTINGS PROMPTS
 
-An engine prints its results as JSON and goes on with the steps of the others until its standard
-input ends.
+An engine prints its texts as JSON and goes on with the steps of the others until its standard input
+ends; then it prints its counters.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def engines(
         if what in ("killed", "stopped"):
             return _strike(started, what)
         found = [json.loads(_line_of(one)) for one in started]
-        for one in started:
+        for one, own in zip(started, found, strict=True):
             assert one.stdin is not None
             one.stdin.close()
+            own["counters"] = json.loads(_line_of(one))
         assert [one.wait(WAIT_S) for one in started] == [0] * len(started)
         return found
     finally:
@@ -128,9 +129,7 @@ def main(argv: list[str]) -> None:
         os._exit(0)
     given = json.loads(prompts)
     texts = {"texts": texts_of, "greedy": greedy_texts}[what](llm, given) if given else []
-    found = {"texts": texts, "notices": llm.engine.info.notices}
-    found["counters"] = llm.engine.counters()
-    print(json.dumps(found), flush=True)
+    print(json.dumps({"texts": texts, "notices": llm.engine.info.notices}), flush=True)
     is_over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
     try:
@@ -139,6 +138,7 @@ def main(argv: list[str]) -> None:
             time.sleep(min(1e-3, llm.engine.rest_s()))
     except RanksLost:
         pass  # Another engine was told first.
+    print(json.dumps(llm.engine.counters()), flush=True)
     llm.close()
 
 
