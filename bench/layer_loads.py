@@ -14,30 +14,20 @@ load can beat.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from harness import Harness, Run, ratio_of, spread
 from model_shapes import MODELS, write_config
+from tiers import Links, greedy_submit
 from weft.checkpoint.resolve import resolve_model
-from weft.common.telemetry.spans import Tracer
-from weft.common.worker.fill_client import FillClient
-from weft.common.worker.frames import merge
-from weft.common.worker.store_client import StoreClient
-from weft.common.worker.store_replica import StoreReplica
 from weft.contract.messages import Inbox, Outbox
-from weft.contract.reports import EngineInfo
-from weft.contract.request import SamplingParams, StopCriteria
-from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
@@ -67,75 +57,31 @@ _IDLE_S = 0.05
 """Longest wait in seconds between two turns."""
 
 
-class Store:
-    """A KV store in a process of its own, and a worker's client of it in a thread."""
-
-    def __init__(self, info: EngineInfo, folder: Path, memory_bytes: int, stack: ExitStack) -> None:
-        self._inboxes: SimpleQueue[Inbox] = SimpleQueue()
-        self.wake: Callable[[], None] = lambda: None
-        process = store_process(folder, "--memory-bytes", str(memory_bytes))
-        _, ready = stack.enter_context(process)
-        self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        thread.start()
-        begun = asyncio.run_coroutine_threadsafe(
-            self._begin(str(ready["address"]), info), self._loop
-        )
-        begun.result()
-
-    async def _begin(self, address: str, info: EngineInfo) -> None:
-        engine: Any = self
-        self._fills = FillClient(engine)
-        tracer = Tracer("decode", is_on=False)
-        sizes = info.epoch, info.page_bytes
-        replica = StoreReplica(self._fills, address, "bench", *sizes, tracer)
-        self._client = StoreClient(engine, [replica])
-
-    def send(self, inbox: Inbox) -> None:
-        """Called by the client with the store's answers."""
-        self._inboxes.put(inbox)
-        self.wake()
-
-    def tell(self, outbox: Outbox) -> None:
-        self._loop.call_soon_threadsafe(self._tell, outbox)
-
-    def _tell(self, outbox: Outbox) -> None:
-        for command in outbox.fill_commands:
-            self._fills.run(command)
-        for lookup in outbox.store_lookups:
-            self._client.look_up(lookup)
-        for put in outbox.store_puts:
-            self._client.put(put)
-        for hold in outbox.store_holds:
-            self._client.hold(hold)
-        for number in outbox.store_releases:
-            self._client.release(number)
-
-    def add_answers(self, inbox: Inbox) -> None:
-        while not self._inboxes.empty():
-            merge(inbox, self._inboxes.get())
-
-
 class Bench:
     def __init__(self, config: EngineConfig) -> None:
         self._woken = threading.Event()
         self.engine = Engine(config, load_parts(config, wake=self._woken.set))
-        self.store: Store | None = None
+        self._links: Links | None = None
         self._num_asked = 0
 
-    def use(self, store: Store) -> None:
-        self.store, store.wake = store, self._woken.set
+    def use_store(self, address: str) -> None:
+        self._links = Links(self.engine, address, self._woken)
+
+    def close(self) -> None:
+        if self._links is not None:
+            self._links.close()
+        self.engine.close()
 
     def turn(self, inbox: Inbox) -> Outbox:
         """One turn, and the wait for the next one, as a worker does: turns without a pause would
         keep the loads' threads from running.
         """
         self._woken.clear()
-        if self.store is not None:
-            self.store.add_answers(inbox)
+        if self._links is not None:
+            self._links.add_answers(inbox)
         outbox = self.engine.turn(inbox)
-        if self.store is not None:
-            self.store.tell(outbox)
+        if self._links is not None:
+            self._links.take(outbox)
         if not self.engine.has_work:
             self._woken.wait(_IDLE_S)
         return outbox
@@ -143,15 +89,7 @@ class Bench:
     def ask(self, prompt: Sequence[int]) -> tuple[float, int]:
         """Seconds to the first token, and how many tokens were loaded."""
         self._num_asked += 1
-        submit = Submit(
-            gateway=1,
-            request_id=str(self._num_asked),
-            attempt=1,
-            prompt=list(prompt),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopCriteria(max_tokens=NUM_NEW, ignore_eos=True),
-            candidates=[],
-        )
+        submit = greedy_submit(self._num_asked, prompt, NUM_NEW)
         inbox, deadline = Inbox(submits=[submit]), time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             outbox, inbox = self.turn(inbox), Inbox()
@@ -207,10 +145,12 @@ def layer_loads(run: Run) -> None:
         load_by_layer="always",
     )
     bench = Bench(config)
-    run.stack.callback(bench.engine.close)
+    run.stack.callback(bench.close)
     layers, info = bench.engine.layers, bench.engine.info
     if options.tier == "store":
-        bench.use(Store(info, folder, options.memory_bytes, run.stack))
+        process = store_process(folder, "--memory-bytes", str(options.memory_bytes))
+        _, ready = run.stack.enter_context(process)
+        bench.use_store(str(ready["address"]))
     run.keep(dtype=info.dtype, page_bytes=info.page_bytes, notices=info.notices)
 
     def fresh(count: int) -> list[int]:

@@ -85,7 +85,7 @@ class Links:
     """
 
     def __init__(self, engine: Engine, store: str, woken: threading.Event) -> None:
-        self.inboxes: SimpleQueue[Inbox] = SimpleQueue()
+        self._inboxes: SimpleQueue[Inbox] = SimpleQueue()
         self._woken = woken
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -93,13 +93,18 @@ class Links:
         self._call(self._open(engine, store))
 
     def send(self, inbox: Inbox) -> None:
-        self.inboxes.put(inbox)
+        """Called by the clients with answers."""
+        self._inboxes.put(inbox)
         self._woken.set()
+
+    def add_answers(self, inbox: Inbox) -> None:
+        """Adds what was answered since the last call."""
+        while not self._inboxes.empty():
+            merge(inbox, self._inboxes.get())
 
     def take(self, outbox: Outbox) -> None:
         """Carries out an engine's commands."""
-        if outbox.fill_commands or outbox.store_lookups or outbox.store_puts:
-            self._loop.call_soon_threadsafe(self._carry_out, outbox)
+        self._loop.call_soon_threadsafe(self._carry_out, outbox)
 
     def close(self) -> None:
         """Ends calls and the thread."""
@@ -122,13 +127,23 @@ class Links:
     def _carry_out(self, outbox: Outbox) -> None:
         for command in outbox.fill_commands:
             self._fills.run(command)
-        for lookup in outbox.store_lookups:
-            self._store.look_up(lookup)
-        for put in outbox.store_puts:
-            self._store.put(put)
+        self._store.on_outbox(outbox)
 
     def _call(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
+
+
+def greedy_submit(number: int, prompt: Sequence[int], max_tokens: int, salt: str = "") -> Submit:
+    return Submit(
+        gateway=1,
+        request_id=str(number),
+        attempt=1,
+        prompt=list(prompt),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopCriteria(max_tokens=max_tokens, ignore_eos=True),
+        candidates=[],
+        cache_salt=salt,
+    )
 
 
 class Bench:
@@ -148,16 +163,7 @@ class Bench:
     def ask(self, prompt: Sequence[int], salt: str = "") -> tuple[list[int], float, float, Any]:
         """Tokens, time to the first one, time in steps until then, and the timeline."""
         self._num_asked += 1
-        submit = Submit(
-            gateway=1,
-            request_id=str(self._num_asked),
-            attempt=1,
-            prompt=list(prompt),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopCriteria(max_tokens=NUM_NEW, ignore_eos=True),
-            candidates=[],
-            cache_salt=salt,
-        )
+        submit = greedy_submit(self._num_asked, prompt, NUM_NEW, salt)
         tokens: list[int] = []
         finished: list[Any] = []
         before, busy_s = self._busy_s(), 0.0
@@ -208,9 +214,8 @@ class Bench:
         self.engine.close()
 
     def _turn(self, inbox: Inbox) -> Outbox:
-        while not self.links.inboxes.empty():
-            inbox = merge(inbox, self.links.inboxes.get())
         self._woken.clear()
+        self.links.add_answers(inbox)
         outbox = self.engine.turn(inbox)
         self.links.take(outbox)
         if not self.engine.ran_step:

@@ -279,14 +279,7 @@ class WorkerHost:
         for command in outbox.fill_commands:
             self._fills.run(command)
         if self._store is not None:
-            for lookup in outbox.store_lookups:
-                self._store.look_up(lookup)
-            for put in outbox.store_puts:
-                self._store.put(put)
-            for hold in outbox.store_holds:
-                self._store.hold(hold)
-            for number in outbox.store_releases:
-                self._store.release(number)
+            self._store.on_outbox(outbox)
         self._role_state.on_outbox(outbox)
         if self._service is not None:
             self._service.on_outbox(outbox)

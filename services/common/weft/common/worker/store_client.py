@@ -12,7 +12,7 @@ from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.store_replica import StoredRange, StoreReplica
 from weft.contract import faults
 from weft.contract.errors import InjectedFault, PeerUnavailable
-from weft.contract.messages import Inbox
+from weft.contract.messages import Inbox, Outbox
 from weft.contract.store import (
     StoreAnswer,
     StoreHeld,
@@ -46,6 +46,17 @@ class StoreClient:
         self._names = list(self._replicas)
         self._tasks: set[asyncio.Task[None]] = set()
         self._holds: dict[int, asyncio.Task[None]] = {}
+
+    def on_outbox(self, outbox: Outbox) -> None:
+        """Carries out what the engine wants of the store, without waiting."""
+        for lookup in outbox.store_lookups:
+            self.look_up(lookup)
+        for put in outbox.store_puts:
+            self.put(put)
+        for hold in outbox.store_holds:
+            self.hold(hold)
+        for number in outbox.store_releases:
+            self.release(number)
 
     def look_up(self, lookup: StoreLookup) -> None:
         """Asks the store; the engine always gets an answer."""
