@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from weft.contract.errors import ModelError, WeftError, WeightsIncomplete
 from weft.contract.request import StopCriteria
 from weft.contract.weights import GpuAllocation, PackedTensor, RankWeights, WeightOffer
@@ -219,12 +221,55 @@ def test_memory_of_large_tensors_on_a_gpu_is_known_before_they_are_made() -> Non
     mib = 1 << 20
     tensors = [one(1, 3 * mib), one(2, 2 * mib + 1), one(2, 2 * mib + 1), one(3, mib)]
     tensors += [one(4, 9 * mib, "DRAM")]
+    assert peer_weights.PeerWeights(_offer(tensors), 0).num_bytes == 5 * mib + 512
+
+
+def test_digests_of_a_gpu_begin_when_the_bytes_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the host stand for those of two GPUs."""
+    sizes = [random.randrange(1, 300_000) for _ in range(9)]
+    far = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    own = [torch.zeros_like(one) for one in far]
+    (spans, theirs) = ([_span(one) for one in both] for both in (own, far))
+    wanted = list(map(peer_weights._Wanted, spans, theirs, own))
+    begun, block_digests = list[torch.Tensor](), peer_weights._block_digests
+
+    def begin(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert any(torch.equal(data, one) for one in far)
+        begun.append(data)
+        return block_digests(data)
+
+    def read(_: Any, pairs: Any, *, stall_s: float, report: Callable[[int], None]) -> None:
+        assert pairs == list(zip(spans, theirs, strict=True))
+        done = 0
+        for number, (to, source) in enumerate(zip(own, far, strict=True)):
+            to.copy_(source)
+            done += len(source)
+            if number % 2:
+                report(done)
+                assert len(begun) == number + 1
+
+    monkeypatch.setattr(peer_weights, "_block_digests", begin)
+    monkeypatch.setattr(peer_weights, "read_ranges", read)
+    monkeypatch.setattr(peer_weights, "host_name", lambda: "here")
+    allocation = GpuAllocation(address=1, device_id=0, handle=bytes(64))
+    source = peer_weights.PeerWeights(_offer([], host="here", allocations=[allocation]), 0)
+    lanes, digests = source._read(wanted, torch.device("cuda"))
+    assert lanes == "CUDA IPC"
+    right = peer_weights._Digests().of(far, theirs)
+    assert digests.of(own, spans) == right
+    assert len(begun) == 2 * len(far)
+
+
+def _span(tensor: torch.Tensor) -> nixl_ranges.MemoryRange:
+    return nixl_ranges.MemoryRange(tensor.data_ptr(), tensor.nbytes, "VRAM", 0)
+
+
+def _offer(tensors: list[PackedTensor], **fields: Any) -> WeightOffer:
     nothing = {name: bytes(32) for name in ("scheme", "constants", "agent_metadata")}
     texts = dict.fromkeys(("share", "packing", "nixl_version", "agent_name"), "")
-    rank = RankWeights(**nothing, **texts, tensors=tensors)
+    rank = RankWeights(**nothing, **texts, tensors=tensors, **fields)
     digests = {name: bytes(32) for name in ("model_digest", "start_digest", "files")}
-    offer = WeightOffer(**digests, version="", ranks=[rank])
-    assert peer_weights.PeerWeights(offer, 0).num_bytes == 5 * mib + 512
+    return WeightOffer(**digests, version="", ranks=[rank])
 
 
 @pytest.mark.full

@@ -36,6 +36,9 @@ class Driver:
         self.allocations[memory.ctypes.data] = memory
         return memory.ctypes.data
 
+    def polled(self) -> None:
+        """Called when the end of copies is asked for."""
+
     @contextmanager
     def on(self, device_id: int) -> Iterator[None]:
         yield
@@ -61,6 +64,7 @@ class Driver:
                 to, begin, count, _ = values
                 ctypes.memmove(to.value, begin.value, count)
             case "cuEventQuery":
+                self.polled()
                 return _NOT_READY if self.is_stalled else 0
         return 0
 
@@ -147,6 +151,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(driver: Driver)
     check(allocations, [*pairs, (own, theirs._replace(device_id=1))], "was not told")
     gone = [replace(one, handle=_handle(1)) for one in allocations]
     check(gone, pairs, "cuIpcOpenMemHandle")
+
+
+def test_a_caller_that_fails_meanwhile_waits_for_the_copies(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_ranges, "_BATCH_BYTES", 1)
+    pairs = _pairs(driver, [500])
+    allocations = allocations_of([theirs for _, theirs in pairs])
+    opened_at_poll = list[int]()
+    monkeypatch.setattr(driver, "polled", lambda: opened_at_poll.append(len(driver.opened)))
+
+    def fail(num_bytes: int) -> None:
+        assert num_bytes == pairs[0][0].num_bytes
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        read_ranges(allocations, pairs, stall_s=20.0, report=fail)
+    assert opened_at_poll == [1] * len(pairs)
+    assert not driver.opened
 
 
 def test_a_gpu_that_hangs_keeps_the_memory_open(driver: Driver) -> None:

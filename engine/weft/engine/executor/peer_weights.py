@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from weft.contract.errors import ModelError
@@ -68,7 +70,7 @@ class OfferedWeights:
             self._shared = SharedRanges(self._name, _storages([one for _, one in tensors]))
         spans = [_range_of(place, one) for place, one in tensors]
         allocations = _allocations(spans)
-        digests = _digests([one for _, one in tensors], spans)
+        digests = _Digests().of([one for _, one in tensors], spans)
         listed = [
             PackedTensor(
                 place=place,
@@ -166,26 +168,26 @@ class PeerWeights:
         known = {one.place: one for one in theirs.tensors}
         tensors = packed.tensors()
         spans = [_range_of(place, one) for place, one in tensors]
-        pairs = dict[MemoryRange, MemoryRange]()
+        wanted = dict[MemoryRange, _Wanted]()
         device = next((one.device for _, one in tensors if one.is_cuda), torch.device("cpu"))
-        for (place, _), span in zip(tensors, spans, strict=True):
+        for (place, tensor), span in zip(tensors, spans, strict=True):
             # What a GPU's model has in the host's memory is made from its configuration.
             if span.num_bytes and (device.type == "cpu" or span.memory_type == "VRAM"):
                 one = known[place]
                 far = MemoryRange(one.address, one.num_bytes, one.memory_type, one.device_id)
-                pairs[span] = far
+                wanted[span] = _Wanted(span, far, tensor)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         try:
-            lanes = self._read(list(pairs.items()), device)
+            lanes, digests = self._read(list(wanted.values()), device)
         except TransferError as error:
             if error.may_still_arrive:
                 _LOST.extend(one for _, one in tensors)
             raise
         read_s = time.monotonic() - began
         with START_WORK.time(CHECKING):
-            digests = _digests([one for _, one in tensors], spans)
-        for (place, _), digest in zip(tensors, digests, strict=True):
+            found = digests.of([one for _, one in tensors], spans)
+        for (place, _), digest in zip(tensors, found, strict=True):
             if digest != known[place].digest:
                 raise ModelError(
                     f"{place} came with other bytes than the worker has offered: its weights have "
@@ -194,32 +196,46 @@ class PeerWeights:
         logger.info(
             "weights copied from a worker",
             extra={
-                "bytes": sum(span.num_bytes for span in pairs),
+                "bytes": sum(span.num_bytes for span in wanted),
                 "read_s": round(read_s, 3),
                 "checked_s": round(time.monotonic() - began - read_s, 3),
                 "lanes": lanes,
             },
         )
 
-    def _read(self, pairs: Sequence[tuple[MemoryRange, MemoryRange]], device: torch.device) -> str:
-        """Returns the way that the bytes took."""
-        theirs, total = self._theirs(), sum(own.num_bytes for own, _ in pairs)
+    def _read(self, wanted: Sequence[_Wanted], device: torch.device) -> tuple[str, _Digests]:
+        """Returns the way that the bytes took, and the digests that have begun."""
+        theirs, total = self._theirs(), sum(one.span.num_bytes for one in wanted)
+        pairs = [(one.span, one.far) for one in wanted]
 
-        def report(done: int) -> None:
-            self._progress(done, total)
+        def watched() -> tuple[_Digests, Callable[[int], None]]:
+            """Digests that a GPU computes of what has come, while more comes."""
+            digests, left, end = _Digests(), deque(wanted), 0
+
+            def report(done: int) -> None:
+                nonlocal end
+                while left and device.type == "cuda" and end + left[0].span.num_bytes <= done:
+                    one = left.popleft()
+                    digests.begin(one.tensor, one.span)
+                    end += one.span.num_bytes
+                self._progress(done, total)
+
+            return digests, report
 
         if device.type == "cuda" and theirs.allocations and theirs.host == host_name():
+            digests, report = watched()
             try:
                 read_ranges(theirs.allocations, pairs, stall_s=STALL_S, report=report)
-                return "CUDA IPC"
+                return "CUDA IPC", digests
             except TransferError as error:
                 if error.may_still_arrive:
                     raise
                 logger.info("weights of this host are read over NIXL: %s", error.message)
         target = RangesTarget(theirs.nixl_version, theirs.agent_name, theirs.agent_metadata)
         reader = RangesReader("weights", most_bytes=_MOST_BYTES[device.type], stall_s=STALL_S)
+        digests, report = watched()
         reader.read(target, pairs, report)
-        return reader.lanes
+        return reader.lanes, digests
 
     def _theirs(self) -> RankWeights:
         if self._rank >= len(self._offer.ranks):
@@ -273,22 +289,40 @@ def _allocations(spans: Sequence[MemoryRange]) -> list[GpuAllocation]:
         return []
 
 
-def _digests(tensors: Sequence[torch.Tensor], spans: Sequence[MemoryRange]) -> list[bytes]:
+class _Wanted(NamedTuple):
+    """Memory to be filled."""
+
+    span: MemoryRange
+    far: MemoryRange
+    """Where the other process has its bytes."""
+    tensor: torch.Tensor
+    """One that fills the span."""
+
+
+class _Digests:
     """32 bytes over the memory of each tensor: the digests of its blocks, as of pages, and its last
     bytes.
     """
-    known = dict[MemoryRange, tuple[torch.Tensor, torch.Tensor]]()
-    for tensor, span in zip(tensors, spans, strict=True):
-        if span not in known:
-            known[span] = _block_digests(bytes_of(tensor, span.num_bytes))
-    parts = iter(_on_host([part for both in known.values() for part in both]))
-    made = dict[MemoryRange, bytes]()
-    for span, blocks, rest in zip(known, parts, parts, strict=True):
-        digest = hashlib.blake2b(span.num_bytes.to_bytes(8, "little"), digest_size=32)
-        digest.update(blocks)
-        digest.update(rest)
-        made[span] = digest.digest()
-    return [made[span] for span in spans]
+
+    def __init__(self) -> None:
+        self._begun: dict[MemoryRange, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self, tensor: torch.Tensor, span: MemoryRange) -> None:
+        """Has a GPU compute the digests of a tensor's blocks; a CPU has done so on return."""
+        if span not in self._begun:
+            self._begun[span] = _block_digests(bytes_of(tensor, span.num_bytes))
+
+    def of(self, tensors: Sequence[torch.Tensor], spans: Sequence[MemoryRange]) -> list[bytes]:
+        for tensor, span in zip(tensors, spans, strict=True):
+            self.begin(tensor, span)
+        parts = iter(_on_host([part for both in self._begun.values() for part in both]))
+        made = dict[MemoryRange, bytes]()
+        for span, blocks, rest in zip(self._begun, parts, parts, strict=True):
+            digest = hashlib.blake2b(span.num_bytes.to_bytes(8, "little"), digest_size=32)
+            digest.update(blocks)
+            digest.update(rest)
+            made[span] = digest.digest()
+        return [made[span] for span in spans]
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[bytes]:

@@ -16,7 +16,13 @@ from pathlib import Path
 
 from weft.contract.start_work import CONNECTING, COPYING, START_WORK
 from weft.contract.weights import GpuAllocation
-from weft.pages.transfer.device_memory import Copy, DeviceStream, ForeignMemory, exported
+from weft.pages.transfer.device_memory import (
+    Copy,
+    DeviceCopy,
+    DeviceStream,
+    ForeignMemory,
+    exported,
+)
 from weft.pages.transfer.nixl_ranges import MemoryRange
 from weft.pages.transfer.nixl_wire import TransferError
 
@@ -65,7 +71,8 @@ def read_ranges(
 
     Args:
         stall_s: Time without progress after which reading fails.
-        report: Called with the bytes that have come so far.
+        report: Called with the bytes that have come so far, in the order of the pairs. What it
+            raises is passed on when nothing arrives any more.
 
     Raises:
         TransferError: The memory cannot be opened, or is smaller than the ranges say; or the GPU
@@ -77,17 +84,32 @@ def read_ranges(
         with START_WORK.time(COPYING):
             stream = DeviceStream(pairs[0][0].device_id)
             under_way = [(part, stream.copy(part)) for part in _batches(copies)]
-            done, until = 0, time.monotonic() + stall_s
-            for part, copy in under_way:
-                while copy.poll() == "pending":
-                    if time.monotonic() > until:
+            done = 0
+            try:
+                for part, copy in under_way:
+                    if not _has_ended(copy, stall_s):
                         stack.pop_all()  # Memory that may still be read is not closed.
                         raise TransferError(
                             f"the GPU has copied nothing for {stall_s:g} s", may_still_arrive=True
                         )
-                    time.sleep(_SLEEP_S)
-                done, until = done + sum(one.num_bytes for one in part), time.monotonic() + stall_s
-                report(done)
+                    done += sum(one.num_bytes for one in part)
+                    report(done)
+            except TransferError:
+                raise
+            except BaseException:
+                if not all(_has_ended(copy, stall_s) for _, copy in under_way):
+                    stack.pop_all()
+                raise
+
+
+def _has_ended(copy: DeviceCopy, stall_s: float) -> bool:
+    """Waits for it for a time."""
+    until = time.monotonic() + stall_s
+    while copy.poll() == "pending":
+        if time.monotonic() > until:
+            return False
+        time.sleep(_SLEEP_S)
+    return True
 
 
 def _opened(
