@@ -450,8 +450,6 @@ def test_what_ranks_do_not_divide_is_refused_with_its_reason(tmp_path: Path) -> 
     clock = ManualClock()
     with pytest.raises(ConfigError, match="1 with drafts"):
         make_engine(folder, "decode", clock, cp=2, drafter="ngram")
-    with pytest.raises(ConfigError, match="take prefill workers without tiers"):
-        make_engine(folder, "decode", clock, cp=2, device="cuda")
     with pytest.raises(ConfigError, match="1 with tp or pp"):
         make_engine(folder, "prefill", clock, cp=2, tp=2)
     hybrid = tmp_path / "hybrid"

@@ -251,7 +251,6 @@ def test_what_is_not_divided_is_refused_with_the_reason(tmp_path: Path) -> None:
         (two, {"tp": 8, "dcp": 8}, "2 KV heads are each on 4 ranks, so dcp can be 1, 2, 4$"),
         (windows, {"tp": 2, "dcp": 2}, "sliding windows"),
         (one, {"tp": 2, "dcp": 2, "deterministic": True}, "1 with deterministic"),
-        (one, {"tp": 2, "dcp": 2, "device": "cuda"}, "1 on GPUs"),
         (one, {"tp": 2, "dcp": 2, "rendezvous": "h:1"} | {"pp": 2, "hosts": 2}, "1 with hosts = 2"),
         (one, {"tp": 2, "dcp": 2, "drafter": "eagle3", "draft_dir": two}, "1 with draft heads"),
     ]
@@ -259,6 +258,7 @@ def test_what_is_not_divided_is_refused_with_the_reason(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             check_combination(EngineConfig(model_dir=folder, **settings))
     check_combination(EngineConfig(model_dir=two, tp=4, dcp=2))
+    check_combination(EngineConfig(model_dir=one, tp=2, dcp=2, device="cuda"))
 
 
 def test_pools_of_gpus_hold_all_pages_between_them() -> None:

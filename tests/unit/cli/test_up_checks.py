@@ -74,8 +74,6 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("llama", ["--tp", "4"], "tp = 4: .*cannot be divided evenly"),
     ("jamba", ["--tp", "2"], "tp = 2: JambaForCausalLM is not divided"),
     ("llama", ["--tp", "2", "--dcp", "2"], "KV heads are each on 1 rank, so dcp can be 1$"),
-    ("latent", ["--tp", "2", "--decode-args", "--dcp 2 --device cuda"],
-     "decode-0: dcp = 2: must be 1 on GPUs"),
     ("llama", ["--tp", "2", "--decode-args", "--device cpu,cpu,cpu"],
      "device = cpu,cpu,cpu: must be one device, or one for each"),
     ("llama", ["--prefill-args", "--cp 2 --tp 2"], "cp = 2: must be 1 with tp or pp"),

@@ -872,14 +872,8 @@ class EngineConfig(PageConfig):
             ("cp", self.drafter == "none" and not self.has_head, "1 with drafts"),
             (
                 "cp",
-                not (self.enable_lora and (self.is_on_gpu or self.lora_whole_matrices)),
-                "1 with lora_whole_matrices, or with adapters on GPUs",
-            ),
-            (
-                "cp",
-                not (self.is_on_gpu and self.takes_pages),
-                "1 on GPUs of workers whose pages others fill: take prefill workers without tiers "
-                "and KV store",
+                not (self.enable_lora and self.lora_whole_matrices),
+                "1 with lora_whole_matrices, which are not sent to other ranks",
             ),
         ]
 
@@ -887,12 +881,6 @@ class EngineConfig(PageConfig):
         return [
             ("dcp", self.tp % self.dcp == 0, f"a divisor of tp = {self.tp}"),
             ("dcp", self.hosts == 1, f"1 with hosts = {self.hosts}"),
-            (
-                "dcp",
-                not (self.is_on_gpu and self.moves_pages),
-                "1 on GPUs of workers whose pages leave their pool: take no tiers, no KV store, "
-                f"--transport data and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
-            ),
             ("dcp", self.drafter in ("none", "ngram") and not self.has_head, "1 with draft heads"),
             (
                 "dcp",
