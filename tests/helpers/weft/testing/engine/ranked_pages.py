@@ -86,10 +86,16 @@ def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as disk:
         tiers = {"host_cache_bytes": 1 << 20, "disk_cache_dir": Path(disk)}
         sizes = SIZES | {"num_pages": 64, "load_back_threshold": 0}
-        bench = TierBench(folder, 40 * PAGE, **(sizes | tiers | settings))
         prompts = [new_prompt(19) for _ in range(2)]
         longer = [prompt + new_prompt(5) for prompt in prompts]
-        found: dict[str, Any] = {"alone": [bench.ask(prompt) for prompt in prompts]}
+        ranks = ("tp", "pp", "dcp", "cp")
+        own = {name: value for name, value in settings.items() if name not in ranks}
+        own["device"] = settings["device"].partition(",")[0]
+        one = TierBench(folder, 40 * PAGE, **(sizes | {"host_cache_bytes": 1 << 20} | own))
+        found: dict[str, Any] = {"longer": [one.ask(prompt) for prompt in longer]}
+        one.close()
+        bench = TierBench(folder, 40 * PAGE, **(sizes | tiers | settings))
+        found["alone"] = [bench.ask(prompt) for prompt in prompts]
         bench.push_out()
         found["again"] = [bench.ask(prompt) for prompt in prompts]
         found["after"] = [bench.ask(prompt) for prompt in longer]
@@ -97,11 +103,6 @@ def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         found["loaded"] = [bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")]
         found["notices"] = bench.engine.info.notices
         bench.close()
-    own = {name: value for name, value in settings.items() if name not in ("tp", "pp", "dcp", "cp")}
-    own["device"] = settings["device"].partition(",")[0]
-    one = TierBench(folder, 40 * PAGE, **(sizes | {"host_cache_bytes": 1 << 20} | own))
-    found["longer"] = [one.ask(prompt) for prompt in longer]
-    one.close()
     return found
 
 
