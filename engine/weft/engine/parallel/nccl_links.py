@@ -44,8 +44,8 @@ _MAX_BLOCKS = 4
 """A link that waits for rows holds as many processors, which steps lack meanwhile."""
 _GATED_BYTES = 1 << 20
 """Rows of this size or more are received only from when they are there to be sent, since an
-operation that waits takes processors from steps: a product that fills a GPU would take twice as
-long without a few of them. For fewer rows the byte would take longer than they do.
+operation that waits takes processors from steps. A product whose blocks fill a GPU may take twice
+as long without a few of them. For fewer rows the byte would take longer than they do.
 """
 _PROBE_BYTES = 1 << 23
 _LOOK_S = 0.0002
@@ -77,11 +77,10 @@ class _Sender:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # The other end is gone, which others notice.
             while (written := self._written.get()) is not None:
-                while not written.is_reached():
-                    if self._is_over:
-                        return
+                while not self._is_over and not written.is_reached():
                     time.sleep(_LOOK_S)
-                self._end.sendall(b"\0")
+                if not self._is_over:
+                    self._end.sendall(b"\0")
 
     def close(self) -> None:
         self._is_over = True
