@@ -32,8 +32,9 @@ _FEW_COLUMNS, _LONG = 4096, 8192
 products of Llama-3.1-8B and Qwen3-30B-A3B.
 """
 _MAX_ROWS, _MAX_ROWS_OF_FEW_COLUMNS, _MAX_GATED_ROWS = 8, 16, 2
-"""Most rows of a product, of one with at most _FEW_COLUMNS, and of a gated pair in FP8. Beyond, FP8
-takes less time with rows that are rounded first (`triton_fp8_tiles`), and floats with cuBLAS.
+"""Most rows of a product, of one with at most _FEW_COLUMNS (and _LONG in blocks), and of a gated
+pair in FP8. Beyond, FP8 takes less time with rows that are rounded first (`triton_fp8_tiles`), and
+floats with cuBLAS.
 """
 _LARGE = 1 << 24
 """Elements of a weight in blocks with few columns from which on one row takes less time than in
@@ -67,20 +68,20 @@ def streamed_rows(weight: Weight, dtype: torch.dtype, *, is_gated: bool) -> rang
     """Numbers of rows in `dtype` for which `multiply_streamed` is the fastest product with a weight
     on its device.
     """
-    columns, k = weight.shape
-    most = _MAX_ROWS if columns > _FEW_COLUMNS else _MAX_ROWS_OF_FEW_COLUMNS
+    (columns, k), is_blocks = weight.shape, isinstance(weight, Fp8Blocks)
+    are_few = columns <= _FEW_COLUMNS and not (is_blocks and k > _LONG)
+    most = _MAX_ROWS_OF_FEW_COLUMNS if are_few else _MAX_ROWS
     is_plain = dtype == torch.bfloat16 and columns % 32 == 0 and k % FP8_GROUP == 0
     if isinstance(weight, torch.Tensor):
         is_right = weight.dtype == dtype and weight.is_contiguous() and has_kernel(weight.device)
         if not (is_plain and is_right) or is_gated or columns > _MAX_FLOAT_COLUMNS:
             return range(0)
         return range(_MIN_FLOAT_ROWS, most + 1)
-    scale_rows = WeightScales.of(weight).rows
-    if not is_plain or scale_rows % 16 or not has_kernel(weight.data.device):
+    if not is_plain or WeightScales.of(weight).rows % 16 or not has_kernel(weight.data.device):
         return range(0)
     if is_gated:
         return range(2, _MAX_GATED_ROWS + 1)
-    is_large = scale_rows > 0 and columns <= _FEW_COLUMNS and columns * k >= _LARGE
+    is_large = is_blocks and columns <= _FEW_COLUMNS and columns * k >= _LARGE
     return range(1 if is_large else 2, most + 1)
 
 
