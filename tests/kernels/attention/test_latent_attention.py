@@ -303,3 +303,22 @@ def test_the_kernel_of_8_bits(
             module.num_multiprocessors = lambda _: 1000
             out = module.latent_attention(q, kept, LAYER, spec, step)
             torch.testing.assert_close(out.double(), expected, rtol=16 * eps, atol=16 * eps)
+
+
+def test_parts_fill_the_rounds_of_programs() -> None:
+    """Programs that take a multiprocessor each end no later than with a fixed number of rounds."""
+    from weft.kernels.ops.latent_attention.triton_latent import launch_config, num_parts
+
+    launch = launch_config(torch.bfloat16, 64, 64)
+    for _ in range(300):
+        programs, processors = random.randint(1, 1500), random.choice((78, 114, 132, 148))
+        most = random.randint(1, 32)
+
+        def rounds(parts: int, each: int = programs, at_once: int = processors) -> float:
+            return -(-each * parts // at_once) / parts
+
+        parts = num_parts(programs, most, processors, launch)
+        assert 1 <= parts <= most
+        before = min(most, -(-2 * processors // programs))
+        assert rounds(parts) <= 1.02 * rounds(before)
+        assert rounds(parts) <= rounds(1)

@@ -48,6 +48,13 @@ _MIN_PART = 128
 """Least positions of a part."""
 _MANY_ROWS = 8
 """Rows from which on a program takes more heads, which share its loads from the pool."""
+_WIDE_POSITIONS = 64
+"""Positions of an iteration of the launch for many rows."""
+_LEAST_MOST_PARTS, _MOST_ROUNDS, _MERGE_COST = 4, 3, 3e-4
+"""Rows may have so many parts in any case; more take at most so many rounds of programs. A part of
+a program costs, for its merge, so much of the time in which a program attends to some thousand
+positions.
+"""
 _REQUESTS_AT_ONCE = 256
 
 
@@ -104,8 +111,8 @@ def _attend(
         return out
     launch = launch_config(q.dtype, rows, heads)
     blocks = cdiv(heads, launch.heads)
-    wanted = cdiv(2 * num_multiprocessors(device), rows * blocks)
-    parts = max(1, min(_MAX_PARTS, wanted, cdiv(step.max_kv_len, _MIN_PART)))
+    most = max(1, min(_MAX_PARTS, cdiv(step.max_kv_len, _MIN_PART)))
+    parts = num_parts(rows * blocks, most, num_multiprocessors(device), launch)
     rest = dim - width
     partial, lse = None, sums
     if parts > 1:
@@ -139,8 +146,23 @@ def launch_config(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchConf
     if dtype == torch.float32:
         return LatentLaunchConfig(16, 16, warps=4, stages=2)
     if rows >= _MANY_ROWS and most > 16:
-        return LatentLaunchConfig(min(64, most), 64, warps=8, stages=2)
+        return LatentLaunchConfig(min(64, most), _WIDE_POSITIONS, warps=8, stages=2)
     return LatentLaunchConfig(16, 32, warps=4, stages=2)
+
+
+def num_parts(programs: int, most: int, processors: int, launch: LatentLaunchConfig) -> int:
+    """Parts of each row's positions, at most `most`, if there are so many programs for a part."""
+    if launch.positions < _WIDE_POSITIONS:
+        return min(most, cdiv(2 * processors, programs))
+    # A multiprocessor has shared memory for one such program, so programs run in rounds. Two at
+    # least, since rows may have positions of very different number.
+    least = min(most, max(1, 2 * processors // programs))
+    most = min(most, max(_LEAST_MOST_PARTS, _MOST_ROUNDS * processors // programs))
+
+    def cost(parts: int) -> float:
+        return cdiv(programs * parts, processors) / parts + _MERGE_COST * programs * parts
+
+    return min(range(least, most + 1), key=cost)
 
 
 @triton.jit(do_not_specialize=["layer"])
