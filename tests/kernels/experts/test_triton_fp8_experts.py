@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
 from weft.kernels.ops.moe import gpu
 from weft.kernels.ops.moe import triton_products as moe_products
+from weft.kernels.ops.moe.spec import ExpertWeights, SparseMlpWeight
 from weft.kernels.ops.moe.tiles import Tile, Tiles
 from weft.kernels.ops.moe.triton_sort import sort_pairs
+from weft.kernels.ops.norm import Norm
+from weft.kernels.ops.stream.additions import Combine, Normed, Sum
+from weft.kernels.ops.stream.gpu import GpuStream
 from weft.kernels.shared.dependent_launch import launch_options
 from weft.kernels.shared.formats.fp8 import FP8
 from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Experts
@@ -120,3 +126,33 @@ def test_blocks_of_many_pairs_round_their_rows(
         return both * shares.to(dtype).flatten()[:, None]
 
     assert_as_exact(out, compute(torch.float32).half(), compute(torch.float64))
+
+
+def test_rows_that_the_norm_has_rounded_are_not_rounded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    (rows, hidden, inner, experts, top_k), dtype = (21, 160, 48, 3, 2), torch.float16
+    widths: list[int] = []
+    kernel = moe_products.quantise_rows
+
+    def counted(x: torch.Tensor, *, has_groups: bool) -> Fp8Rows:
+        widths.append(x.shape[1])
+        return kernel(x, has_groups=has_groups)
+
+    monkeypatch.setattr(moe_products, "quantise_rows", counted)
+    stacks = stack(experts, 2 * inner, hidden, 16)[0], stack(experts, hidden, inner, 16)[0]
+    packed = ExpertWeights(hidden, inner, dtype, (), (), stacks, None)
+    form = PlainForm(torch.randn(experts, hidden).to(dtype))
+    router = LinearWeight(experts, hidden, dtype, False, form, None)
+    w = SparseMlpWeight(router, packed, top_k, True)
+    before = LinearWeight(hidden, 128, dtype, False, draw_matrix(hidden, 128, 16), None)
+    stream = GpuStream(torch.randn(rows, hidden).to(dtype), None)
+    stream.add(Sum(torch.randn(rows, 128).to(dtype), before, None))
+    normed = stream.normed(Norm(torch.ones(hidden, dtype=dtype), 1e-5))
+    found = stream.computed(Combine(normed, w, None, 0))
+    assert widths == [inner]
+    expected = stream.computed(Combine(Normed(normed.value), w, None, 0))
+    assert widths == [inner, hidden, inner]
+    assert torch.equal(found, expected)

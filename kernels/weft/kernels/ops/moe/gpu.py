@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from weft.kernels.ops.activation.spec import SILU
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows
 from weft.kernels.ops.linear.triton_groups_few_rows import PairExperts, is_in_fours, multiply_few
 from weft.kernels.ops.lora.spec import ExpertAddition
 from weft.kernels.ops.moe.reference import placed
@@ -142,6 +143,7 @@ def routed_moe(
     is_fixed: bool = False,
     record: RouteRecord | None = None,
     chosen: torch.Tensor | None = None,
+    rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
     """Routing and `moe` of a layer, with the norm that follows it, in as few launches as possible.
 
@@ -154,6 +156,7 @@ def routed_moe(
             requirements of `direct_moe`.
         record: Where the rows' experts are written too.
         chosen: As in `weft.kernels.ops.moe.route`.
+        rounded: The rows of x with scales of groups, if they have been rounded already.
 
     Returns:
         [T, H]: the sum of each row's experts, or with `after` the norm's result.
@@ -183,8 +186,9 @@ def routed_moe(
     else:
         ids, shares = recorded_route(logits, top_k, *routes)
     return sorted_moe(
-        x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after, more=more
-    )
+        x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after, more=more,
+        rounded=rounded,
+    )  # fmt: skip
 
 
 def moe(
@@ -310,12 +314,14 @@ def sorted_moe(
     after: NormAfter | None = None,
     is_fixed: bool = False,
     more: ExpertParts = PLAIN_EXPERTS,
+    rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
     """`moe` over pairs sorted by expert, cut as `tiles` says.
 
     Args:
         blocks: The pairs in blocks of `tiles.rows`, if they have been sorted already.
         after: The norm that follows, whose result is then returned, or None; not with `residual`.
+        rounded: As in `routed_moe`.
     """
     rows, (experts, _, inner) = x.shape[0], w2.shape
     blocks = blocks or sort_pairs(ids, experts, tiles.rows)
@@ -323,9 +329,9 @@ def sorted_moe(
     if lora is not None and _is_paired(lora, rows, inner, is_fixed=is_fixed):
         if more.biases is not None or more.gating != SILU:
             raise ValueError("adapters of experts with biases or another gating are not supported")
-        found = _paired(*given, lora, ranks, is_share=more.is_share)
+        found = _paired(*given, lora, ranks, rounded, is_share=more.is_share)
     else:
-        found = _in_turn(*given, lora, more, is_fixed=is_fixed)
+        found = _in_turn(*given, lora, more, rounded, is_fixed=is_fixed)
     share = None if more.placement is None else (ids, experts)
     return combine(*found, ids.shape[1], residual, after, is_fixed=is_fixed, share=share)
 
@@ -340,6 +346,7 @@ def _in_turn(
     blocks: Blocks,
     lora: ExpertAddition | None,
     more: ExpertParts,
+    rounded: Fp8Rows | None,
     *,
     is_fixed: bool,
 ) -> _Sorted:
@@ -368,7 +375,7 @@ def _in_turn(
         added = to_gate_up.join()
     multiply_sorted(
         inner, x, w13, shares, blocks, added, tiles, top_k, joined, is_gated=True,
-        is_fixed=is_fixed, more=more,
+        is_fixed=is_fixed, more=more, rounded=rounded,
     )  # fmt: skip
     if lora is not None:
         to_down = SideStreamWork(
@@ -404,6 +411,7 @@ def _paired(
     blocks: Blocks,
     lora: ExpertAddition,
     ranks: TokenRanks | None,
+    rounded: Fp8Rows | None,
     *,
     is_share: bool,
 ) -> _Sorted:
@@ -423,14 +431,16 @@ def _paired(
     if ranks is not None:
         given, activation = ranks.join(), options
         multiply_sorted(
-            both, x, w13, shares, blocks, None, tiles, top_k, alone, is_gated=True, is_raw=True
-        )
+            both, x, w13, shares, blocks, None, tiles, top_k, alone, is_gated=True, is_raw=True,
+            rounded=rounded,
+        )  # fmt: skip
     else:
         parts, layer = lora.w13, lora.layer
         work = SideStreamWork(device, lambda: shrink_items(x, parts, layer, items, forked, top_k))
         multiply_sorted(
-            both, x, w13, shares, blocks, None, tiles, top_k, options, is_gated=True, is_raw=True
-        )
+            both, x, w13, shares, blocks, None, tiles, top_k, options, is_gated=True, is_raw=True,
+            rounded=rounded,
+        )  # fmt: skip
         activation, given = alone, work.join()
     inner, to_down = activate_pairs(
         both, given, ids, shares, lora, experts, activation, is_share=is_share

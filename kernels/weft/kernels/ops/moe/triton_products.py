@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.ops.linear.triton_fp8_rows import quantise_rows
+from weft.kernels.ops.linear.triton_fp8_rows import Fp8Rows, quantise_rows
 from weft.kernels.ops.linear.triton_fp8_weights import GROUP, data_of, widened
 from weft.kernels.ops.linear.triton_groups_product import (
     Experts,
@@ -56,6 +56,7 @@ def multiply_sorted(
     is_raw: bool = False,
     is_fixed: bool = False,
     more: ExpertParts = PLAIN_EXPERTS,
+    rounded: Fp8Rows | None = None,
 ) -> None:
     """Multiplies sorted pairs by their experts' weights.
 
@@ -71,6 +72,7 @@ def multiply_sorted(
         is_raw: Whether gate and up are written side by side, not combined; without biases.
         is_fixed: Whether sums must have one order for all tiles, as they always have for weights in
             floats.
+        rounded: The rows of x if they have been rounded already.
     """
     if isinstance(weight, PackedExperts):
         shape = product_launch_config(
@@ -94,7 +96,7 @@ def multiply_sorted(
     data, scaling = data_of(weight)
     x_scales, scale_places = None, 0
     if _rounds(x, weight, tiles):
-        rounded = quantise_rows(x, has_groups=True)
+        rounded = quantise_rows(x, has_groups=True) if rounded is None else rounded
         x, x_scales, scale_places = rounded.data, rounded.scales, rounded.scales.shape[1]
         inner = FP8_GROUP
     else:

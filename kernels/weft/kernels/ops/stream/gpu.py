@@ -215,6 +215,11 @@ def _rounded_for(x: Normed, w: LinearWeight, lora: LoraAddition | None) -> Fp8Ro
     return x.rounded if x.rounded.has_groups == has_groups(w) else None
 
 
+def _rounded_groups(x: Normed) -> Fp8Rows | None:
+    """Its rows with scales of groups, as experts take them, if the norm rounded them so."""
+    return x.rounded if isinstance(x, _RoundedNormed) and x.rounded.has_groups else None
+
+
 class _NormedByProducts(Normed):
     """A norm that is computed within the products that read it; valid until the next addition."""
 
@@ -350,4 +355,5 @@ def _combine(pending: Combine | SharedCombine, after: NormAfter | None) -> torch
         is_fixed=is_fixed,
         record=pending.record,
         chosen=pending.chosen,
+        rounded=_rounded_groups(pending.x),
     )
