@@ -61,7 +61,7 @@ class DrawGraphs:
         tables: Sampling tables of slots without penalties or biases; None: graphs draw greedy
             tokens only, or another rank draws.
         peers: Ranks, of which rank 0 draws for all; None: the model is on one device.
-        on_capture: Called after each bucket with (captured, total, description).
+        on_capture: Called first and after each bucket with (captured, total, description).
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -110,6 +110,7 @@ class DrawGraphs:
             for bucket in sorted(steps, reverse=True)
         }
         total = sum(len(some) for some in keys.values())
+        on_capture(0, total, "capturing graphs of drawing")
         with capturing("drawing"):
             for bucket, some in keys.items():
                 graphs.send_nothing(bucket)

@@ -381,7 +381,8 @@ class StepGraphs:
     Args:
         model: On a CUDA device.
         pool: Its KV pool, which must not move.
-        on_capture: Called after each capture with (captured, total, time and memory in words).
+        on_capture: Called before the first capture and after each, with (captured, total, time and
+            memory in words).
         rotations: Rotations of slots with images; None: there are none.
         has_logits: Whether this process computes logits.
         late: What steps with prompts wait for, layer by layer; None: pages are loaded whole.
@@ -420,6 +421,7 @@ class StepGraphs:
         inputs.keep_ragged(max(b.columns.num_bytes for b in buckets))
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
         # The largest graph is captured first, so that the smaller ones fit into its memory.
+        on_capture(0, len(buckets), "capturing graphs")
         with capturing("steps"):
             for bucket in sorted(buckets, reverse=True):
                 self._graphs[bucket] = self._capture(bucket)

@@ -39,7 +39,9 @@ class StartServer:
         self._server: grpc.aio.Server | None = None
 
     def take(self, done: int, total: int, what: str) -> None:
-        """Notes the progress of a phase; total 0: not known."""
+        """Notes the progress of a phase; total 0: not known. What follows a colon changes within a
+        phase.
+        """
         if what != self._phase:
             self._end_phase()
         self._phase, self._done, self._total = what, done, total
@@ -50,8 +52,8 @@ class StartServer:
         return self._seconds
 
     def _end_phase(self) -> None:
-        now = time.monotonic()
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._phase_began_s
+        now, phase = time.monotonic(), self._phase.partition(":")[0]
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._phase_began_s
         self._phase_began_s = now
 
     async def __aenter__(self) -> StartServer:
