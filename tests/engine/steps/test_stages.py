@@ -10,8 +10,10 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from weft.checkpoint.config import ModelConfig
@@ -20,10 +22,14 @@ from weft.contract.reports import describe_bubbles
 from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.orders import Order, PackPieces, ZeroPages
+from weft.engine.executor.port import ExecutorFacts
+from weft.engine.executor.ranks.frames import decode
 from weft.engine.executor.ranks.staged import StagedExecutor
 from weft.engine.loop.build import lanes_of
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel.stages import check_stages, layers_of_stages
+from weft.pages.memory.page_table import PageTable
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench
 from weft.testing.models.families import FAMILIES, make_family
@@ -322,6 +328,47 @@ def test_layers_are_divided_evenly_and_the_first_stages_have_more() -> None:
             sizes = [len(stage) for stage in layers]
             assert sizes == sorted(sizes, reverse=True)
             assert sizes[0] - sizes[-1] <= 1
+
+
+class NotedStages:
+    """Stands in for rank 0 of stages on GPUs, whose pools it maps, and for its group: notes what
+    they are told, in order.
+    """
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.facts = ExecutorFacts(PAGE, (), is_asynchronous=True)
+        self.page_table, self.window_tables = PageTable(2, 4, keeps_changes=True), ()
+        self.device_pages = SimpleNamespace(is_whole=False)
+        self.group = self
+
+    def post(self, frame: Any) -> None:
+        self.told.append(f"all: {type(decode(np.concatenate(frame, dtype=np.int64))).__name__}")
+
+    def lies_on_all(self, order: Order) -> bool:
+        return isinstance(order, PackPieces)
+
+    def order(self, order: Order) -> None:
+        self.told.append(type(order).__name__)
+
+    def meet(self) -> None:
+        self.told.append("meet")
+
+    def mark(self) -> Any:
+        self.told.append("mark")
+        return SimpleNamespace(wait=lambda: self.told.append("wait"))
+
+
+def test_rank_0_moves_pages_behind_the_work_of_stages_on_other_gpus() -> None:
+    noted: Any = NotedStages()
+    executor = StagedExecutor(noted, noted, 2)
+    executor.order(ZeroPages([1]))
+    executor.mark()
+    assert noted.told == ["all: ZeroPages", "ZeroPages", "all: Barrier", "meet", "mark"]
+    noted.told.clear()
+    # Other GPUs do not wait for what rank 0 writes to their memory, so its host does.
+    executor.order(PackPieces(0, [1], [2], is_each=False))
+    assert noted.told == ["all: Barrier", "meet", "PackPieces", "mark", "wait"]
 
 
 def test_gpus_have_two_steps_under_way() -> None:
