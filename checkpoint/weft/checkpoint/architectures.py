@@ -19,13 +19,11 @@ ENTRY_POINT_GROUP = "weft.models"
 = module:class.
 """
 
-_BUILT_IN = {
-    "LlamaForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
-    "MistralForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
-    "Qwen2ForCausalLM": ("weft.engine.model.archs.qwen2", "Qwen2ForCausalLM"),
-    "Qwen3ForCausalLM": ("weft.engine.model.archs.qwen3", "Qwen3ForCausalLM"),
-    "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
-}
+_PLAIN = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    "Qwen3MoeForCausalLM",
+)
+"""Architectures whose configuration `ModelConfig` reads."""
 _FAMILIES = {
     "AfmoeForCausalLM": ("afmoe", "read_afmoe"),
     "ApertusForCausalLM": ("llamas", "read_apertus"),
@@ -183,7 +181,7 @@ _ENCODER_ENDS = (HEADLESS, CLASSIFIER, "ForMaskedLM")
 _ENCODERS = {f"{stem}{end}": location for stem, location in _STEMS.items() for end in _ENCODER_ENDS}
 _WHISPER = "WhisperForConditionalGeneration"
 _LOCATIONS = {
-    **_BUILT_IN,
+    **dict.fromkeys(_PLAIN, _OF_PARTS),
     **_ENCODERS,
     _WHISPER: ("weft.engine.model.archs.whisper", _WHISPER),
 }
@@ -239,7 +237,7 @@ def language_model_name(architecture: str) -> str:
     for end in (HEADLESS, CLASSIFIER):
         if architecture.endswith(end):
             name = architecture.removesuffix(end) + LANGUAGE_MODEL
-            return name if name in _BUILT_IN or name in _FAMILIES else architecture
+            return name if name in _PLAIN or name in _FAMILIES else architecture
     return architecture
 
 
@@ -297,7 +295,7 @@ def configuration_reader(
     encoders, for what transformers computes, or for a class from another distribution, whose
     `read_config` it is; None: `ModelConfig` reads it.
     """
-    if language_model_name(architecture) in _BUILT_IN:
+    if language_model_name(architecture) in _PLAIN:
         return None
     family = _FAMILIES.get(language_model_name(architecture))
     if family is not None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from weft.checkpoint import architectures, digest
 from weft.checkpoint.dtypes import cpu_has_fast_bfloat16, resolve_dtype
 from weft.contract.errors import ConfigError, ModelError
-from weft.engine.model.archs.llama import LlamaForCausalLM
+from weft.engine.model.archs.decoder import Decoder
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
@@ -253,11 +253,11 @@ def test_an_unknown_architecture_is_refused_with_those_supported(model_dir: Path
 
 def test_other_distributions_add_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("Mine", "weft.engine.model.archs.llama:LlamaForCausalLM", "weft.models"),
-        EntryPoint("Broken", "weft.engine.model.archs.llama:Missing", "weft.models"),
+        EntryPoint("Mine", "weft.engine.model.archs.decoder:Decoder", "weft.models"),
+        EntryPoint("Broken", "weft.engine.model.archs.decoder:Missing", "weft.models"),
     ]
     monkeypatch.setattr(architectures, "entry_points", lambda group: points)
-    assert architectures.load_class("Mine") is LlamaForCausalLM
+    assert architectures.load_class("Mine") is Decoder
     assert {"Mine", "Qwen3ForCausalLM"} <= set(architectures.supported_architectures())
     with pytest.raises(ModelError, match="Broken"):
         architectures.load_class("Broken")

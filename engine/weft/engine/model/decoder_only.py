@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from weft.checkpoint.config import ModelConfig
 from weft.contract.layout import CacheLayout, PagedPlane, PageGroup, plane_beside, window_plane
-from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
-from weft.engine.model.layers.layer import Layer, StackLayer
-from weft.engine.model.layers.mlp import GatedMLP
-from weft.engine.model.layers.moe import SparseMLP
-from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.layers.layer import StackLayer
 from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.stage import Stage
@@ -23,19 +19,9 @@ from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.pack import weight_rows
 from weft.kernels.ops.linear.spec import LinearWeight, PlainForm
 from weft.kernels.ops.lora.spec import LoraStep
-from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.replaced import hide_unknown_tokens, replaced_linear
 from weft.kernels.ops.stream.taps import Taps
-
-BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
-"""Builds one layer's attention from configuration, layer number, the parameters below
-`model.layers.<layer>.self_attn`, and the table of cosines and sines.
-"""
-BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
-"""Builds one layer's feed-forward part from configuration, layer number, and the parameters below
-`model.layers.<layer>.mlp`.
-"""
 
 
 class LMHead:
@@ -65,18 +51,7 @@ class LMHead:
 
 
 class DecoderOnlyLM:
-    """A `Model` of layers over a residual stream. Models differ in their attention, some in their
-    MLPs.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        attention: BuildAttention,
-        mlp: BuildMLP = GatedMLP.read,
-    ) -> None:
-        self._take(config, weights, _build_stack(config, weights.at("model"), attention, mlp))
+    """A `Model` of layers over a residual stream; its constructor calls `_take`."""
 
     def _take(
         self, config: ModelConfig, weights: Weights, stack: Stack, head_name: str = "lm_head"
@@ -152,16 +127,6 @@ def _read_lm_head(
     if config.tie_word_embeddings:
         return LMHead(weights.packed(embed_tokens))
     return LMHead(weights.packed(weights.vocabulary(name, *vocabulary_size(config))))
-
-
-def qkv_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    return weights.linear(qkv_spec(config.hidden_size, *heads, bias=config.qkv_bias))
-
-
-def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
-    size = (config.hidden_size, config.num_heads, config.head_dim)
-    return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
 PagePlanes = Sequence[tuple[int | None, list[tuple[int, int, list[int]]]]]
@@ -242,28 +207,3 @@ def places_in_pools(
 def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
     """Rows, columns and additional rows of zeros of the embedding and the LM head."""
     return config.vocab_size, config.hidden_size, config.num_added_tokens
-
-
-def _build_stack(
-    config: ModelConfig, weights: Weights, attention: BuildAttention, mlp: BuildMLP
-) -> Stack:
-    table = config.rope, config.head_dim, config.max_position_embeddings
-    cos_sin = weights.constant(table, lambda: cos_sin_table(*table).to(weights.device))
-    top = weights.of_embedding(is_head=config.tie_word_embeddings)
-    embed_tokens = top.vocabulary("embed_tokens", *vocabulary_size(config))
-    size, eps = config.hidden_size, config.rms_norm_eps
-    layers = []
-    for index in range(config.num_layers):
-        layer = weights.at("layers").at(index).of_layer(index)
-        layers.append(
-            Layer(
-                index,
-                Norm(layer.norm("input_layernorm", size), eps),
-                attention(config, index, layer.at("self_attn"), cos_sin),
-                Norm(layer.norm("post_attention_layernorm", size), eps),
-                mlp(config, index, layer.at("mlp")),
-            )
-        )
-    place_in_pools(config, layers, weights.stage, weights.shard)
-    norm = Norm(weights.norm("norm", size), eps)
-    return Stack(embed_tokens, layers, norm, peers=weights.peers, stage=weights.stage)

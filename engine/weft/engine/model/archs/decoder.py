@@ -16,6 +16,7 @@ from weft.checkpoint.parts import (
     DecoderConfig,
     GateConfig,
     HeadNormConfig,
+    MlpConfig,
     NormConfig,
     ParallelConfig,
 )
@@ -71,8 +72,8 @@ class Decoder(DecoderOnlyLM):
     """A decoder of configured parts, with its LM head."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        names, parts = config.names, config.decoder
-        assert parts is not None, "its configuration is read by a family"
+        names, parts = config.names, config.decoder or _plain_parts(config)
+        self._parts = parts
         self._multiplier, self._softcap = parts.logit_multiplier, parts.logit_softcap
         body = next(
             (name for name in names.bodies if weights.at(name).has(f"{names.embedding}.weight")),
@@ -91,8 +92,7 @@ class Decoder(DecoderOnlyLM):
             self._head_bias = weights.read([bias], config.num_added_tokens, dtype=torch.float32)
 
     def layout_of(self, stage: Stage | None, page_size: int) -> CacheLayout:
-        parts, latent = self.config.decoder, self.config.latent
-        assert parts is not None
+        parts, latent = self._parts, self.config.latent
         layout = super().layout_of(stage, page_size)
         if latent is not None:
             count = len(_of_stage(parts.attention_layers, stage))
@@ -113,8 +113,7 @@ class Decoder(DecoderOnlyLM):
             first_position: First position to which rows attend.
             is_sparse: Whether the layer has experts, if the model has some.
         """
-        config, parts = self.config, self.config.decoder
-        assert parts is not None, "its configuration is read by a family"
+        config, parts = self.config, self._parts
         attention = replace(parts.attention, first_position=first_position)
         parts = replace(parts, layers=(*parts.layers, attention))
         config = replace(config, decoder=parts, moe=config.moe if is_sparse else None)
@@ -127,6 +126,20 @@ class Decoder(DecoderOnlyLM):
             logits.mul_(self._multiplier)
         if self._softcap is not None:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+def _plain_parts(config: ModelConfig) -> DecoderConfig:
+    """The parts of Llama, Mistral, Qwen2 and Qwen3, whose configurations list none."""
+    norm = NormConfig(eps=config.rms_norm_eps)
+    layer = AttentionConfig(
+        rope=config.rope,
+        scale=config.head_dim**-0.5,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        head_norm=HeadNormConfig(norm=norm) if config.qk_norm else None,
+    )
+    mlp = MlpConfig(bias=config.mlp_bias)
+    return DecoderConfig(norm=norm, layers=(layer,) * config.num_layers, mlp=mlp)
 
 
 def _of_stage(layers: Sequence[int], stage: Stage | None) -> Sequence[int]:

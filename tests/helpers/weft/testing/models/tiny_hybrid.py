@@ -19,13 +19,11 @@ from transformers import AutoModelForCausalLM
 from weft.checkpoint.config import ModelConfig
 from weft.contract.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 from weft.engine.model import loader
-from weft.engine.model.archs.qwen3 import qwen3_attention
-from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
-from weft.engine.model.layers.attention import Attention
-from weft.engine.model.layers.layer import Query
+from weft.engine.model.archs.decoder import Decoder
+from weft.engine.model.layers.attention import o_spec, qkv_spec
+from weft.engine.model.layers.layer import Layer, Query
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear.spec import LinearWeight
 from weft.kernels.ops.norm import Norm
 from weft.kernels.ops.pages.pool import PlaneInPage
 from weft.kernels.ops.recurrence.sequences import Sequences
@@ -48,21 +46,15 @@ def serve_hybrid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loader, "class_of", lambda config: TinyHybrid)
 
 
-class _HalfAttention(Attention):
-    """Attention of every second layer."""
-
-    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
-        super().move(group, in_pool // 2, plane)
-
-
 class GatedRecurrence:
     """Gated linear attention: a `Mixer`."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
         self.heads, self.dim = (config.num_heads, config.num_kv_heads), config.head_dim
         self._index = layer // 2
-        self._qkv: LinearWeight = qkv_projection(config, weights)
-        self._o: LinearWeight = o_projection(config, weights)
+        hidden, heads = config.hidden_size, config.num_heads
+        self._qkv = weights.linear(qkv_spec(hidden, *self.heads, self.dim, bias=config.qkv_bias))
+        self._o = weights.linear(o_spec(hidden, heads, self.dim, bias=config.o_bias))
         self._norms = [
             Norm(weights.norm(name, config.head_dim), config.rms_norm_eps)
             for name in ("q_norm", "k_norm")
@@ -141,18 +133,21 @@ def convolved(rows: torch.Tensor) -> torch.Tensor:
     return functional.silu(torch.stack(taps).sum(dim=0))
 
 
-class TinyHybrid(DecoderOnlyLM):
+class TinyHybrid(Decoder):
     """The model; layers 1, 3 and so on are recurrent."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        def mixer(config: ModelConfig, layer: int, own: Weights, table: torch.Tensor) -> Any:
-            if layer % 2:
-                return GatedRecurrence(config, layer, own)
-            attention = qwen3_attention(config, layer, own, table)
-            attention.__class__ = _HalfAttention
-            return attention
-
-        super().__init__(config, weights, mixer)
+        super().__init__(config, weights)
+        layers = []
+        for index, layer in enumerate(self.model.layers):
+            assert isinstance(layer, Layer)
+            if index % 2:
+                own = weights.at("model").at("layers").at(index).of_layer(index).at("self_attn")
+                layer = layer._replace(mixer=GatedRecurrence(config, index, own))
+            else:
+                layer.mixer.move(0, index // 2)
+            layers.append(layer)
+        self.model = self.model.with_layers(layers)
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """See `Model.kv_layout`."""
