@@ -40,8 +40,10 @@ _LARGE = 1 << 24
 """Elements of a weight in blocks with few columns from which on one row takes less time than in
 `triton_fp8_few_rows`.
 """
-_MIN_FLOAT_ROWS, _MAX_FLOAT_COLUMNS = 3, 8192
-"""Fewer rows of floats go to `triton_small`, and more columns to cuBLAS."""
+_MIN_FLOAT_ROWS, _MAX_FLOAT_COLUMNS, _MAX_FLOAT_K = 3, 8192, 4096
+"""Fewer rows of floats go to `triton_small`. More columns go to cuBLAS, as do more than
+_FEW_COLUMNS of longer rows, which were not measured.
+"""
 _VECTORS = 8
 """Columns of the instruction's second operand. More rows are two operands."""
 _UNITS = 64
@@ -74,7 +76,8 @@ def streamed_rows(weight: Weight, dtype: torch.dtype, *, is_gated: bool) -> rang
     is_plain = dtype == torch.bfloat16 and columns % 32 == 0 and k % FP8_GROUP == 0
     if isinstance(weight, torch.Tensor):
         is_right = weight.dtype == dtype and weight.is_contiguous() and has_kernel(weight.device)
-        if not (is_plain and is_right) or is_gated or columns > _MAX_FLOAT_COLUMNS:
+        is_wide = columns > (_FEW_COLUMNS if k > _MAX_FLOAT_K else _MAX_FLOAT_COLUMNS)
+        if not (is_plain and is_right) or is_gated or is_wide:
             return range(0)
         return range(_MIN_FLOAT_ROWS, most + 1)
     if not is_plain or WeightScales.of(weight).rows % 16 or not has_kernel(weight.data.device):
