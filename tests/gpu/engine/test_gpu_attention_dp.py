@@ -25,8 +25,13 @@ from weft.testing.models.tiny_models import make_tiny
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
 LIMIT_S = 8.0
-SHARES = ((5, 90, 41, 177, 12, 63), (100, 33), (54, 7, 120, 9), (70, 3, 31))
-"""Lengths of each engine's prompts."""
+SHARES = (
+    (5, 90, 41, 177, 12, 63),
+    (100, 33, 60, 8, 21),
+    (54, 7, 120, 9, 48),
+    (70, 3, 31, 66, 15),
+)
+"""Lengths of each engine's prompts, of every kind of request."""
 
 
 @pytest.mark.parametrize(
