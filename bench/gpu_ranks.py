@@ -302,14 +302,14 @@ def decode(
     new_tokens: int = NEW_TOKENS,
     lanes: int = 1,
 ) -> dict[str, float]:
-    """Steady decode at one batch size behind prompts of one length, the better of two runs. A step
-    is one in which all requests get a token: with stages, a step of each lane.
+    """Steady decode at one batch size behind prompts of one length, the better of two runs if those
+    are short. A step is one in which all requests get a token: with stages, a step of each lane.
     """
     run_batch(llm, batch, 32, 8)
     if is_quick:
         run_batch(llm, min(batch, 64), prompt_tokens, 4)
         return {}
-    tries = 2 if batch < 128 else 1
+    tries = 2 if batch * prompt_tokens < 128 * PROMPT_TOKENS else 1
     runs = [run_batch(llm, batch, prompt_tokens, new_tokens) for _ in range(tries)]
     run = min(runs, key=lambda run: run.seconds / run.num_steps)
     step_s = lanes * run.seconds / run.num_steps
