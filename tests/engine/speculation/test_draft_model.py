@@ -26,6 +26,7 @@ from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelD
 from weft.engine.loop.llm import LLM
 from weft.engine.requests.acceptance import Acceptance
 from weft.engine.scheduler.plan import VerifyItem
+from weft.testing.engine.draft_cases import NUM_NEW, PAGE, VOCAB, random_prompts
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.models.choices import check_choices, check_same_groups
@@ -36,9 +37,6 @@ from weft.testing.models.tiny_models import make_tiny, tiny_config
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-PAGE = 8
-VOCAB = 517
-NUM_NEW = 21
 CHUNK = 2 * PAGE
 DEPTHS = (0, 1, 2, 3, 5)
 GREEDY = SamplingParams(temperature=0.0)
@@ -62,11 +60,6 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 def llm(target_dir: Path, **settings: Any) -> LLM:
     given = {"dtype": "float32", "page_size": PAGE, "prefill_chunk_tokens": CHUNK}
     return LLM(target_dir, **{"num_pages": 200, **given, **settings})
-
-
-def random_prompts(number: int, most: int = 5 * PAGE) -> list[list[int]]:
-    lengths = [random.randint(1, most) for _ in range(number)]
-    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
 def drafter_of(model: LLM, depths: Sequence[int] = DEPTHS) -> ModelDrafter:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,20 @@ from weft.contract.request import Constraint, SamplingParams, StopCriteria
 from weft.contract.submits import Submit
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import DraftShape
-from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.loop.llm import LLM
 from weft.engine.sampling.sampler import Sampler
 from weft.engine.scheduler.plan import Plan
 from weft.testing.engine.constrained import Desk, Outcome, schema
+from weft.testing.engine.draft_cases import (
+    NUM_NEW,
+    PAGE,
+    PARAMS,
+    VOCAB,
+    check_pages,
+    llm,
+    random_prompts,
+    same,
+)
 from weft.testing.engine.drafters import NotedRuns, speculate, texts_of
 from weft.testing.engine.eagle3_cases import HeadReference
 from weft.testing.engine.tree_drafters import (
@@ -30,32 +38,13 @@ from weft.testing.engine.tree_drafters import (
     TreeDrafter,
     WatchedTrees,
 )
-from weft.testing.models.choices import check_same_groups
-from weft.testing.models.every_family import load_reference
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import EOS_TOKEN_ID, make_tiny, tiny_config
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-PAGE = 8
-VOCAB = 517
-NUM_NEW = 21
 WIDE = DraftShape(31, 6, 4)
-
-PARAMS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "filtered": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=12),
-    "penalties": SamplingParams(
-        temperature=0.9,
-        repetition_penalty=1.4,
-        presence_penalty=0.5,
-        frequency_penalty=0.7,
-        logit_bias={5: 3.0, 9: -4.0},
-        seed=13,
-    ),
-    "samples": SamplingParams(temperature=1.0, n=3, seed=14),
-}
 
 
 @pytest.fixture(scope="module")
@@ -69,47 +58,9 @@ def draft_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: i
     return make_tiny_draft(tmp_path_factory.mktemp("d"), model_dir, seed + 1)
 
 
-def random_prompts(number: int, most: int = 5 * PAGE) -> list[list[int]]:
-    lengths = [random.randint(1, most) for _ in range(number)]
-    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
-
-
-def llm(model_dir: Path, **settings: object) -> LLM:
-    return LLM(
-        model_dir, dtype="float32", page_size=PAGE, prefill_chunk_tokens=2 * PAGE, **settings
-    )
-
-
-def same(
-    model_dir: Path,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    groups: Sequence[Sequence[GeneratedSample]],
-    expected: Sequence[Sequence[GeneratedSample]],
-) -> None:
-    check_same_groups(partial(load_reference, model_dir), prompts, groups, expected, params)
-    for group, expected_group in zip(groups, expected, strict=True):
-        for sample, wanted in zip(group, expected_group, strict=True):
-            if sample.token_ids != wanted.token_ids:  # Since two tokens were as good.
-                continue
-            assert sample.finish_reason == wanted.finish_reason
-            for entry, other in zip(sample.logprobs, wanted.logprobs, strict=True):
-                assert entry.token_id == other.token_id
-                assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
-
-
-def check_pages(model: LLM) -> None:
-    while model.engine.has_work:  # A step is under way where a stop token came last.
-        model.engine.turn()
-    memory = model.engine.memory
-    memory.check_integrity()
-    counts = memory.counts()
-    assert counts.free + counts.cached == counts.total
-
-
 @pytest.mark.each_of("kind", "chance")
 @pytest.mark.parametrize("chance", [1.0, 0.0, 0.8], ids=["oracle", "wrong", "random"])
-@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("kind", ["greedy", "filtered", "penalties", "samples"])
 def test_trees_change_no_token(model_dir: Path, kind: str, chance: float) -> None:
     """Trees, chains and none in turn."""
     overlap = random.choice(["off", "on"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,26 @@ from transformers import AutoModelForCausalLM
 from weft.contract.keys import PageKeys
 from weft.contract.request import Constraint, Reasoning, SamplingParams, StopCriteria
 from weft.engine.features.speculative.ngram import NgramDrafter
-from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.constrained import Desk, Outcome, schema
+from weft.testing.engine.draft_cases import (
+    NUM_NEW,
+    PAGE,
+    PARAMS,
+    VOCAB,
+    check_pages,
+    llm,
+    random_prompts,
+    same,
+)
 from weft.testing.engine.drafters import EndingDrafter, KnownDrafter, NotedRuns, speculate, texts_of
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
-from weft.testing.models.choices import Choices, check_same_groups
-from weft.testing.models.every_family import load_reference
+from weft.testing.models.choices import Choices
 from weft.testing.models.tiny_models import EOS_TOKEN_ID, make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-PAGE = 8
-VOCAB = 517
-NUM_NEW = 21
 DEPTHS = (0, 1, 2, 3, 5, 7)
-
-PARAMS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(temperature=1.0, seed=11),
-    "filtered": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=12),
-    "penalties": SamplingParams(
-        temperature=0.9,
-        repetition_penalty=1.4,
-        presence_penalty=0.5,
-        frequency_penalty=0.7,
-        logit_bias={5: 3.0, 9: -4.0},
-        seed=13,
-    ),
-    "samples": SamplingParams(temperature=1.0, n=3, seed=14),
-}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
@@ -52,44 +42,6 @@ def model_dir(
 ) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     return make_tiny(request.param, path, seed, vocab_size=VOCAB, num_hidden_layers=2)
-
-
-def random_prompts(number: int, most: int = 5 * PAGE) -> list[list[int]]:
-    lengths = [random.randint(1, most) for _ in range(number)]
-    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
-
-
-def llm(model_dir: Path, **settings: object) -> LLM:
-    return LLM(
-        model_dir, dtype="float32", page_size=PAGE, prefill_chunk_tokens=2 * PAGE, **settings
-    )
-
-
-def same(
-    model_dir: Path,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    groups: Sequence[Sequence[GeneratedSample]],
-    expected: Sequence[Sequence[GeneratedSample]],
-) -> None:
-    check_same_groups(partial(load_reference, model_dir), prompts, groups, expected, params)
-    for group, expected_group in zip(groups, expected, strict=True):
-        for sample, wanted in zip(group, expected_group, strict=True):
-            if sample.token_ids != wanted.token_ids:  # Since two tokens were as good.
-                continue
-            assert sample.finish_reason == wanted.finish_reason
-            assert [entry.token_id for entry in sample.logprobs] == [
-                entry.token_id for entry in wanted.logprobs
-            ]
-            for entry, other in zip(sample.logprobs, wanted.logprobs, strict=True):
-                assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
-
-
-def check_pages(model: LLM) -> None:
-    memory = model.engine.memory
-    memory.check_integrity()
-    counts = memory.counts()
-    assert counts.free + counts.cached == counts.total
 
 
 @pytest.mark.each_of("kind", "model_dir", "chance")
