@@ -7,14 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.checkpoint.config import ModelConfig
-from weft.checkpoint.families.family import FULL, SLIDING, VISION, Family
+from weft.checkpoint.families.family import FULL, SLIDING, Family
 from weft.checkpoint.families.gemma import gemma3_rope, soft_cap
-from weft.checkpoint.families.gemma4 import OTHERS, kv_sources, unused_kv
+from weft.checkpoint.families.gemma4 import kv_sources, text_names
 from weft.checkpoint.parts import (
     AltUpConfig,
     HeadNormConfig,
     MlpConfig,
-    NamesConfig,
     PerLayerConfig,
 )
 
@@ -58,12 +57,7 @@ def read_gemma3n(family: Family) -> ModelConfig:
         ),
         altup=_altup(family),
     )
-    names = NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"),
-        left_out=(*VISION, *OTHERS),
-        unused=unused_kv(sources),
-        feed_norm="pre_feedforward_layernorm",
-    )
+    names = text_names(sources)
     return family.config(
         decoder,
         head_dim=family.head_dim(256),

@@ -22,7 +22,7 @@ from weft.checkpoint.parts import (
 from weft.checkpoint.rope import RopeConfig
 
 _TOWERS = ("audio_tower", "embed_vision", "embed_audio", "vision_embedder")
-OTHERS = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
+_OTHERS = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
 """Prefixes of image and audio tensors, which are left out."""
 
 
@@ -62,13 +62,7 @@ def read_gemma4(family: Family) -> ModelConfig:
         per_layer=per_layer,
         has_layer_factors=True,
     )
-    names = NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"),
-        left_out=(*VISION, *OTHERS),
-        unused=unused_kv(sources),
-        feed_norm="pre_feedforward_layernorm",
-        moe=MoENamesConfig(router="router.proj"),
-    )
+    names = replace(text_names(sources), moe=MoENamesConfig(router="router.proj"))
     moe = gemma4_experts(fields) if fields.flag("enable_moe_block", False) else None
     return family.config(
         decoder,
@@ -93,13 +87,16 @@ def kv_sources(fields: Fields, kinds: tuple[str, ...], shared: int = 0) -> list[
     return [None if layer < own else last[kind] for layer, kind in enumerate(kinds)]
 
 
-def unused_kv(sources: Sequence[int | None]) -> tuple[str, ...]:
-    """Parts of the names of tensors that files have for K and V of layers that use another
-    layer's.
-    """
+def text_names(sources: Sequence[int | None]) -> NamesConfig:
+    """Names in files that also have towers, and K and V of layers that use another layer's."""
     sharing = (layer for layer, source in enumerate(sources) if source is not None)
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
-    return tuple(f"layers.{layer}.self_attn.{part}." for layer in sharing for part in parts)
+    return NamesConfig(
+        bodies=("model.language_model", "language_model.model", "model"),
+        left_out=(*VISION, *_OTHERS),
+        unused=tuple(f"layers.{layer}.self_attn.{part}." for layer in sharing for part in parts),
+        feed_norm="pre_feedforward_layernorm",
+    )
 
 
 def _attention(family: Family, layer: int, kind: str, source: int | None) -> AttentionConfig:

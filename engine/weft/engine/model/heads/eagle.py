@@ -15,7 +15,7 @@ from weft.checkpoint.draft_config import HeadKind, head_digest
 from weft.checkpoint.eagle_config import EagleConfig
 from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
-from weft.engine.model.heads.place import place_of_head
+from weft.engine.model.heads.place import draft_rows, place_of_head
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
@@ -25,7 +25,7 @@ from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.draft_head.spec import DraftChains, DraftRows
+from weft.kernels.ops.draft_head.spec import DraftChains
 from weft.kernels.ops.eagle_head import eagle_chain, eagle_entries
 from weft.kernels.ops.eagle_head.spec import EagleHeadWeight
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -49,15 +49,7 @@ class EagleHead:
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states = target.forward_all(step, pool)
-        assert step.slots is not None, "a step of a drafted model names its slots"
-        group = step.groups[self.group]
-        rows = DraftRows(
-            token_ids=step.token_ids,
-            positions=step.positions,
-            slots=group.places,
-            cu_q_lens=group.cu_q_lens,
-            request_slots=step.slots,
-        )
+        rows = draft_rows(step, self.group)
         eagle_entries(states, self.weight, rows, kept, *self.place.of(pool))
         return states.index_select(0, step.logits_rows), states
 

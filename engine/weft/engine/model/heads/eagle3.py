@@ -17,7 +17,7 @@ from weft.checkpoint.draft_config import HeadKind, head_digest
 from weft.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
 from weft.contract.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
-from weft.engine.model.heads.place import place_of_head
+from weft.engine.model.heads.place import draft_rows, place_of_head
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
@@ -28,7 +28,7 @@ from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.draft_head import DraftEntries, draft_chain
-from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight, DraftRows
+from weft.kernels.ops.draft_head.spec import DraftChains, DraftHeadWeight
 from weft.kernels.ops.draft_tree import draft_tree
 from weft.kernels.ops.draft_tree.spec import DraftTrees
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -77,15 +77,10 @@ class Eagle3Head:
             A description whose result is [T, hidden]: the target's states in the form that the head
                 reads.
         """
-        assert step.slots is not None, "a step of a drafted model names its slots"
-        group = step.groups[self.group]
-        rows = DraftRows(
-            token_ids=step.token_ids,
-            positions=step.positions,
-            slots=group.places,
-            cu_q_lens=group.cu_q_lens,
-            request_slots=step.slots,
-            is_uniform=group.max_q_len == 1 and len(step.positions) == len(step.slots),
+        group, rows = step.groups[self.group], draft_rows(step, self.group)
+        rows = replace(
+            rows,
+            is_uniform=group.max_q_len == 1 and len(rows.positions) == len(rows.request_slots),
             ancestors=group.ancestors,
         )
         return DraftEntries(aux, self.weight, rows, kept, *self.place.of(pool))

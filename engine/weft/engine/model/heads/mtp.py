@@ -17,7 +17,7 @@ from weft.checkpoint.draft_config import HeadKind
 from weft.checkpoint.mtp_config import missing_head
 from weft.engine.model.archs.decoder import Decoder, read_norm
 from weft.engine.model.decoder_only import DecoderOnlyLM, LMHead
-from weft.engine.model.heads.place import HeadPlace
+from weft.engine.model.heads.place import HeadPlace, draft_rows
 from weft.engine.model.interface import Model
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.stack import run_all, runs_of
@@ -26,7 +26,7 @@ from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.ops.attention.spec import AttentionMetadata
-from weft.kernels.ops.draft_head.spec import FIRST_POSITION, DraftChains, DraftRows
+from weft.kernels.ops.draft_head.spec import FIRST_POSITION, DraftChains
 from weft.kernels.ops.eagle_head import keep_last_states, states_before
 from weft.kernels.ops.linear import linear
 from weft.kernels.ops.linear.spec import LinearWeight
@@ -83,15 +83,7 @@ class MtpHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = target.model.turned(step)
         states = target.forward_all(step, pool)
-        assert step.slots is not None, "a step of a drafted model names its slots"
-        group = step.groups[self.group]
-        rows = DraftRows(
-            token_ids=step.token_ids,
-            positions=step.positions,
-            slots=group.places,
-            cu_q_lens=group.cu_q_lens,
-            request_slots=step.slots,
-        )
+        rows = draft_rows(step, self.group)
         if step.states is None:
             before = states_before(states, rows, kept)
         else:

@@ -9,6 +9,8 @@ import torch
 from weft.checkpoint.draft_config import HeadConfig
 from weft.contract.layout import PagedPlane, plane_beside
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.step import Step
+from weft.kernels.ops.draft_head.spec import DraftRows
 from weft.kernels.ops.pages.pool import PlaneInPage
 
 
@@ -25,6 +27,19 @@ class HeadPlace(NamedTuple):
     def of(self, pool: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The pool that holds the head's K and V, and their layer there."""
         return (pool if self.in_page is None else self.in_page.of(pool)), self.layer
+
+
+def draft_rows(step: Step, group: int) -> DraftRows:
+    """The rows of a step whose `slots` are not None, with their places in a page group."""
+    assert step.slots is not None, "a step of a drafted model names its slots"
+    own = step.groups[group]
+    return DraftRows(
+        token_ids=step.token_ids,
+        positions=step.positions,
+        slots=own.places,
+        cu_q_lens=own.cu_q_lens,
+        request_slots=step.slots,
+    )
 
 
 def place_of_head(config: HeadConfig, target: DecoderOnlyLM) -> HeadPlace:
