@@ -584,10 +584,7 @@ class Scheduler:
     # -- remote fills ----------------------------------------------------------------------------
 
     def fill_completed(self, request: Request) -> None:
-        """A filler has done its part. Another filler or this engine does the rest."""
-        self._go_on(request)
-
-    def _go_on(self, request: Request) -> None:
+        """A filler has done its part, or cannot begin. Another one or this engine does the rest."""
         assert self._fills is not None
         state = self._fills.next_state(request)
         if state is State.PREFILLING and self.pages.has_uncontinuable(request):
@@ -881,7 +878,7 @@ class Scheduler:
         if self._fills is not None:
             for request in list(self.filling):
                 if not self._fills.start(request):
-                    self._go_on(request)
+                    self.fill_completed(request)
 
     def _give_slot_back(self, request: Request) -> None:
         if request.slot >= 0:

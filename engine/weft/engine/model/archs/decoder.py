@@ -535,8 +535,9 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     hidden = config.hidden_size
     inner = mlp.sizes[index] if mlp.sizes else config.intermediate_size
     limit = mlp.limits[index] if mlp.limits else 0.0
-    down = weights.linear(down_spec(hidden, inner, bias=mlp.bias, name=names.down))
+    of_down = down_spec(hidden, inner, bias=mlp.bias, name=names.down)
     if not mlp.is_gated:
+        down = weights.linear(of_down)
         up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
         plain = _xielu(weights) if mlp.has_xielu else mlp.activation
         return PlainMLP(index, up, down, plain, is_gated=False)
@@ -549,7 +550,7 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
         fused=names.gate_up,
         is_gated=has_silu,
     )
-    both = weights.linear(spec)
+    both, down = weights.linear(spec), weights.linear(of_down)
     if has_silu:
         return GatedMLP(index, both, down)
     made: Activation | Gating | GaussianTopK = limited_silu(limit) if limit else mlp.activation

@@ -6,11 +6,6 @@ import torch
 from weft.kernels.shared import cpu
 
 
-def native_for(x: torch.Tensor) -> cpu.NativeCpu | None:
-    """The native operations if they take rows like these."""
-    return cpu.native_cpu_for(x)
-
-
 def native_norm(
     native: cpu.NativeCpu,
     x: torch.Tensor,

@@ -11,13 +11,13 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme, apart, packed_experts
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.ops.linear.spec import LinearWeight, PackableMatrix
+from weft.kernels.ops.linear.spec import PackableMatrix
 from weft.kernels.ops.moe.pack import can_widen
 from weft.kernels.ops.moe.spec import ExpertWeights
 from weft.kernels.shared.formats.int_groups import MXFP4_GROUP, mxfp4_groups
 
 
-class Mxfp4Scheme:
+class Mxfp4Scheme(PlainScheme):
     """A `Scheme` of experts in MXFP4, which on GPUs become floats at load.
 
     Checkpoints have `<product>_blocks`, [experts, rows, columns / 32, 16], and `<product>_scales`,
@@ -26,19 +26,12 @@ class Mxfp4Scheme:
 
     def __init__(self, quantization: Quantization) -> None:
         self._quantization = quantization
-        self._plain = PlainScheme()
 
     def fingerprint(self, dtype: torch.dtype, device: torch.device) -> bytes:
         return self._quantization.fingerprint()
 
-    def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
-        return self._plain.linear(spec, weights)
-
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         return packed_experts(self._experts(spec, weights), spec, weights)
-
-    def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        return self._plain.head(matrix, weights)
 
     def _experts(
         self, spec: ExpertSpec, weights: Weights
