@@ -736,7 +736,7 @@ class EngineConfig(PageConfig):
             (
                 "attention_dp",
                 not self.is_on_gpu,
-                "1 on GPUs, where workers do not exchange rows of experts yet",
+                "1 on GPUs, where mixed loads have not been seen right yet",
             ),
             (
                 "attention_dp",
