@@ -47,6 +47,8 @@ LATE_S = 60.0
 """Time that a busy machine may take beyond a limit."""
 GREEDY = SamplingParams(temperature=0.0)
 FULL = pytest.mark.full
+HYBRID = ["linear_attention", "full_attention"] * 2
+"""Layers of which each of two stages has both kinds."""
 
 
 def most_under_way(llm: LLM) -> list[int]:
@@ -394,6 +396,9 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
         hosts = {"pp": 2, "hosts": 2, "rendezvous": "localhost:29600", "device": "cuda"}
         with pytest.raises(ConfigError, match=name):
             LLM(folder, **hosts | settings)
+    hybrid = make_family("qwen3_next", tmp_path / "hybrid", 0, layer_types=HYBRID)
+    with pytest.raises(ConfigError, match="1 on GPUs for models with recurrent layers"):
+        LLM(hybrid, pp=2, device="cuda", host_cache_bytes=1 << 20)
     head = make_tiny_draft(tmp_path / "head", folder, 1)
     with pytest.raises(ConfigError, match="1 with a draft head"):
         LLM(folder, pp=2, draft_dir=head)

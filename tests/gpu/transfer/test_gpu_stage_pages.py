@@ -12,7 +12,6 @@ import pytest
 from weft.testing.engine.ranked_pages import PAGE, ranked_pages
 from weft.testing.engine.ranked_texts import gpus_of_ranks
 from weft.testing.engine.tier_bench import VOCAB
-from weft.testing.models.families import make_family
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.reference_models import make_reference
 from weft.testing.models.tiny_models import make_tiny
@@ -42,9 +41,9 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed, **sizes)
 
 
-def check_shipped(folder: Path, transport: str, staging: str, owns: bool, **more: Any) -> None:
+def check_shipped(folder: Path, transport: str, staging: str, owns: bool) -> None:
     """Texts of prompts that a filler computes are those of prompts that stay with their owner."""
-    settings = {"transport": transport, "staging_memory": staging, **more}
+    settings = {"transport": transport, "staging_memory": staging}
     one, two = settings | {"device": "cuda:0"}, settings | stages()
     found = ranked_pages("shipped", folder, *((two, one) if owns else (one, two)))
     assert found["failures"] == ["", "", ""]
@@ -80,40 +79,3 @@ def test_pages_of_all_stages_come_back_from_a_kv_store(model_dir: Path) -> None:
     found = ranked_pages("stored", model_dir, stages())
     assert found["again"] == found["alone"]
     assert found["sources"] == ["kvstore"] * 2
-
-
-@pytest.fixture(scope="module", params=["nemotron_h", "qwen3_next"])
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each stage has layers of both kinds."""
-    fields: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 1024}
-    if request.param == "nemotron_h":
-        fields["hybrid_override_pattern"] = "M*M-M-M*"
-    else:
-        fields["layer_types"] = ["linear_attention", "full_attention"] * 2
-    path = tmp_path_factory.mktemp("hybrid") / "model"
-    return make_family(request.param, path, random.randrange(1 << 30), **fields)
-
-
-OF_STATES = {"checkpoint_tokens": 4 * PAGE}
-
-
-@pytest.mark.parametrize(
-    ("transport", "staging", "owns"),
-    [
-        ("data", "host", True),
-        ("data", "host", False),
-        pytest.param("nixl", "device", True, marks=NIXL),
-    ],
-)
-def test_states_are_shipped_with_the_pages_before_them(
-    transport: str, staging: str, owns: bool, hybrid: Path
-) -> None:
-    check_shipped(hybrid, transport, staging, owns, **OF_STATES)
-
-
-def test_states_of_all_stages_come_back_from_tiers(hybrid: Path) -> None:
-    found = ranked_pages("tiers", hybrid, stages() | OF_STATES)
-    assert found["again"] == found["alone"]
-    assert found["after"] == found["longer"]
-    assert found["corrupt"] == 0
-    assert sum(found["loaded"]) > 0

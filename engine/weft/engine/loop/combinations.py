@@ -155,6 +155,12 @@ def check_recurrent(config: EngineConfig, model: ModelConfig) -> None:
             "the worker",
         ),
         (
+            "pp",
+            config.pp > 1 and config.is_on_gpu and config.moves_pages,
+            "1 on GPUs for models with recurrent layers whose pages leave the worker, which no one "
+            "has seen yet",
+        ),
+        (
             "drafter",
             config.drafter not in ("none", "ngram", "mtp"),
             "none, ngram or mtp for models with recurrent layers",
