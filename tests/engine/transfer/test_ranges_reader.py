@@ -13,17 +13,17 @@ from weft.pages.transfer.nixl_wire import TransferError
 pytestmark = pytest.mark.needs("nixl")
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("problem", [None, TransferError("the source is gone"), OSError("no room")])
 def test_an_agent_that_lives_on_may_still_write(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
+    problem: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, theirs = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
     kept = list[Any]()
 
     def keep(self: RangesReader, *_: Any) -> None:
         kept.append(self._agent.agent)
-        if fails:
-            raise TransferError("the source is gone")
+        if problem is not None:
+            raise problem
 
     monkeypatch.setattr(RangesReader, "_copy", keep)
     shared = SharedRanges("source", [_range(theirs)])
@@ -51,6 +51,21 @@ def test_a_read_that_fails_ends_the_agent(failing: str, monkeypatch: pytest.Monk
     with pytest.raises(TransferError, match="reading bytes: RuntimeError disconnected") as found:
         reader.read(shared.target, [(_range(own), _range(theirs))])
     assert not found.value.may_still_arrive
+    shared.close()
+
+
+def test_what_a_report_raises_comes_once_the_agent_has_ended() -> None:
+    own, theirs = np.zeros(1 << 20, np.uint8), np.ones(1 << 20, np.uint8)
+
+    def report(_: int) -> None:
+        raise OSError("nobody listens")
+
+    shared = SharedRanges("source", [_range(theirs)])
+    reader = RangesReader("bytes", most_bytes=1 << 20, stall_s=20.0)
+    with pytest.raises(OSError, match="nobody listens"):
+        reader.read(shared.target, [(_range(own), _range(theirs))], report)
+    assert reader._reference is not None
+    assert reader._reference() is None
     shared.close()
 
 

@@ -100,6 +100,7 @@ class _Gate:
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._number = self._word.numpy().view(np.uint32)
         self._num_held = 0
+        self._lock = threading.Lock()
         threading.Thread(target=self._run, name="rows-ready", daemon=True).start()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
@@ -118,13 +119,15 @@ class _Gate:
             self._end.settimeout(None)
             while ready := len(self._end.recv(64)):
                 count += ready
-                if not self._is_over:
-                    self._number[0] = count % _WORD
+                with self._lock:
+                    if not self._is_over:
+                        self._number[0] = count % _WORD
 
     def close(self) -> None:
         """Lets the stream go on."""
-        self._is_over = True
-        self._number[0] = (self._num_held + (1 << 30)) % _WORD
+        with self._lock:
+            self._is_over = True
+            self._number[0] = (self._num_held + (1 << 30)) % _WORD
 
 
 class NcclLink:

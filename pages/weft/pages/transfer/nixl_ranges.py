@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +122,8 @@ class RangesReader:
         """Copies each remote range, the second of a pair, to the local one of the same length.
 
         Args:
-            report: Called with the bytes that have come so far.
+            report: Called with the bytes that have come so far. What it raises is passed on when
+                nothing arrives any more.
 
         Raises:
             TransportMismatch: NIXL cannot be used, or not with this target; nothing was read.
@@ -130,16 +132,15 @@ class RangesReader:
         """
         with START_WORK.time(CONNECTING):
             self.open(target, _whole([own for own, _ in pairs]))
-        problem: TransferError | None = None
+        problem: Exception | None = None
         try:
             with START_WORK.time(COPYING):
                 self._copy(pairs, report)
-        except TransferError as error:
+        except Exception as error:
             # The frames of the traceback hold handles of the agent, and would keep it from its end.
-            problem = error.with_traceback(None)
-        finally:
-            has_ended = self.close()
-        if not has_ended:
+            traceback.clear_frames(error.__traceback__)
+            problem = error
+        if not self.close():
             raise TransferError(
                 f"the agent that reads {self._what} cannot be ended", may_still_arrive=True
             ) from problem
