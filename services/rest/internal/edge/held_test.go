@@ -1,8 +1,9 @@
 package edge
 
 import (
-	"bytes"
-	"strings"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"testing"
 )
 
@@ -19,15 +20,39 @@ func TestRoomForBodiesFollowsTheLargest(t *testing.T) {
 	}
 }
 
-func TestABodyThatHasNotComeHoldsLittle(t *testing.T) {
-	for announced, most := range map[int64]int64{
-		0: bytes.MinRead, 1000: 1000 + bytes.MinRead, 93 << 20: 1 << 20, -1: bytes.MinRead,
-	} {
-		if got := firstBodyBytes(&limitedBody{announced: announced}); got != most {
-			t.Errorf("%d bytes are announced: %d", announced, got)
-		}
+// stalling is a body of which only its beginning has come; it fails where the rest is waited for.
+type stalling struct {
+	come int
+}
+
+func (s *stalling) Read(p []byte) (int, error) {
+	if s.come == 0 {
+		return 0, io.ErrUnexpectedEOF
 	}
-	if got := firstBodyBytes(strings.NewReader("")); got != bytes.MinRead {
-		t.Errorf("no length: %d", got)
+	n := min(s.come, len(p))
+	s.come -= n
+	return n, nil
+}
+
+func (s *stalling) Close() error { return nil }
+
+func TestMemoryFollowsWhatHasComeOfABody(t *testing.T) {
+	for _, announced := range []int64{-1, 0, 1000, 1 << 20, 93 << 20} {
+		for _, come := range []int{0, 1, firstBodyBytes, 1 << 20, 3<<20 + 7} {
+			body := &stalling{come: come}
+			data, err := readBody(&limitedBody{
+				ctx: t.Context(), announced: announced, limit: 100 << 20, limited: body,
+				room: NewRoom(0, 100<<20), controller: http.NewResponseController(httptest.NewRecorder()),
+			})
+			if err == nil || len(data) != come {
+				t.Errorf("%d of %d bytes: read %d: %v", come, announced, len(data), err)
+			}
+			if most := max(firstBodyBytes, 2*come); cap(data) > most {
+				t.Errorf("%d of %d bytes hold %d", come, announced, cap(data))
+			}
+			if announced > firstBodyBytes && come == int(announced) && cap(data) > come+1 {
+				t.Errorf("all of %d bytes hold %d", announced, cap(data))
+			}
+		}
 	}
 }

@@ -1,7 +1,7 @@
 package edge
 
 import (
-	"bytes"
+	"errors"
 	"io"
 
 	"github.com/grpc-ecosystem/grpc-gateway/v2/runtime"
@@ -9,19 +9,34 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 )
 
-// mostFirstBytes bounds the memory that a body gets before any of it has come, whatever length its
-// header gives.
-const mostFirstBytes = 1 << 20
+// firstBodyBytes is the memory with which reading a body begins, whatever length its header gives:
+// clients that send no more hold little.
+const firstBodyBytes = 16 << 10
 
-// firstBodyBytes is the memory with which reading a body begins. A buffer that grows from nothing
-// copies a body of a megabyte about four times.
-func firstBodyBytes(reader io.Reader) int64 {
-	body, ok := reader.(*limitedBody)
-	if !ok || body.announced < 0 {
-		return bytes.MinRead
+// readBody reads all of a body into memory that is at most twice as large as what has come, and in
+// the end no larger than a length that the client has given.
+func readBody(reader io.Reader) ([]byte, error) {
+	data, whole := make([]byte, 0, firstBodyBytes), int64(-1)
+	if body, ok := reader.(*limitedBody); ok && body.announced >= 0 {
+		whole = body.announced + 1 // the last read finds the end
 	}
-	// With fewer free bytes the buffer would grow once more to find the end.
-	return min(body.announced+bytes.MinRead, mostFirstBytes)
+	for {
+		if len(data) == cap(data) {
+			size := 2 * int64(cap(data))
+			if whole > int64(len(data)) {
+				size = min(size, whole)
+			}
+			data = append(make([]byte, 0, size), data...)
+		}
+		n, err := reader.Read(data[len(data):cap(data)])
+		data = data[:len(data)+n]
+		if errors.Is(err, io.EOF) {
+			return data, nil
+		}
+		if err != nil {
+			return data, err
+		}
+	}
 }
 
 // rawMarshaler passes HttpBody through untouched in both directions. The stock one would decode
@@ -44,9 +59,8 @@ func (m *rawMarshaler) NewDecoder(reader io.Reader) runtime.Decoder {
 		if !ok {
 			return m.HTTPBodyMarshaler.NewDecoder(reader).Decode(target)
 		}
-		data := bytes.NewBuffer(make([]byte, 0, firstBodyBytes(reader)))
-		_, err := data.ReadFrom(reader)
-		body.ContentType, body.Data = "application/json", data.Bytes()
+		data, err := readBody(reader)
+		body.ContentType, body.Data = "application/json", data
 		return err
 	})
 }
