@@ -77,7 +77,10 @@ class PromptMedia:
             media, files = model.media, prompt.files
             sources, opened = opened, None
             if isinstance(sources, BaseException):
-                raise sources
+                try:
+                    raise sources
+                finally:
+                    del sources  # Or it would hold this frame, and so the files, in a cycle.
             if sources is None:
                 sources = await self._reader.sources(
                     files, fetched, deadline=self._deadline(), tenant=tenant

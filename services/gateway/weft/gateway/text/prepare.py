@@ -98,10 +98,13 @@ class Preparer:
             prepared = self._tokenize_all(model, prompts, pooling)
         else:
             loop = asyncio.get_running_loop()
-            texts = loop.run_in_executor(self._pool, self._tokenize_all, model, prompts, pooling)
             opening = asyncio.create_task(self._open_files(request))
             try:
-                prepared, opened = await texts, await opening
+                # Its future has no name here, or it and its error would hold the body in a cycle.
+                prepared = await loop.run_in_executor(
+                    self._pool, self._tokenize_all, model, prompts, pooling
+                )
+                opened = await opening
             finally:
                 opening.cancel()
         for prompt, given, seed in zip(prompts, prepared, request.seeds, strict=True):
