@@ -7,7 +7,7 @@ strings are cut out of a body before it is parsed, and are read where they lie.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 LEAST_BYTES = 64 << 10
@@ -49,6 +49,11 @@ class LongText:
         """Bytes."""
         return self._end - self._start
 
+    @property
+    def within(self) -> BodyBytes:
+        """Where its UTF-8 lies."""
+        return BodyBytes(self._message, self._start, self._end)
+
     def head(self, num_bytes: int) -> str:
         """The beginning, with a mark for each byte that is no text."""
         end = min(self._end, self._start + num_bytes)
@@ -71,10 +76,16 @@ class CutBody(NamedTuple):
     """How the names begin, which no client knows."""
     texts: Sequence[LongText]
 
-    def put_back(self, value: Any, at_images: Iterable[tuple[dict[str, Any], str]]) -> Any:
+    def put_back(
+        self,
+        value: Any,
+        at_images: Iterable[tuple[dict[str, Any], str]],
+        on_text: Callable[[LongText], None],
+    ) -> Any:
         """The parsed body with strings in the places of their names, and each a `LongText` in the
-        fields `at_images`, given by their object and name, and in lists there. Raises
-        UnicodeDecodeError for a string that is no text.
+        fields `at_images`, given by their object and name, and in lists there. `on_text` gets each
+        of the others before it is copied; what it raises is raised. Raises UnicodeDecodeError for a
+        string that is no text.
         """
         for parent, name in at_images:
             given = parent.get(name)
@@ -82,20 +93,28 @@ class CutBody(NamedTuple):
                 given[:] = map(self._found, given)
             elif given is not None:
                 parent[name] = self._found(given)
-        return self._walked(value)
+        return self._walked(value, on_text)
 
     def _found(self, value: Any) -> Any:
         if not isinstance(value, str) or not value.startswith(self.prefix):
             return value
         return self.texts[int(value.removeprefix(self.prefix))]
 
-    def _walked(self, value: Any) -> Any:
+    def _walked(self, value: Any, on_text: Callable[[LongText], None]) -> Any:
         if isinstance(value, str):
             found = self._found(value)
-            return found.to_str() if isinstance(found, LongText) else value
+            if not isinstance(found, LongText):
+                return value
+            on_text(found)
+            return found.to_str()
         if isinstance(value, dict):
-            return {self._walked(name): self._walked(one) for name, one in value.items()}
-        return list(map(self._walked, value)) if isinstance(value, list) else value
+            return {
+                self._walked(name, on_text): self._walked(one, on_text)
+                for name, one in value.items()
+            }
+        if isinstance(value, list):
+            return [self._walked(one, on_text) for one in value]
+        return value
 
 
 def cut(body: BodyBytes) -> CutBody:

@@ -34,7 +34,8 @@ _LARGE_BYTES = 64 << 10
 """Size from which bodies are not parsed on the event loop."""
 _MAX_BRACKETS = 1 << 18
 """Most opening brackets: lists and objects take far more memory than their text. Brackets inside
-strings count as well, but for those of `cut`'s long texts.
+strings count as well, since some strings are parsed as JSON later, such as calls' arguments; those
+of files do not.
 """
 _MAX_DEPTH = 200
 """Levels of lists and objects that the parser surely takes."""
@@ -106,17 +107,23 @@ def parse_body(
         raise BodyTooLarge(
             f"the body has {len(data)} bytes; at most {max_bytes} are accepted", stage="validate"
         )
+    num_brackets = 0
+
+    def count_brackets(part: BodyBytes) -> None:
+        nonlocal num_brackets
+        num_brackets += sum(map(part.count, b"[{"))
+        if num_brackets > _MAX_BRACKETS:
+            raise InvalidRequest(
+                f"the body has more than {_MAX_BRACKETS} opening brackets", stage="validate"
+            )
+
     short = cut(data)
-    num_brackets = sum(map(BodyBytes.of(short.data).count, b"[{"))
-    if num_brackets > _MAX_BRACKETS:
-        raise InvalidRequest(
-            f"the body has {num_brackets} opening brackets; at most {_MAX_BRACKETS} are accepted",
-            stage="validate",
-        )
+    count_brackets(BodyBytes.of(short.data))
     try:
         value = from_json(short.data)
         if short.texts:
-            value = short.put_back(value, _file_fields(cls, value))
+            fields = _file_fields(cls, value)
+            value = short.put_back(value, fields, lambda text: count_brackets(text.within))
     except ValueError as error:
         problem = f"is not valid JSON: {error}"
         if str(error).startswith("recursion limit"):
