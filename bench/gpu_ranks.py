@@ -508,7 +508,7 @@ def sums_of_rank(
         group = SharedGroup(segment, rank, size, 30.0)
         sizes = WIDTH, torch.bfloat16, 128  # A vocabulary, of no use here.
         peers.append(device_peers.DevicePeers(group, device, world, *sizes, lambda phase: None))
-        torch.cuda.cudart().cudaHostUnregister(group.words[0])
+        peers[-1].close()
         peers[-1]._memory.control.zero_()
     ours = dict(zip(("ours once", "ours twice"), peers, strict=True))
     for kib in SUM_KIB:

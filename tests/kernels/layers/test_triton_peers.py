@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from weft.contract.errors import ConfigError
+from weft.engine.parallel.device_peers import MappedCounters
 from weft.testing.kernels.peer_ranks import EPS, KINDS, cases_of, run_ranks
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -36,3 +39,21 @@ def test_all_ranks_get_the_same_bits_of_the_right_sums(size: int, tmp_path: Path
             torch.testing.assert_close(one.normed.double(), normed, atol=near, rtol=near)
             assert torch.equal(one.tokens, case.tokens)
             assert torch.equal(one.logits, case.logits)
+
+
+def test_counters_are_unmapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often an engine is closed."""
+    status, unmapped = 0, list[int]()
+    calls = SimpleNamespace(
+        cudaHostRegister=lambda address, num_bytes, flags: status,
+        cudaHostUnregister=unmapped.append,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    counters = MappedCounters((4096, 8192), torch.device("cuda:1"), "pp", 2)
+    counters.close()
+    counters.close()
+    assert unmapped == [4096]
+    status = 712
+    with pytest.raises(ConfigError, match="pp = 2: cudaHostRegister: error 712"):
+        MappedCounters((4096, 8192), torch.device("cuda:1"), "pp", 2)

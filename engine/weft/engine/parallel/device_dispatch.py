@@ -7,11 +7,11 @@ all engines take, and how many rows each brings, is agreed on before (`StepForms
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from weft.contract.errors import ConfigError
 from weft.engine.base.device_copies import host_zeros
+from weft.engine.parallel.device_peers import MappedCounters
 from weft.engine.parallel.dispatch import ExchangeShape, ExpertDispatch
 from weft.engine.parallel.lockstep import Lockstep
 from weft.kernels.ops.moe import moe
@@ -28,7 +28,6 @@ from weft.pages.transfer.nixl_wire import TransferError
 
 _PIECE_BYTES, _PIECE_ROWS = 64 << 20, 8192
 """Most rows of all ranks in one exchange. Longer steps exchange rows several times a layer."""
-_PORTABLE_AND_MAPPED = 3
 _HANDLE_BYTES = 64
 
 Share = Callable[[str], Sequence[str]]
@@ -53,6 +52,7 @@ class DeviceDispatch(ExpertDispatch):
         self.memory: ExpertMemory | None = None
         """None: it is not mapped yet."""
         self._own: DeviceMemory | None = None
+        self._counters: MappedCounters | None = None
         self._foreign: list[ForeignMemory] = []
         self._num_rows: int | None = None
         self._num_sent = host_zeros(1, torch.int64, device)
@@ -87,14 +87,8 @@ class DeviceDispatch(ExpertDispatch):
                 "attention_dp = 1",
                 param="attention_dp",
             ) from error
-        # Kernels that have waited for long look at the group's counters in host memory.
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(*self.lockstep.counters, _PORTABLE_AND_MAPPED))
-        if status:
-            raise ConfigError(
-                f"attention_dp = {self.size}: cudaHostRegister: error {status}",
-                param="attention_dp",
-            )
+        counters = self.lockstep.counters
+        self._counters = MappedCounters(counters, self._device, "attention_dp", self.size)
         self.memory = memory_of(
             self.lockstep, shape, torch.as_tensor(own, device=self._device), addresses
         )
@@ -146,10 +140,8 @@ class DeviceDispatch(ExpertDispatch):
 
     def close(self) -> None:
         """Unmaps the memory of others, and the host's, once this rank's device is done."""
-        if self.memory is not None:
-            torch.cuda.synchronize(self._device)
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self.lockstep.counters[0])
+        if self._counters is not None:
+            self._counters.close()
         for foreign in self._foreign:
             foreign.close()
         self._foreign.clear()

@@ -74,6 +74,37 @@ class MappedMemory:
         return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in ranks]
 
 
+class MappedCounters:
+    """Counters of a group in host memory, at which kernels look that have waited for long.
+
+    Args:
+        place: Address and number of bytes, whole pages.
+        device: Whose kernels look at them.
+        option: The setting that needs them, for messages.
+
+    Raises:
+        ConfigError: CUDA does not map them.
+    """
+
+    def __init__(
+        self, place: tuple[int, int], device: torch.device, option: str, value: int
+    ) -> None:
+        self._address, self._device, self._is_open = place[0], device, True
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(self._runtime.cudaHostRegister(*place, _PORTABLE_AND_MAPPED))
+        if status:
+            raise ConfigError(f"{option} = {value}: cudaHostRegister: error {status}", param=option)
+
+    def close(self) -> None:
+        """Waits for the device, and unmaps them; a further call does nothing. CUDA would refuse to
+        unmap them again, and PyTorch would raise that error at the next kernel.
+        """
+        if self._is_open:
+            self._is_open = False
+            torch.cuda.synchronize(self._device)
+            self._runtime.cudaHostUnregister(self._address)
+
+
 class DevicePeers:
     """Implements `weft.kernels.ops.peers.spec.GpuPeers` through memory that all ranks map.
 
@@ -120,12 +151,7 @@ class DevicePeers:
                 "that are linked, or tp = 1",
                 param="tp",
             ) from error
-        # Kernels that have waited for long look at the group's counters in host memory.
-        address, num_bytes = group.words
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
-        if status:
-            raise ConfigError(f"tp = {self.size}: cudaHostRegister: error {status}", param="tp")
+        self._counters = MappedCounters(group.words, device, "tp", self.size)
         words = [group.stop_address, group.limit_address]
         control = torch.tensor(words, dtype=torch.int64, device=device)
         self._memory = PeerMemory(
@@ -192,9 +218,7 @@ class DevicePeers:
 
     def close(self) -> None:
         """Unmaps the host's memory. No kernel may wait any more."""
-        torch.cuda.synchronize()
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(self._group.words[0])
+        self._counters.close()
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         total = torch.empty_like(residual)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from weft.contract.errors import ConfigError
-from weft.engine.parallel.device_peers import MappedMemory
+from weft.engine.parallel.device_peers import MappedCounters, MappedMemory
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.parallel.stages import stage_of_rank
 from weft.kernels.ops.peers.triton_stage import (
@@ -16,8 +15,6 @@ from weft.kernels.ops.peers.triton_stage import (
     receive_rows,
     send_rows,
 )
-
-_PORTABLE_AND_MAPPED = 3
 
 
 class DeviceStages:
@@ -57,12 +54,7 @@ class DeviceStages:
         self._group, self._device, self._mapped = group, device, mapped
         self._nothing = torch.zeros((1, width), dtype=dtype, device=device)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
-        address, num_words = group.words
-        # Kernels that have waited for long look at the group's counters in host memory.
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(address, num_words, _PORTABLE_AND_MAPPED))
-        if status:
-            raise ConfigError(f"pp = {size}: cudaHostRegister: error {status}", param="pp")
+        self._counters = MappedCounters(group.words, device, "pp", size)
         words = [group.stop_address, group.limit_address]
         control = torch.tensor(words, dtype=torch.int64, device=device)
 
@@ -105,6 +97,4 @@ class DeviceStages:
 
     def close(self) -> None:
         """Unmaps the host's memory. No kernel may wait any more."""
-        torch.cuda.synchronize()
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(self._group.words[0])
+        self._counters.close()
