@@ -158,10 +158,21 @@ def return_rows(
 
     Returns:
         [T, width].
+
+    Raises:
+        ValueError: The rows do not fit the last `send_rows`.
     """
     shape, count = memory.shape, ids.shape[0]
-    if added.shape != (memory.size * num_rows, shape.width) or not added.is_contiguous():
-        raise ValueError(f"{tuple(added.shape)} added to {memory.size} x {num_rows} rows")
+    if added.shape != (memory.size * num_rows, shape.width) or added.dtype != shape.dtype:
+        raise ValueError(
+            f"{tuple(added.shape)} {added.dtype} added to {memory.size} x {num_rows} rows"
+        )
+    if count > num_rows or ids.shape != (count, shape.top_k):
+        raise ValueError(f"{tuple(ids.shape)} experts of at most {num_rows} rows")
+    if residual is not None and residual.shape != (count, shape.width):
+        raise ValueError(f"residual {tuple(residual.shape)} of {count} rows")
+    if not all(one is None or one.is_contiguous() for one in (added, ids, residual)):
+        raise ValueError("rows and their experts must be contiguous")
     out = torch.empty((count, shape.width), dtype=shape.dtype, device=added.device)
     layout, block = layout_of(memory.size, shape), next_power_of_2(shape.width)
     _return_kernel[(num_rows,)](
