@@ -50,10 +50,13 @@ _MANY_ROWS = 8
 """Rows from which on a program takes more heads, which share its loads from the pool."""
 _WIDE_POSITIONS = 64
 """Positions of an iteration of the launch for many rows."""
-_LEAST_MOST_PARTS, _MOST_ROUNDS, _MERGE_COST = 4, 3, 3e-4
-"""Rows may have so many parts in any case; more take at most so many rounds of programs. A part of
-a program costs, for its merge, so much of the time in which a program attends to some thousand
-positions.
+_TRIED_PARTS, _TRIED_ROUNDS = 4, 3
+"""Numbers of parts up to the first are compared in any case, others as long as all programs make at
+most so many rounds.
+"""
+_MERGE_COST = 3e-4
+"""What the merge of one part takes, as a share of the time in which a program attends to all of a
+row's positions, some thousand.
 """
 _REQUESTS_AT_ONCE = 256
 
@@ -151,13 +154,15 @@ def launch_config(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchConf
 
 
 def num_parts(programs: int, most: int, processors: int, launch: LatentLaunchConfig) -> int:
-    """Parts of each row's positions, at most `most`, if there are so many programs for a part."""
+    """Parts of each row's positions, at most `most`, where one part of all rows takes so many
+    programs.
+    """
     if launch.positions < _WIDE_POSITIONS:
         return min(most, cdiv(2 * processors, programs))
     # A multiprocessor has shared memory for one such program, so programs run in rounds. Two at
     # least, since rows may have positions of very different number.
     least = min(most, max(1, 2 * processors // programs))
-    most = min(most, max(_LEAST_MOST_PARTS, _MOST_ROUNDS * processors // programs))
+    most = min(most, max(_TRIED_PARTS, _TRIED_ROUNDS * processors // programs))
 
     def cost(parts: int) -> float:
         return cdiv(programs * parts, processors) / parts + _MERGE_COST * programs * parts
