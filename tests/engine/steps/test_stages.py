@@ -48,6 +48,7 @@ LATE_S = 60.0
 GREEDY = SamplingParams(temperature=0.0)
 FULL = pytest.mark.full
 HYBRID = ["linear_attention", "full_attention"] * 2
+TWO_SHAPES = ["sliding_attention", "full_attention"] * 2
 """Layers of which each of two stages has both kinds."""
 
 
@@ -399,6 +400,11 @@ def test_what_stages_cannot_do_is_refused_with_its_reason(tmp_path: Path) -> Non
     hybrid = make_family("qwen3_next", tmp_path / "hybrid", 0, layer_types=HYBRID)
     with pytest.raises(ConfigError, match="1 on GPUs for models with recurrent layers"):
         LLM(hybrid, pp=2, device="cuda", host_cache_bytes=1 << 20)
+    sizes = {layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in ("1", "3")}
+    fields = {"layer_types": TWO_SHAPES, "per_layer_config": sizes}
+    shapes = make_family("gemma4-keys", tmp_path / "shapes", 0, **fields)
+    with pytest.raises(ConfigError, match="on GPUs pages with heads of several shapes"):
+        LLM(shapes, pp=2, device="cuda", host_cache_bytes=1 << 20, language_model_only=True)
     head = make_tiny_draft(tmp_path / "head", folder, 1)
     with pytest.raises(ConfigError, match="1 with a draft head"):
         LLM(folder, pp=2, draft_dir=head)

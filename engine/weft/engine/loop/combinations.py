@@ -225,13 +225,16 @@ def _check_spares(config: EngineConfig, model: ModelConfig) -> None:
 
 def _check_pages_of_ranks(config: EngineConfig, model: ModelConfig) -> None:
     planes = [plane for _, planes in model.page_planes for plane in planes]
-    if config.tp > 1 and config.is_on_gpu and config.moves_pages and len(planes) > 1:
-        raise ConfigError(
-            f"tp = {config.tp}: on GPUs pages with heads of several shapes stay on their worker; "
-            "take tp = 1, or no tiers, no KV store, --transport data and "
-            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
-            param="tp",
-        )
+    if not (config.is_on_gpu and config.moves_pages and len(planes) > 1):
+        return
+    for name, count in (("tp", config.tp), ("pp", config.pp)):
+        if count > 1:
+            raise ConfigError(
+                f"{name} = {count}: on GPUs pages with heads of several shapes stay on their "
+                f"worker; take {name} = 1, or no tiers, no KV store, --transport data and "
+                f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+                param=name,
+            )
 
 
 def _check_drafts(config: EngineConfig, model: ModelConfig, task: Task) -> None:
