@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import json
 import logging
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -225,6 +227,28 @@ async def test_a_text_that_is_too_long_is_told_whatever_its_images_are(
     await mesh.wait(lambda: not mesh.app.images.held.num_bytes)
     gc.collect()
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+async def test_files_of_a_refused_request_are_free_with_its_answer(mesh: Harness) -> None:
+    """Without the collector of cycles, which does not see how large something is."""
+    large = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * (2 << 20)}"}}
+    bad = {"type": "image_url", "image_url": {"url": "ftp://a/b"}}
+    body = json.dumps({"messages": [user(large, bad)]}).encode()
+
+    async def refused() -> None:
+        assert "image" in (await refusal(mesh.post("ChatCompletions", body))).message
+
+    await refused()
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(6):
+            await refused()
+        await mesh.wait(lambda: tracemalloc.get_traced_memory()[0] < len(body))
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 async def test_other_urls_are_not_fetched(mesh: Harness) -> None:
