@@ -100,8 +100,7 @@ def test_steps_read_the_rows_of_their_media(seed: int) -> None:
             for request in draw.sample(requests, min(3, len(requests))):
                 left = request.num_tokens - request.num_done
                 wanted = min(left, draw.randint(1, 40))
-                asked = cast(Request, request)
-                count = media.limit(asked, request.num_done, wanted, is_first=not chunks)
+                count = media.limit(cast(Request, request), request.num_done, wanted)
                 if count:
                     chunks.append((request, request.num_done, request.num_done + count))
             number += 1
@@ -185,13 +184,13 @@ def test_a_medium_that_could_not_be_encoded_is_encoded_again() -> None:
         raise RuntimeError("no memory")
 
     media.begin_plan(has_running=False)
-    assert media.limit(request, 0, 60, is_first=True) == 60
+    assert media.limit(request, 0, 60) == 60
     media.begin_step(1)
     with pytest.raises(RuntimeError):
         media.encode(fail)
     media.end_step(1)
     media.begin_plan(has_running=False)
-    assert media.limit(request, 0, 60, is_first=True) == 60
+    assert media.limit(request, 0, 60) == 60
     media.begin_step(2)
     media.encode(device.encode)
     ((_, places),) = media.places_in(request, 0, 60)
@@ -233,32 +232,16 @@ def test_without_a_tower_spans_tell_where_media_turn() -> None:
 def test_running_requests_do_not_wait_for_an_encoder_and_its_rows_at_once() -> None:
     store, device = MediaStore(1 << 20), Device()
     media = MediaRows(store, FACTS, 8 * GROUP_ROWS, max_step_cost=40, max_step_tokens=100)
-    first, second, large = medium(1, 9), medium(2, 9), medium(3, 39)
-    spans, end = list[MediaSpan](), 3
-    for one in (first, second, large):
-        store.put(one)
-        spans.append(span_of(one, end))
-        end = spans[-1].end + 40
-    asked = Asked(spans, 0, end)
-    request, done = cast(Request, asked), 0
+    one = medium(1, random.randint(1, GROUP_ROWS))
+    store.put(one)
+    asked = Asked([span_of(one, 3)], 0, 3 + one.shape[0] + 5)
+    request = cast(Request, asked)
     media.begin(request)
-    media.begin_plan(has_running=True)
-    assert media.limit(request, 0, end, is_first=False) == 3, "text alone joins another prompt"
-    assert not media.fills_step
-    media.encode(device.encode)
-    assert media.num_encoded == 0
-    # The first two are encoded in one turn, and their rows read in the next; so are the third's.
-    for turn, (last, num_encoded, fills) in enumerate(
-        [
-            (3, 2, True),
-            (spans[2].position, 2, True),
-            (spans[2].position, 3, True),
-            (end, 3, True),
-        ]
-    ):
+    for turn, found in enumerate([3, asked.num_tokens, asked.num_tokens]):
         media.begin_plan(has_running=True)
-        done += media.limit(request, done, end - done, is_first=True)
-        assert (turn, done, media.fills_step) == (turn, last, fills)
+        assert not media.fills_step
+        assert media.limit(request, 0, asked.num_tokens) == found
+        assert media.fills_step == (turn == 1), "no other prompt joins it"
         media.encode(device.encode)
-        assert media.num_encoded == num_encoded
         media.begin_step(turn)
+    assert media.num_encoded == 1

@@ -21,8 +21,6 @@ _NOT_FIRST = (
 )
 GROUP_ROWS = 16
 """Rows that are given to a medium together."""
-_FEW_TOKENS = 32
-"""Tokens of a prompt that prolong a step by next to nothing."""
 
 
 EncodeRun = Callable[[Sequence[tuple[Media, Int64Array]]], None]
@@ -111,7 +109,7 @@ class FilledMedia:
 
     def end_step(self, number: int) -> None: ...
 
-    def limit(self, request: Request, start: int, num_tokens: int, *, is_first: bool) -> int:
+    def limit(self, request: Request, start: int, num_tokens: int) -> int:
         """As `MediaRows.limit`. A request that lacks rows is stranded: no filler is left."""
         needs_rows = has_media_rows(request.spans, start, start + num_tokens)
         if not needs_rows or self.has_rows(request, start):
@@ -173,10 +171,8 @@ class MediaRows:
     """Rows of media in the executor's memory, by digest. Rows that a step reads stay until the step
     has ended. Those of other media stay until their place is needed, the least recently used ones
     first. A medium is encoded in the turn in which a chunk first needs it, and again if its rows
-    are gone. Beside running requests a step takes prompts' tokens or encodes media, so that these
-    do not wait for both at once: media wait for the turn in which their chunk is the first one and
-    begins with them, are encoded as many as there is room for, and no other prompt joins that step
-    or the next one, which has their rows (`fills_step`).
+    are gone. Beside running requests the chunk follows in the next turn, so that these do not wait
+    for both at once, and no prompt that came meanwhile shares its step (`fills_step`).
 
     Args:
         num_rows: Rows of the executor's memory.
@@ -210,8 +206,8 @@ class MediaRows:
         self._waited_for = self._encoded
         """Media that the turn before this one encoded beside running requests."""
         self.fills_step = False
-        """Whether running requests wait for the media of a planned chunk, or have waited for them
-        in the turn before, so that no further prompt joins it.
+        """Whether a planned chunk has media that running requests have waited for, so that no
+        further prompt joins it.
         """
         self._due: list[tuple[Media, _Encoded]] = []
         self._planned: dict[bytes, _Encoded] = {}
@@ -304,29 +300,20 @@ class MediaRows:
         self._room, self._has_running = self._max_step_cost, has_running
         self.fills_step = False
 
-    def limit(self, request: Request, start: int, num_tokens: int, *, is_first: bool) -> int:
+    def limit(self, request: Request, start: int, num_tokens: int) -> int:
         """Tokens of a chunk whose media have rows in this step, from none to all. Gives media that
         lack rows their place and makes them due, as far as there is room.
-
-        Args:
-            is_first: No other chunk has been planned for the step.
         """
         # A head may need the hidden state of the token before the first one again. Models whose
         # prompts begin with a clip have none.
         first = start if self._facts.is_first else max(0, start - 1)
-        spans = [span for span, _, _ in spans_within(request.spans, first, start + num_tokens)]
-        for number, span in enumerate(spans):
-            tokens_before = max(0, span.position - start)
-            may_encode = not self._has_running or (is_first and tokens_before <= _FEW_TOKENS)
-            if not self._use(span.digest, may_encode=may_encode):
-                if self._has_running and span.digest in self._planned:
-                    for other in spans[number + 1 :]:
-                        self._use(other.digest, may_encode=True)
-                return tokens_before
+        for span, _, _ in spans_within(request.spans, first, start + num_tokens):
+            if not self._use(span.digest):
+                return max(0, span.position - start)
         if start + num_tokens == request.num_tokens:
             # Then they are here when the fill is packed (`encode_now`).
             for span in request.tail_spans:
-                if not self._use(span.digest, may_encode=True):
+                if not self._use(span.digest):
                     return max(0, num_tokens - 1)
         return num_tokens
 
@@ -407,14 +394,13 @@ class MediaRows:
         if encoded.is_lost and not encoded.num_uses:
             self._free += encoded.groups.tolist()
 
-    def _use(self, digest: bytes, *, may_encode: bool) -> bool:
+    def _use(self, digest: bytes) -> bool:
         if digest not in self._planned:
             encoded = self._held.get(digest)
             if encoded is None:
-                encoded = self._reserve(digest) if may_encode else None
+                encoded = self._reserve(digest)
                 if encoded is None:
                     return False
-                self.fills_step |= self._has_running
             else:
                 self.num_reused += 1
             self._held.move_to_end(digest)

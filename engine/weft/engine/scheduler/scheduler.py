@@ -679,7 +679,7 @@ class Scheduler:
         if request.uncut_spans and num_tokens > 0:
             num_tokens = self._whole_spans(request, start, num_tokens, is_first=not items)
         if self._media is not None and (request.spans or request.tail_spans):
-            num_tokens = self._media.limit(request, start, num_tokens, is_first=not items)
+            num_tokens = self._media.limit(request, start, num_tokens)
         if num_tokens == pending and request.is_fill and not items:
             end = before_span(
                 request.uncut_spans, start + pending - self._last_piece(request, pending)
