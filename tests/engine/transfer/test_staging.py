@@ -421,9 +421,9 @@ def test_a_trial_finds_copies_that_go_wrong(
 ) -> None:
     scatter = device_pages.scatter_pages
 
-    def spoilt(source: torch.Tensor, pages: torch.Tensor, pool: torch.Tensor) -> None:
+    def spoilt(source: torch.Tensor, *where: Any) -> None:
         source[0, -1] ^= 1
-        scatter(source, pages, pool)
+        scatter(source, *where)
 
     monkeypatch.setattr(device_pages, "scatter_pages", spoilt)
     with pytest.raises(ConfigError, match="do not come back"):

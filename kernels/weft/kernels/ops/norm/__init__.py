@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.ops.norm.cpu import native_norm
 from weft.kernels.ops.norm.reference import add_rms_norm_reference, rms_norm_reference
-from weft.kernels.shared.cpu import native_cpu_for
+from weft.kernels.shared import cpu as shared_cpu
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if x.is_cuda:
         return _triton_rms.rms_norm(x, weight, eps)
-    native = native_cpu_for(x)
+    native = shared_cpu.native_cpu_for(x)
     if native is None:
         return rms_norm_reference(x, weight, eps)
     return native_norm(native, x, None, weight, eps)
@@ -87,7 +87,7 @@ def add_rms_norm(
     """
     if x.is_cuda:
         return _triton_rms.add_rms_norm(x, residual, weight, eps)
-    native = native_cpu_for(x)
+    native = shared_cpu.native_cpu_for(x)
     if native is None:
         return add_rms_norm_reference(x, residual, weight, eps)
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
