@@ -77,12 +77,10 @@ class Eagle3Head:
             A description whose result is [T, hidden]: the target's states in the form that the head
                 reads.
         """
-        group, rows = step.groups[self.group], draft_rows(step, self.group)
-        rows = replace(
-            rows,
-            is_uniform=group.max_q_len == 1 and len(rows.positions) == len(rows.request_slots),
-            ancestors=group.ancestors,
-        )
+        assert step.slots is not None, "a step of a drafted model names its slots"
+        group = step.groups[self.group]
+        is_uniform = group.max_q_len == 1 and step.positions.shape == step.slots.shape
+        rows = draft_rows(step, self.group, is_uniform=is_uniform, ancestors=group.ancestors)
         return DraftEntries(aux, self.weight, rows, kept, *self.place.of(pool))
 
     def chain(

@@ -29,7 +29,9 @@ class HeadPlace(NamedTuple):
         return (pool if self.in_page is None else self.in_page.of(pool)), self.layer
 
 
-def draft_rows(step: Step, group: int) -> DraftRows:
+def draft_rows(
+    step: Step, group: int, *, is_uniform: bool = False, ancestors: torch.Tensor | None = None
+) -> DraftRows:
     """The rows of a step whose `slots` are not None, with their places in a page group."""
     assert step.slots is not None, "a step of a drafted model names its slots"
     own = step.groups[group]
@@ -39,6 +41,8 @@ def draft_rows(step: Step, group: int) -> DraftRows:
         slots=own.places,
         cu_q_lens=own.cu_q_lens,
         request_slots=step.slots,
+        is_uniform=is_uniform,
+        ancestors=ancestors,
     )
 
 
