@@ -118,7 +118,7 @@ async def test_of_two_workers_with_one_id_the_second_gets_nothing(tmp_path: Path
         await mesh.wait(lambda: mesh.known_pages("decode") == [10])
         await asyncio.sleep(0.1)
         assert mesh.known_pages("decode") == [10]
-        assert OTHER_ID in problems(mesh, "decode")[first.address]
+        await mesh.wait(lambda: OTHER_ID in problems(mesh, "decode")[first.address])
 
 
 async def test_an_id_moves_with_its_worker(tmp_path: Path) -> None:

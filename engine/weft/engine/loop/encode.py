@@ -190,12 +190,12 @@ def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], 
     columns (starts are known, so the largest starts equal them), the tokens of their rows, and
     `StepInput.ancestor_masks` if drafts form trees.
     """
-    tokens, ancestor_masks = list[int](), list[int]()
+    tokens, ancestor_masks, has_trees = list[int](), list[int](), plan.has_trees
     for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
         request = item.request
         tokens += [request.tokens[item.start], *drafts]
         table.extend(request.slot, request.held.pages)
-        if plan.has_trees:
+        if has_trees:
             own = [1]
             for row, parent in enumerate(parents_of(drafts), 1):
                 own.append(own[parent] | 1 << row)
@@ -203,7 +203,7 @@ def _known_verifies(plan: Plan, table: PageTable) -> tuple[_Columns, list[int], 
     slots, starts = [i.request.slot for i in plan.verifies], [i.start for i in plan.verifies]
     counts = [1 + len(drafts) for drafts in plan.drafts]
     columns = np.array((slots, starts, counts), np.int64)
-    of_trees = np.array(ancestor_masks, np.int64) if plan.has_trees else None
+    of_trees = np.array(ancestor_masks, np.int64) if has_trees else None
     return (columns[0], columns[1], columns[1], columns[2]), tokens, of_trees
 
 
