@@ -34,7 +34,6 @@ from model_shapes import LARGE_MODELS, MODELS, write_config
 from weft.engine.loop.llm import LLM
 from weft.kernels.ops.moe.spec import Routing
 from weft.kernels.ops.peers.triton_experts import return_rows, send_rows
-from weft.testing.engine.shared_experts import accept_gpus
 
 LIMIT_S = 100.0
 """Longest wait for the next row of an engine."""
@@ -52,7 +51,6 @@ harness.flag("--same-device", action="store_true", help="all on the first GPU, t
 
 def engine(rank: int, options: Any, group: str, meeting: Any, done: Any, tells: Connection) -> None:
     """Measures as one engine; sends rows."""
-    accept_gpus()
     most = max(options.batches, default=64) // options.size
     changed = {} if options.layers is None else {"num_hidden_layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:

@@ -509,7 +509,6 @@ def test_a_drain_and_a_hand_back_reach_all(make_ranks: Callable[[int, int], Rank
         ({"tp": 2}, "must be 1 with tp, pp or cp"),
         ({"attention_dp_rank": 2}, "must be below attention_dp = 2"),
         ({"attention_dp_group": ""}, "must be 1 to 64 printable bytes"),
-        ({"device": "cuda"}, "must be 1 on GPUs"),
         ({"deterministic": True}, "must be off with attention_dp"),
         ({"mtp_head": True}, "must be none or ngram with attention_dp"),
         ({"attention_dp": 5}, "12 experts cannot be divided evenly"),

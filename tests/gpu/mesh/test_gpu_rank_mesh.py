@@ -1,5 +1,5 @@
 """A worker with ranks or stages on GPUs takes pages from one of one GPU. Under load it loses ranks,
-and is back each time.
+and is back each time, as are workers that share experts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.needs("cuda", "go"), pytest.mark.timeout(600)]
 
 NUM_KILLS, NUM_NEW = 5, 24
 LIMIT_S = 3.0
+SHARED_LIMIT_S = 8.0
+"""Longest wait of workers that share experts, of which one alone may compile kernels."""
 SMALL = "--num-pages 200 --max-running-requests 4 --max-step-tokens 128 --prefill-chunk-tokens 64"
 
 
@@ -194,4 +196,61 @@ def test_ranks_that_are_lost_under_load_come_back_without_a_wrong_text(
             load.stop()
         mesh.stop()
     print(f"part {part}: {load.num_right} right, {load.num_failed} failed")
+    assert not load.wrong
+
+
+def lose_a_worker(mesh: TinyMesh) -> str:
+    """Kills or stops one of the workers that share experts; returns once all are back."""
+    names = mesh.names("decode")
+    before = {name: mesh.service(name) for name in names}
+    lost, *others = random.sample(names, len(names))
+    how = random.choice((signal.SIGKILL, signal.SIGSTOP))
+    time.sleep(random.uniform(0.0, 1.0))
+    os.kill(before[lost]["engine_pid"], how)
+    lost_at = time.monotonic()
+    pids = [before[name]["engine_pid"] for name in others]
+    wait_until(
+        lambda: not any(map(psutil.pid_exists, pids)), SHARED_LIMIT_S + 10, lambda: mesh.text
+    )
+    ended_s = time.monotonic() - lost_at
+    if how == signal.SIGSTOP:
+        os.kill(before[lost]["engine_pid"], signal.SIGCONT)
+
+    def is_back(name: str) -> bool:
+        ready = mesh.ready_file(name)
+        return ready is not None and ready["epoch"] != before[name]["epoch"]
+
+    wait_until(lambda: all(map(is_back, names)), 120, lambda: mesh.text)
+    return f"{lost} by {how.name}: the others ended after {ended_s:.1f} s"
+
+
+def wait_for_answers(mesh: TinyMesh, load: Load) -> None:
+    """Returns once some more requests have been answered."""
+    answered = load.num_right
+    wait_until(lambda: load.num_right > answered + 3, 60, lambda: mesh.text)
+
+
+def test_workers_that_share_experts_end_together_and_come_back(tmp_path: Path) -> None:
+    flags = ("--prefill", "0", "--decode", "2", "--attention-dp", "2", "--device")
+    args = f"{SMALL} --rank-timeout-s {SHARED_LIMIT_S:g}"
+    shape = {"num_experts": 8, "num_hidden_layers": 2}
+    devices = gpus_of_ranks(2).split(",")
+    mesh = TinyMesh(
+        tmp_path, *flags, *devices, "--decode-args", args, kind="qwen3_moe", shape=shape
+    )
+    load: Load | None = None
+    try:
+        mesh.wait_ready()
+        load = Load(mesh)
+        for _ in range(2):
+            wait_for_answers(mesh, load)
+            sent = [mesh.counters(name)["dispatched_rows"] for name in mesh.names("decode")]
+            assert all(rows > 0 for rows in sent)
+            print(lose_a_worker(mesh))
+        wait_for_answers(mesh, load)
+    finally:
+        if load is not None:
+            load.stop()
+        mesh.stop()
+    print(f"{load.num_right} right, {load.num_failed} failed")
     assert not load.wrong

@@ -735,11 +735,6 @@ class EngineConfig(PageConfig):
         return [
             (
                 "attention_dp",
-                not self.is_on_gpu,
-                "1 on GPUs, where mixed loads have not been seen right yet",
-            ),
-            (
-                "attention_dp",
                 self.num_ranks == 1,
                 "1 with tp, pp or cp: each worker is one process",
             ),

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from weft.contract.errors import RanksLost
 from weft.contract.request import StopCriteria
-from weft.engine.base.config import EngineConfig
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel import device_dispatch
 from weft.testing.engine.ranked_texts import greedy_texts, make_llm, texts_of
@@ -106,23 +105,12 @@ def _load(llm: LLM) -> None:
         print(json.dumps(str(error)), flush=True)
 
 
-def accept_gpus() -> None:
-    """Leaves out the refusal of GPUs."""
-    relations = EngineConfig._relations_of_attention_dp
-
-    def others(config: EngineConfig) -> list[tuple[str, bool, str]]:
-        return [one for one in relations(config) if "on GPUs" not in one[2]]
-
-    EngineConfig._relations_of_attention_dp = others  # type: ignore[method-assign]
-
-
 def main(argv: list[str]) -> None:
     """Runs one engine."""
     what, folder, settings, prompts = argv
     chosen = json.loads(settings)
     if rows := chosen.pop("piece_rows", None):
         device_dispatch._PIECE_ROWS = rows * chosen["attention_dp"]
-    accept_gpus()
     llm = make_llm(Path(folder), **chosen)
     if what in ("killed", "stopped"):
         _load(llm)
