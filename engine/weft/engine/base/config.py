@@ -735,6 +735,11 @@ class EngineConfig(PageConfig):
         return [
             (
                 "attention_dp",
+                not self.is_on_gpu or self.attention_dp == 2,
+                "1 or 2 on GPUs, where more have not run yet",
+            ),
+            (
+                "attention_dp",
                 self.num_ranks == 1,
                 "1 with tp, pp or cp: each worker is one process",
             ),
