@@ -25,7 +25,7 @@ One more costs about 0.1 microseconds in every step."""
 MOST_MORE = 2.0
 """Of each further request; 1.0 when it was set."""
 FEW, MANY = 1, 33
-MOST_WITH_DRAFTS = 865
+MOST_WITH_DRAFTS = 860
 """Calls of a step of one request whose drafts a head makes; 798 when it was set."""
 MOST_WITH_ADAPTERS = 670
 """Calls of a step of four requests, two with an adapter each; 618 when it was set."""
