@@ -424,7 +424,9 @@ def test_both_forms_add_what_all_experts_add(
     """Rows that one rank alone has, none, and more than one meeting takes; the last layer of some
     ranks has no rows.
     """
-    counts = random.sample((0, 1, 7, PIECE_ROWS + 5), size)
+    # Of many rows some surely go to another rank.
+    counts = [PIECE_ROWS + 5, *random.sample((0, 1, 7), size - 1)]
+    random.shuffle(counts)
     forms = [make_ranks(size, least) for least in (0, NEVER)]
     rows = [forms[0].random_rows(count) for count in counts]
     residuals = [torch.randn(count, forms[0].hidden) for count in counts]
