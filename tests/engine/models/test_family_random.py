@@ -46,9 +46,10 @@ def overrides(draw: st.DrawFn, name: str) -> dict[str, Any]:
     sizes = reference_models.SIZES if name in OF_REFERENCES else SIZES
     text = {**sizes, **own.get("text_config", own)}
     heads = text["num_attention_heads"]
+    marks = [own[key] or 0 for key in own if key.endswith(("_token_id", "_token_index"))]
     made: dict[str, Any] = {
         "intermediate_size": 4 * draw(st.integers(2, 30)),
-        "vocab_size": draw(st.integers(40, 300)),
+        "vocab_size": draw(st.integers(max([40, *(1 + mark for mark in marks)]), 300)),
     }
     made |= {own: made["intermediate_size"] for own in ("n_inner", "ffn_dim") if own in text}
     if name not in FIXED_HEADS and "num_sliding_attention_heads" not in text:
