@@ -385,7 +385,7 @@ def kernels(run: Run) -> None:
 
 @harness.part_if_named
 def few(run: Run) -> None:
-    """Products of few rows, with the rounding of rows where it is a launch."""
+    """Products of few rows. Times include the launch that rounds the rows, where a way has one."""
     kinds = ("none", "channels", "blocks")
     launches = STREAMED if run.options.sweep else (None,)
     cases = list(itertools.product(FEW_PRODUCTS, (8, 16), kinds, launches))

@@ -67,7 +67,7 @@ def test_texts_of_hosts_are_those_of_one_gpu(
         alone = texts_of(llm, prompts)
     for name, value in OVER_SOCKETS.items() if link == "sockets" else ():
         monkeypatch.setenv(name, value)
-    # Host 0 has the last stage, so that those beside one another have different GPUs.
+    # Neighbouring stages need different GPUs, since NCCL takes each once. Host 0 has the last one.
     devices = [f"cuda:{(count - host) % count % 2}" for host in range(count)]
     with other_hosts(folder, count, devices=devices) as hosts:
         found = ranked("texts", folder, prompts, **SIZES | hosts | {"drafter": drafter})

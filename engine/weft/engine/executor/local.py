@@ -220,7 +220,7 @@ class LocalExecutor:
         self.gather: Gather | None = None
         """For steps whose rows ranks divide; None: there are none."""
         self.stages: DeviceStages | None = None
-        """The stages beside this one, on GPUs; None: there are none."""
+        """Exchanges rows with the neighbouring stages on GPUs; None: there are no stages."""
         self.media = media
         self.rotations: SlotRotations | None = None
         """None: rotations are by tokens' positions alone."""

@@ -75,7 +75,7 @@ class MappedMemory:
 
 
 class MappedCounters:
-    """Counters of a group in host memory, at which kernels look that have waited for long.
+    """Counters of a group in host memory; kernels read them once they have waited for long.
 
     Args:
         place: Address and number of bytes, whole pages.

@@ -66,7 +66,7 @@ class _Places:
         return self._memory[self._turn, :num_rows], self._ended[self._turn]
 
     def end(self, mark: Mark) -> None:
-        """Says when the use of the place that `next` has returned ends."""
+        """Notes the mark that ends the use of the place that `next` returned last."""
         self._ended[self._turn] = mark
         self._turn = 1 - self._turn
 

@@ -48,7 +48,7 @@ step before it has ended; with more chunks this thread would have to wait for a 
 
 
 def poll_pause_s(waited_s: float) -> float:
-    """Time until the next poll of what has not ended for so long."""
+    """Seconds until the next poll of a transfer that has been under way for `waited_s`."""
     return min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S)
 
 

@@ -589,7 +589,7 @@ def _pools_of_stages(
 
 
 def _by_stage(of_ranks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What ranks have of which each is a stage, in the order of the stages."""
+    """Sorts what ranks have, a stage each, by stage."""
     count = len(of_ranks)
     ranks = sorted(range(count), key=lambda rank: stage_of_rank(rank, count))
     return [of_ranks[rank] for rank in ranks]
@@ -667,7 +667,7 @@ def _mapped_blocks(shared: SharedMemory, plane: StatePlane, num_blocks: int) -> 
 def _blocks_of_stages(
     shared: SharedMemory, planes: Sequence[StatePlane], num_blocks: int
 ) -> RankBlocks:
-    """`planes`: of each stage."""
+    """Rank 0's view of the blocks of all stages, whose planes are `planes`, and this rank's own."""
     own_stage = stage_of_rank(shared.rank, len(planes))
     whole, own = list[torch.Tensor](), list[torch.Tensor]()
     for part in planes[0].parts:

@@ -219,7 +219,9 @@ class StagedExecutor:
         return _StageMark(self._local.device, self._late[-1] if self._late else None)
 
     def _meet(self) -> None:
-        """Makes rank 0's GPU wait for what those of the other stages were told so far."""
+        """Makes rank 0's GPU wait until the other stages' GPUs have done all that was launched so
+        far.
+        """
         self._ranks.group.post(encode_barrier())
         self._local.meet()
 

@@ -49,7 +49,7 @@ _MIN_PART = 128
 _MANY_ROWS = 8
 """Rows from which on a program takes more heads, which share its loads from the pool."""
 _WIDE_POSITIONS = 64
-"""Positions of an iteration of the launch for many rows."""
+"""Positions that a program of many rows reads in one iteration."""
 _TRIED_PARTS, _TRIED_ROUNDS = 4, 3
 """Numbers of parts up to the first are compared in any case, others as long as all programs make at
 most so many rounds.

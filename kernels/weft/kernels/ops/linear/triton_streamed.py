@@ -28,8 +28,8 @@ from weft.kernels.shared.formats.quantised import FP8_GROUP, Fp8Blocks, Fp8Matri
 from weft.kernels.shared.sm90 import on_sm90
 
 _FEW_COLUMNS, _LONG = 4096, 8192
-"""Columns and K that part the ranges and launches below, which were measured on an H200 with
-products of Llama-3.1-8B and Qwen3-30B-A3B.
+"""Borders, in columns and in elements of K, between the ranges of rows and the launches below. They
+were measured on an H200 with products of Llama-3.1-8B and Qwen3-30B-A3B.
 """
 _MAX_ROWS, _MAX_ROWS_OF_FEW_COLUMNS, _MAX_GATED_ROWS = 8, 16, 2
 """Most rows of a product, of one with at most _FEW_COLUMNS (and _LONG in blocks), and of a gated
@@ -224,7 +224,7 @@ def of_rows(layout: gl.constexpr, ROWS: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def in_group(layout: gl.constexpr) -> gl.tensor:
-    """Where units lie within their group of 64."""
+    """Positions of units, 16 bits of a weight (two numbers in FP8), within their group of 64."""
     of_half: gl.constexpr = gl.SliceLayout(
         0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
     )
@@ -252,7 +252,8 @@ def read_groups(at: gl.tensor, COUNT: gl.constexpr) -> gl.tuple:
 def _operand(numbers: gl.tensor, IS_SECOND: gl.constexpr, layout: gl.constexpr) -> gl.tensor:
     PARTS: gl.constexpr = numbers.shape[0]
     ROWS: gl.constexpr = numbers.shape[1]
-    # Warp, row, half of a group, thread, half of its pairs, half of an operand, which of two.
+    # Dimensions: warp, row, half of a group of 64, thread, half of the thread's pairs, half of an
+    # operand, number within a pair.
     apart = gl.reshape(numbers, [PARTS, ROWS, 2, 4, 2, 2, 2])
     if IS_SECOND:
         whole = gl.reshape(gl.permute(apart, (0, 2, 4, 5, 3, 6, 1)), [PARTS, 64, ROWS])

@@ -57,7 +57,7 @@ class RowShape(NamedTuple):
     dtype: torch.dtype
     top_k: int
     experts: int
-    """Of each rank, which has consecutive ones."""
+    """Experts of each rank; their numbers are consecutive."""
     rows: int
     """Most rows of each rank in one exchange."""
 
