@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from weft.cli.up.ports import free_ports
+from weft.contract.errors import ConfigError, RanksLost
+from weft.contract.version import version
 from weft.engine.base.config import EngineConfig
+from weft.engine.executor.ranks import hosts
 from weft.engine.executor.ranks.hosts import HostRanks, Joined, join
+from weft.engine.parallel.host_sockets import (
+    connect,
+    parse_address,
+    receive_message,
+    send_message,
+)
 from weft.engine.parallel.stage_links import SocketStages
 
 LONG_S, LARGE = 60.0, (512, 1024)
@@ -25,13 +38,17 @@ def join_and_agree(config: EngineConfig) -> Joined:
     return host
 
 
-@contextmanager
-def two_hosts() -> Iterator[tuple[HostRanks, Joined]]:
+def config_of(count: int) -> EngineConfig:
     (port,) = free_ports("127.0.0.1", 1)
-    config = EngineConfig(model_dir=Path(), pp=2, hosts=2, rendezvous=f"127.0.0.1:{port}")
+    return EngineConfig(model_dir=Path(), pp=count, hosts=count, rendezvous=f"127.0.0.1:{port}")
+
+
+@contextmanager
+def two_hosts(wake: Callable[[], None] = lambda: None) -> Iterator[tuple[HostRanks, Joined]]:
+    config = config_of(2)
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(join_and_agree, replace(config, host_rank=1))
-        ranks = HostRanks(config)
+        ranks = HostRanks(config, wake)
         try:
             yield ranks, other.result(LONG_S)
         finally:
@@ -50,3 +67,58 @@ def test_closing_ends_the_thread_that_reads_rows_ahead(seed: int) -> None:
         assert neighbours._coming is not None
         assert neighbours._coming.done()
         first.close()
+
+
+def test_a_host_that_is_lost_without_a_word_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that the network reaches no more: one connection ends, the others seem to be there."""
+    monkeypatch.setattr(hosts, "_REASON_S", 0.05)
+    is_woken = threading.Event()
+    with two_hosts(is_woken.set) as (ranks, other):
+        (frames,) = other.group._ends.values()
+        frames.shutdown(socket.SHUT_RDWR)
+        assert is_woken.wait(LONG_S)
+        with pytest.raises(RanksLost, match=r"rank 1 \(host 127\.0\.0\.1\) is gone"):
+            ranks.check()
+
+
+def test_a_host_that_leaves_before_all_are_there_may_come_again() -> None:
+    config = config_of(3)
+    with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
+        leading = threads.submit(HostRanks, config)
+        leave_again(config)
+        others = []
+        for number in (2, 1):
+            others.append(threads.submit(join_and_agree, replace(config, host_rank=number)))
+            time.sleep(0.5)  # So that all connections of host 2 have come before host 1.
+        stack.callback(leading.result(LONG_S).close)
+        assert [one.result(LONG_S).config.hosts for one in others] == [3, 3]
+
+
+def leave_again(config: EngineConfig) -> None:
+    """Comes as host 1 with all of its connections, and ends them."""
+    at, deadline = parse_address(config.rendezvous), float("inf")
+    with connect(at, None, deadline, is_patient=True) as link, ExitStack() as stack:
+        about = {"hosts": config.hosts, "version": version(), "device": "cpu"}
+        about |= {"role": config.role, "rows_at": list(link.getsockname())}
+        send_message(link, {"kind": "link", "host_rank": 1} | about)
+        assert receive_message(link) == {"welcome": 1}
+        for kind in ("frames", "memory", "writes"):
+            end = stack.enter_context(connect(at, None, deadline, is_patient=False))
+            send_message(end, {"kind": kind, "host_rank": 1})
+        time.sleep(0.5)  # So that host 0 has them all.
+
+
+def test_a_host_that_is_started_twice_is_refused() -> None:
+    config = config_of(3)
+    with ThreadPoolExecutor(4) as threads, ExitStack() as stack:
+        leading = threads.submit(HostRanks, config)
+        ones = [threads.submit(join_and_agree, replace(config, host_rank=1)) for _ in range(2)]
+        (refused,), _ = wait(ones, LONG_S, FIRST_COMPLETED)
+        with pytest.raises(ConfigError, match="--host-rank 1: another host has this number"):
+            refused.result()
+        last = threads.submit(join_and_agree, replace(config, host_rank=2))
+        stack.callback(leading.result(LONG_S).close)
+        (first,) = (one for one in ones if one is not refused)
+        assert [one.result(LONG_S).config.hosts for one in (first, last)] == [3, 3]

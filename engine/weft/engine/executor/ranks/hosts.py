@@ -38,6 +38,7 @@ from weft.engine.parallel.host_sockets import (
     HostTls,
     accept,
     connect,
+    end_when_lost,
     listen,
     parse_address,
     receive_message,
@@ -58,6 +59,10 @@ _LOCAL = (
 )
 """Settings that each host has of its own. It takes all others from host 0."""
 _WATCH_S = 0.5
+_REASON_S = 2.0
+"""A host that is lost may still say why within this time."""
+_LOST_S = 60.0
+"""During the start a host that the network does not reach for so long is lost."""
 _ACCEPT_S = 10.0
 _KIND, _NUMBER, _ROWS_AT = "kind", "host_rank", "rows_at"
 _FRAMES, _MEMORY, _WRITES = _ENDS = "frames", "memory", "writes"
@@ -78,6 +83,14 @@ class HostLink(RankLink):
             return receive_message(self._socket), None
         except OSError as error:
             raise LinkClosed from error
+
+    def last_word(self) -> str:
+        """Why the other end has ended, if it says so; waits only for a moment."""
+        self._socket.settimeout(_REASON_S)
+        try:
+            return str(self.receive()[0].get("error", ""))
+        except LinkClosed:
+            return ""
 
     def is_gone(self) -> bool:
         """Whether the other end has closed. Call it while that end has nothing to say."""
@@ -181,7 +194,10 @@ class HostRanks(RankLeader):
             return
         sock, told = found
         number, kind = told.get(_NUMBER), told.get(_KIND)
-        self._hosts = [host for host in self._hosts if not host.link.is_gone()]
+        for host in [host for host in self._hosts if host.link.is_gone()]:
+            self._hosts.remove(host)
+            for of_kind in ends.values():
+                of_kind.pop(host.rank, None)
         numbers = [host.number for host in self._hosts]
         if kind in _ENDS and type(number) is int and number in numbers:
             ends[kind][number * config.tp] = sock
@@ -194,9 +210,8 @@ class HostRanks(RankLeader):
             sock.close()
             return
         sock.settimeout(START_LIMIT_S)
+        end_when_lost(sock, _LOST_S)
         link, rank = HostLink(sock), number * config.tp
-        for of_kind in ends.values():
-            of_kind.pop(rank, None)
         address = Address(*told[_ROWS_AT])
         self._hosts.append(_OtherHost(number, rank, link, address))
         self._hosts.sort(key=lambda one: one.number)
@@ -253,10 +268,9 @@ class HostRanks(RankLeader):
             lost = self._group.await_loss(_WATCH_S)
         if not lost or (self._group.is_stopped and not self._is_lost):
             return
-        said = ""
-        with contextlib.suppress(LinkClosed):
-            said = f": {self._host(lost[0]).link.receive()[0].get('error', '')}"
-        self.fail(f"{self.ending(lost[0])} during step {self._group.num_frames}{said}")
+        said = self._host(lost[0]).link.last_word()
+        why = f"{self.ending(lost[0])} during step {self._group.num_frames}"
+        self.fail(f"{why}: {said}" if said else why)
         logger.error("%s", self._why)
         self._wake()
 
@@ -355,9 +369,11 @@ def join(config: EngineConfig) -> Joined:
     """
     number, tls = config.host_rank, tls_of(config)
     rendezvous, deadline = parse_address(config.rendezvous), time.monotonic() + START_LIMIT_S
+    logger.info("host %d waits for host 0 at %s", number, rendezvous)
     sock = connect(rendezvous, tls, deadline, is_patient=True)
     own = sock.getsockname()[0]
     sock.settimeout(START_LIMIT_S)
+    end_when_lost(sock, _LOST_S)
     link = HostLink(sock)
     # The address that others get is the one from which this host has reached host 0.
     with listen(Address(own, 0)) as listener:
