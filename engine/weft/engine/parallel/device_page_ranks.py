@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from weft.kernels.ops.pages import page_index
+from weft.kernels.ops.pages.pool import row_in_pool
 from weft.kernels.ops.peers.triton_pages import PagesMemory, gather_queries, merge_results
 
 MAX_ROWS = 256
@@ -51,7 +52,7 @@ class DividedPool:
     def here(self, pages: Sequence[int]) -> list[int]:
         """The numbers in this rank's pool of those pages that lie on it."""
         size = self._ranks.size
-        return [1 + page // size for page in pages if page % size == self._ranks.rank]
+        return [row_in_pool(page, size) for page in pages if page % size == self._ranks.rank]
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies pages to pages, each by the rank of its destination. All ranks call it."""
@@ -60,7 +61,7 @@ class DividedPool:
         self._meet()
         for other, rows in enumerate(self._rows):
             pairs = [
-                (1 + source // size, 1 + into // size)
+                (row_in_pool(source, size), row_in_pool(into, size))
                 for source, into in zip(sources, destinations, strict=True)
                 if into % size == rank and source % size == other
             ]

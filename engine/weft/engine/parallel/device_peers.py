@@ -136,7 +136,7 @@ class DevicePeers:
         self.sums = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
         """How partial sums are added up, in words."""
         self._group, self._device = group, device
-        self._mapped = MappedMemory(device, ranks, agree)
+        self.mapped = MappedMemory(device, ranks, agree)
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
         layout = layout_of(self.size, width * itemsize, once, twice)
@@ -181,13 +181,9 @@ class DevicePeers:
         """Memory of zeros on this rank, and the addresses at which this process has all ranks'
         memory.
         """
-        memory, handle = self._mapped.map(num_bytes)
+        memory, handle = self.mapped.map(num_bytes)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         return memory, torch.tensor(pointers, dtype=torch.int64, device=self._device)
-
-    def memory(self, num_bytes: int) -> list[torch.Tensor]:
-        """`MappedMemory.memory`."""
-        return self._mapped.memory(num_bytes)
 
     def divide_pages(self, size: int, heads: int, dim: int, value_dim: int, itemsize: int) -> None:
         """Lets each `size` consecutive ranks divide the pages of their KV heads. All ranks call it

@@ -51,7 +51,7 @@ class DeviceStages:
                 "are linked, or pp = 1",
                 param="pp",
             ) from error
-        self._group, self._device, self._mapped = group, device, mapped
+        self._group, self._device, self.mapped = group, device, mapped
         self._nothing = torch.zeros((1, width), dtype=dtype, device=device)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         self._counters = MappedCounters(group.words, device, "pp", size)
@@ -81,10 +81,6 @@ class DeviceStages:
     def send(self, stream: torch.Tensor) -> None:
         assert self._after is not None, "the last stage sends nothing"
         send_rows(self._after, stream.contiguous())
-
-    def memory(self, num_bytes: int) -> list[torch.Tensor]:
-        """`MappedMemory.memory`."""
-        return self._mapped.memory(num_bytes)
 
     def meet(self) -> None:
         """Makes the device of each stage wait, after its work so far, for that of the stages before

@@ -138,7 +138,7 @@ class LinkedStages:
 
     def close(self) -> None:
         self._end()
-        self._watcher.join()
+        self._watcher.join(2 * _REASON_S)
 
     @property
     def _is_capturing(self) -> bool:

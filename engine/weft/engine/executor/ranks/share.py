@@ -120,7 +120,7 @@ class SharedMemory:
                 self.rows = segment.tensor(shape, torch.uint8)
             of_ranks = self.rows.view(-1)[: self.size * num_bytes]
             return of_ranks.view(self.size, num_bytes).unbind()
-        memory = devices.memory(num_bytes)
+        memory = devices.mapped.memory(num_bytes)
         self.others.agree("memory")
         return memory
 
@@ -466,7 +466,7 @@ def pool_of(
     if of_stages:
         return layout, _pool_of_stages(shared, of_stages, num_pages)
     if context is not None:
-        pools = _mapped(context.memory, layout, num_pages)
+        pools = _mapped(context.mapped.memory, layout, num_pages)
         others.agree("memory")
         mine, copies = pools[context.rank], None
         if config.takes_pages:

@@ -124,7 +124,7 @@ class PageRanks(Protocol):
     size: int
     has_one_pool: bool
     """Whether the ranks' pages lie in one pool, under their own numbers; else a rank has a pool of
-    its pages alone, in which page p is page 1 + p // size, after a null page.
+    its pages alone, in the rows of `weft.kernels.ops.pages.pool.row_in_pool`.
     """
 
     def gather(self, q: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from weft.kernels.ops.attention.spec import AttentionMetadata, AttentionSpec, Pa
 from weft.kernels.ops.divided_pages.reference import attention_here_reference
 from weft.kernels.ops.latent_attention.scaled import scaled_latents
 from weft.kernels.ops.latent_attention.spec import LatentSpec
+from weft.kernels.ops.pages.pool import row_in_pool
 from weft.kernels.ops.pages.scaled_kv import dequantised, is_scaled
 from weft.kernels.shared.deferred import deferred
 
@@ -32,7 +33,7 @@ NULL_PAGE = 0
 
 def number_here(pages: torch.Tensor, ranks: PageRanks) -> torch.Tensor:
     """Numbers of pages in the pool of the rank on which they lie."""
-    return pages if ranks.has_one_pool else 1 + pages // ranks.size
+    return pages if ranks.has_one_pool else row_in_pool(pages, ranks.size)
 
 
 def divided(step: AttentionMetadata, ranks: PageRanks, page_size: int) -> AttentionMetadata:

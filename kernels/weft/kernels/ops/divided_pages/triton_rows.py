@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.attention.spec import AttentionMetadata, PageRanks, PagesHere
+from weft.kernels.ops.pages.triton_pages import row_in_pool
 
 _COLUMNS = 256
 """Entries of a page table, or requests, that a program reads at once."""
@@ -89,7 +90,7 @@ def _rows_kernel(
         page = tl.load(table + request.to(tl.int64) * table_stride + column, mask=is_page, other=0)
         is_here = is_page & (page % SIZE == RANK)
         at = count + tl.cumsum(is_here.to(tl.int32), axis=0) - 1
-        tl.store(here + row.to(tl.int64) * columns + at, 1 + page // SIZE, mask=is_here)
+        tl.store(here + row.to(tl.int64) * columns + at, row_in_pool(page, SIZE), mask=is_here)
         of_page = tl.minimum(tl.maximum(end - column * PAGE_SIZE, 0), PAGE_SIZE)
         seen += tl.where(is_here, of_page, 0)
         count += tl.sum(is_here.to(tl.int32), axis=0)
@@ -101,7 +102,7 @@ def _rows_kernel(
     tl.store(starts + row + 1, row + 1)
     place = tl.load(places + row)
     page = place // PAGE_SIZE
-    page = tl.where(page % SIZE == RANK, 1 + page // SIZE, 0)
+    page = tl.where(page % SIZE == RANK, row_in_pool(page, SIZE), 0)
     tl.store(into + row, page)
     tl.store(offsets + row, place % PAGE_SIZE)
     tl.store(own_places + row, page * PAGE_SIZE + place % PAGE_SIZE)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.ops.pages.pool import ALL_PAGES, PageShare
+from weft.kernels.ops.pages.triton_pages import row_in_pool
 from weft.kernels.shared.launch_sizes import cdiv
 
 _TILE, _TILES, _WARPS = 1024, 4, 8
@@ -53,7 +54,7 @@ def _digest_kernel(
         if page % SIZE != RANK:
             tl.store(partial + tl.program_id(0), 0)
             return
-        page = 1 + page // SIZE
+        page = row_in_pool(page, SIZE)
     first = part * TILE * TILES
     lane = tl.arange(0, TILE)
     # The states of SplitMix64 at a tile's words; each state of the next tile is the same distance

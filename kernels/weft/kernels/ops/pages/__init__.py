@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from weft.contract.layout import PagePart
-from weft.kernels.ops.pages.pool import ALL_PAGES, PageShare, has_dense_pages
+from weft.kernels.ops.pages.pool import ALL_PAGES, PageShare, has_dense_pages, row_in_pool
 from weft.kernels.shared.deferred import deferred
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def rows_here(pages: Tensor, share: PageShare) -> tuple[Tensor | slice, Tensor]:
     if share.size == 1:
         return slice(0, len(pages)), pages
     (here,) = (pages % share.size == share.rank).nonzero(as_tuple=True)
-    return here, 1 + pages[here] // share.size
+    return here, row_in_pool(pages[here], share.size)
 
 
 def gather_pages_reference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from weft.kernels.ops.pages.scaled_kv import SCALE_BYTES, is_scaled
@@ -41,20 +41,28 @@ class PlaneInPage(NamedTuple):
         return pool.as_strided((pool.shape[0], *shape), (pool.stride(0), *strides), begin)
 
 
+Pages = TypeVar("Pages", int, torch.Tensor)
+
+
+def row_in_pool(page: Pages, size: int) -> Pages:
+    """The row of a page, or of each of several, in that of `size` pools that has it. Row 0 of each
+    pool receives what no one reads.
+    """
+    return 1 + page // size
+
+
 class PageShare(NamedTuple):
     """The pages of a pool that divides all pages with others by their numbers."""
 
     rank: int = 0
     size: int = 1
-    """Number of pools. If it is 1, page p is row p; else row 1 + p // size of pool p % size, since
-    row 0 of each receives what no one reads.
-    """
+    """Number of pools. If it is 1, page p is row p; else `row_in_pool` of pool p % size."""
 
     def row(self, page: int) -> int | None:
         """None: the page is in another pool."""
         if self.size == 1:
             return page
-        return 1 + page // self.size if page % self.size == self.rank else None
+        return row_in_pool(page, self.size) if page % self.size == self.rank else None
 
 
 ALL_PAGES = PageShare()

@@ -62,6 +62,12 @@ def copy_part_rows(
 
 
 @triton.jit
+def row_in_pool(page: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """`weft.kernels.ops.pages.pool.row_in_pool`, within kernels."""
+    return 1 + page // SIZE
+
+
+@triton.jit
 def _copy_part_kernel(
     rows: tl.tensor,
     addresses: tl.tensor,
@@ -109,7 +115,7 @@ def _copy_rows_kernel(
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     if SIZE > 1:
         num_words = tl.where(page % SIZE == RANK, num_words, 0)
-        page = 1 + page // SIZE
+        page = row_in_pool(page, SIZE)
     mask = column < num_words
     in_pool, in_buffer = rows + page * stride + column, buffer + row * buffer_stride + column
     if IS_GATHERED:

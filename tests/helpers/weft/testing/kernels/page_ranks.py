@@ -129,7 +129,7 @@ def results_of(rank: int, size: int, seed: int, ranks: dist.ProcessGroup) -> Fou
         sinks = None if case.sinks is None else case.sinks[rank]
         merged.append(pages.merge(case.values[rank], case.sums[rank], sinks))
     own = 1 + -(-PAGES // DIVIDE)
-    pools = [flat.view(torch.int32).view(own, 2) for flat in peers.memory(own * 8)]
+    pools = [flat.view(torch.int32).view(own, 2) for flat in peers.mapped.memory(own * 8)]
     pools[rank][:, 0] = torch.arange(own) * 10 + rank
     first = rank // DIVIDE * DIVIDE
     divided = DividedPool(pages, pools[first : first + DIVIDE], peers.meet)

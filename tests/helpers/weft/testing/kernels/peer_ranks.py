@@ -205,7 +205,7 @@ def results_of(
     flags[: memory.layout.tokens].view(torch.int32).fill_(NEARLY_AROUND)
     dist.barrier()
     found = [result_of(peers, case, rank) for case in cases_of(size, kind, seed)]
-    parts = peers.memory(8)
+    parts = peers.mapped.memory(8)
     parts[rank].fill_(1 + rank)
     dist.barrier()
     assert [int(part[7]) for part in parts] == list(range(1, 1 + size))
